@@ -1,0 +1,356 @@
+"""Every message between processes and every domain record.
+
+Bottom of the house: imports nothing of ROSE. Bulk per-token data travels as packed little-endian
+bytes (int32 tokens, float32 logprobs), so a hub that only forwards it never decodes it.
+Encoding, version and size limits of a message on the wire live in `rose.comm.wire`.
+
+Ids are strings and stable across restarts: group ``g12`` (``e3`` for held-out evaluation),
+trajectory ``g12.5``, its replacement after an environment failure ``g12.5r1``, turn ``g12.5.t2``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+
+PROTOCOL_VERSION = 1
+
+
+class Role(str, enum.Enum):
+    """What a rank does; the launcher passes it in argv (MPI.APPNUM is not set under srun)."""
+
+    COORDINATOR = "coordinator"
+    ENVIRONMENT = "environment"
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Phase(str, enum.Enum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"  # an end-of-turn token
+    LENGTH = "length"  # max_new_tokens or the model's context reached
+    ABORT = "abort"  # told to stop; the tokens so far are valid
+
+
+def pack_tokens(tokens) -> bytes:
+    """Token ids (T,) -> T*4 bytes, int32 little-endian."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> np.ndarray:
+    """Inverse of `pack_tokens`: (T,) int32."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def pack_floats(values) -> bytes:
+    """(T,) -> T*4 bytes, float32 little-endian."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_floats(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype="<f4")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A domain record; never sent alone."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A message; the class name is its tag on the wire."""
+
+
+# --------------------------------------------------------------------------- domain records
+
+
+class Sampling(Record):
+    """How one turn is sampled. `seed` makes it reproducible whichever engine takes it."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int = 0
+
+
+class Trajectory(Record):
+    """One finished episode, token-exact: no text is ever re-tokenised.
+
+    All per-token fields have length T = number of tokens of prompt, turns and observations.
+    """
+
+    id: str
+    group: str
+    phase: Phase
+    tokens: bytes  # int32 (T,)
+    mask: bytes  # uint8 (T,): 1 where the policy made the token
+    logprobs: bytes  # float32 (T,): the engine's log-probability at temperature 1; 0 where mask is 0
+    versions: bytes  # int32 (T,): policy version that made the token; -1 where mask is 0
+    reward: float
+    success: bool
+    turns: int
+    response_tokens: int  # sum of mask
+    truncated: bool = False  # ended by a token or turn limit, not by the environment
+    invalid_calls: int = 0
+    stats: dict[str, float] = {}
+    started: float = 0.0  # seconds, wall clock
+    finished: float = 0.0
+
+
+# --------------------------------------------------------------------------- any rank
+
+
+class Hello(Message):
+    """First word of every rank to the coordinator."""
+
+    rank: int
+    role: Role
+    index: int  # which of its role, from 0
+    pid: int
+    host: str
+
+
+class RankFailed(Message):
+    """Last word of a rank that stops on an error."""
+
+    rank: int
+    error: str
+
+
+class Shutdown(Message):
+    reason: str
+
+
+class Goodbye(Message):
+    """Everything of this rank is saved; it leaves."""
+
+    rank: int
+
+
+# --------------------------------------------------------------------------- coordinator <-> environment host
+
+
+class StartTrajectory(Message):
+    """Coordinator -> environment host: own and run this trajectory to its end."""
+
+    id: str
+    group: str
+    phase: Phase
+    env_seed: int  # the same for all members of a group
+    sampling_seed: int
+
+
+class TurnRequest(Message):
+    """Environment host -> coordinator: one assistant turn, please."""
+
+    turn: str
+    trajectory: str
+    group: str
+    phase: Phase
+    tokens: bytes  # int32: the whole context so far
+    sampling: Sampling
+
+
+class TurnResult(Message):
+    """Coordinator -> environment host: the turn is complete, wherever its parts were made."""
+
+    turn: str
+    tokens: bytes  # int32 (n,): new tokens, the end-of-turn token included
+    logprobs: bytes  # float32 (n,)
+    versions: bytes  # int32 (n,)
+    finish: FinishReason
+    migrations: int = 0
+
+
+class TrajectoryFinished(Message):
+    trajectory: Trajectory
+
+
+class TrajectoryFailed(Message):
+    """The environment raised or hung; it is closed, and nothing of the trajectory is used."""
+
+    id: str
+    group: str
+    error: str
+
+
+class CancelTrajectory(Message):
+    """Coordinator -> environment host: its tokens are no longer wanted; close it without a word."""
+
+    id: str
+
+
+# --------------------------------------------------------------------------- coordinator <-> rollout worker
+
+
+class WorkerReady(Message):
+    """The engine is up (again) with these weights. A restart raises `incarnation`."""
+
+    worker: str  # "rollout-0"
+    incarnation: int
+    engine_pid: int
+    max_sequences: int
+    kv_tokens: int  # KV-cache capacity, tokens
+    version: int  # -1: the model folder's own weights
+
+
+class WorkerDown(Message):
+    """The engine died; every turn it held is lost beyond the progress already sent."""
+
+    worker: str
+    incarnation: int
+    error: str
+    restarting: bool
+
+
+class WorkerLoad(Message):
+    """Heartbeat of a worker, each second or so."""
+
+    worker: str
+    incarnation: int
+    running: int
+    waiting: int
+    kv_usage: float  # 0..1
+    generated_tokens: int  # since start
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class GenerateTurn(Message):
+    """Coordinator -> worker: continue these tokens. `attempt` counts dispatches of the turn, so
+    that late words of an earlier one are recognised and dropped."""
+
+    turn: str
+    attempt: int
+    tokens: bytes  # int32: context and the tokens of this turn made elsewhere
+    sampling: Sampling
+
+
+class AbortTurn(Message):
+    turn: str
+    attempt: int
+
+
+class TurnProgress(Message):
+    """Worker -> coordinator: tokens since the last word on this attempt."""
+
+    turn: str
+    attempt: int
+    tokens: bytes
+    logprobs: bytes
+    version: int
+
+
+class TurnFinished(Message):
+    """Worker -> coordinator: last tokens of the attempt and why it ended."""
+
+    turn: str
+    attempt: int
+    tokens: bytes
+    logprobs: bytes
+    version: int
+    finish: FinishReason
+    cached_tokens: int = 0
+    queued_s: float = 0.0
+    ttft_s: float = 0.0
+    started: float = 0.0  # wall clock, seconds: when the worker got it
+    finished: float = 0.0
+
+
+class LoadVersion(Message):
+    """Coordinator -> worker: take these weights before any further turn."""
+
+    version: int
+    manifest: str  # path of the committed manifest
+
+
+class VersionLoaded(Message):
+    """The live weights were read back and every checksum equals the manifest's."""
+
+    worker: str
+    incarnation: int
+    version: int
+    seconds: float
+    pause_s: float
+    nbytes: int
+
+
+class VersionFailed(Message):
+    worker: str
+    incarnation: int
+    version: int
+    error: str
+
+
+# --------------------------------------------------------------------------- coordinator <-> trainer
+
+
+class BatchSummary(Record):
+    """What every trainer rank knows of the whole batch of N trajectories."""
+
+    rewards: list[float]
+    groups: list[int]  # (N,): index of the group within the batch
+    response_tokens: list[int]
+    truncated: list[bool]
+
+
+class TrainStep(Message):
+    """Coordinator -> every trainer rank: the step begins. The rank's own trajectories follow in
+    `parts` messages of `TrainPart`; `indices` are their rows of `summary`, one list per
+    micro-batch, the same number of micro-batches on every rank (ZeRO's collectives need that)."""
+
+    step: int
+    summary: BatchSummary
+    micro_batches: list[list[int]]
+    parts: int
+
+
+class TrainPart(Message):
+    step: int
+    part: int
+    indices: list[int]
+    trajectories: list[Trajectory]
+
+
+class TrainDone(Message):
+    """Every trainer rank -> coordinator. Metrics come from trainer 0 (already reduced)."""
+
+    step: int
+    index: int
+    version: int
+    metrics: dict[str, float]
+    manifest: str  # "" except from trainer 0
+
+
+class SaveCheckpoint(Message):
+    step: int
+    folder: str
+
+
+class CheckpointSaved(Message):
+    step: int
+    index: int
+
+
+class TrainerReady(Message):
+    """Model loaded (or resumed at `step`), version published."""
+
+    index: int
+    step: int
+    version: int
+    manifest: str  # "" except from trainer 0
+    parameters: int
+
+
+AnyMessage = (
+    Hello | RankFailed | Shutdown | Goodbye
+    | StartTrajectory | TurnRequest | TurnResult | TrajectoryFinished | TrajectoryFailed | CancelTrajectory
+    | WorkerReady | WorkerDown | WorkerLoad | GenerateTurn | AbortTurn | TurnProgress | TurnFinished
+    | LoadVersion | VersionLoaded | VersionFailed
+    | TrainStep | TrainPart | TrainDone | SaveCheckpoint | CheckpointSaved | TrainerReady
+)

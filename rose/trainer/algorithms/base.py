@@ -1,0 +1,62 @@
+"""What an algorithm is: three pure functions on tensors, and no knowledge of ranks or engines.
+
+The trainer computes, with N trajectories in the whole batch,
+
+    loss = sum_i token_weights[i] * sum_t importance[i,t] * token_loss(...)[i,t]
+
+so gradient accumulation, ZeRO and the number of ranks never change the result, and a new
+algorithm touches no trainer code. `importance` is the truncated importance weight between engine
+and trainer (`rose.trainer.importance`); it is 1 where the algorithm corrects by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole batch of N trajectories in G groups, the same on every trainer rank."""
+
+    rewards: Tensor  # (N,) float32
+    groups: Tensor  # (N,) int64 in [0, G)
+    response_tokens: Tensor  # (N,) int64
+    truncated: Tensor  # (N,) bool
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch of B trajectories, right-padded to T predicted tokens."""
+
+    logprobs: Tensor  # (B, T) float32: the policy being trained, with gradient
+    proximal: Tensor  # (B, T) float32: the policy at the start of the step, or the engine's
+    behaviour: Tensor  # (B, T) float32: what the engine reported when it sampled
+    advantages: Tensor  # (B,) float32
+    mask: Tensor  # (B, T) float32, 1 where the policy made the token
+
+
+class Algorithm(Protocol):
+    recompute_proximal: bool  # else proximal = behaviour (PPO epochs over fresh data)
+    corrects_mismatch: bool  # True: token_loss already weighs by proximal/behaviour; no importance on top
+
+    def advantages(self, summary: Summary) -> Tensor:
+        """(N,) float32."""
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        """(N,) float32: the weight of each response token of trajectory i in the batch's loss."""
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """((B, T) loss before weights; statistics as masked sums (scalar tensors), which the trainer
+        divides by the number of response tokens of the batch)."""
+
+
+def group_mean(values: Tensor, groups: Tensor) -> Tensor:
+    """(N,) values, (N,) int64 groups -> (N,): each row's group mean."""
+    size = int(groups.max()) + 1 if groups.numel() else 0
+    total = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, values)
+    count = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, torch.ones_like(values))
+    return (total / count.clamp(min=1))[groups]
