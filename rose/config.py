@@ -7,6 +7,7 @@ its own: every default stands in conf/. Checks that need the model's shape are i
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -101,6 +102,7 @@ class Trainer(Section):
     updates_per_step: int  # optimizer updates per batch (PPO mini-batches)
     micro_batch_tokens: int  # padded tokens of one forward pass
     gradient_checkpointing: bool
+    step_timeout_s: float  # one training step, or one checkpoint, of every rank
     checkpoint_every: int
     checkpoint_keep: int
     threads: int | None
@@ -152,6 +154,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
+    queue_depth: float  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
 
 
 class Mpi(Section):
@@ -165,7 +168,8 @@ class Cluster(Section):
     kind: Literal["local"]
     dry_run: bool
     slots: int | None  # ranks that may run here; null: no limit
-    gpus: int  # GPUs of this machine
+    gpus: int  # GPUs that the run may use; 0: it runs on CPUs
+    gpu_memory_gib: float | None  # of each; null: memory is not checked
     start_timeout_s: float
     stop_timeout_s: float
     env: dict[str, str]
@@ -217,6 +221,16 @@ def to_dict(config: Config) -> dict[str, Any]:
     return msgspec.to_builtins(config)
 
 
+def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Every key of the tree, dotted, sections included."""
+    found = []
+    for field in msgspec.structs.fields(section):
+        found.append(prefix + field.name)
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            found += keys(field.type, f"{prefix}{field.name}.")
+    return found
+
+
 def load(path: Path) -> Config:
     """Read the resolved config that `save` wrote into a run's folder."""
     return from_dict(json.loads(Path(path).read_text()))
@@ -235,7 +249,9 @@ def _explain(message: str, tree: dict[str, Any]) -> str:
     missing = re.search(r"required field `([^`]*)`", text)
     if unknown:
         full = ".".join(filter(None, [key, unknown.group(1)]))
-        return f"{full}={_value(tree, full)!r}: no such key; see conf/ for the ones there are"
+        near = difflib.get_close_matches(full, keys(), n=3, cutoff=0.75)
+        meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
+        return f"{full}={_value(tree, full)!r}: no such key; {meant}"
     if missing:
         return f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in conf/"
     return f"{key}={_value(tree, key)!r}: {text[0].lower()}{text[1:]}"
@@ -270,7 +286,8 @@ def _check(c: Config) -> None:
         need(_value(to_dict(c), key) >= 1, key, "must be at least 1")
     for key in ("trainer.optimizer.lr", "trainer.optimizer.eps", "trainer.optimizer.grad_clip",
                 "env.step_timeout_s", "rollout.engine_start_timeout_s", "rollout.turn_timeout_s",
-                "cluster.start_timeout_s", "cluster.stop_timeout_s", "transfer.load_timeout_s"):
+                "cluster.start_timeout_s", "cluster.stop_timeout_s", "transfer.load_timeout_s", 
+                "trainer.step_timeout_s"):
         need(_value(to_dict(c), key) > 0, key, "must be greater than 0")
     for key in ("eval.episodes", "eval.every", "eval.temperature", "rollout.engine_restarts", "cluster.gpus",
                 "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
@@ -299,6 +316,12 @@ def _check(c: Config) -> None:
     if c.deterministic:
         need(c.rollout.workers == 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
+    need(c.cluster.gpu_memory_gib is None or c.cluster.gpu_memory_gib > 0, "cluster.gpu_memory_gib",
+         "GiB > 0, or null")
+    gpus = c.trainer.ranks + c.rollout.workers * c.rollout.tensor_parallel
+    need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus",
+         f"the run needs {gpus} (trainer.ranks={c.trainer.ranks} + rollout.workers={c.rollout.workers} x "
+         f"rollout.tensor_parallel={c.rollout.tensor_parallel}); raise it or run fewer")
     ranks = 1 + c.rollout.environment_hosts + c.trainer.ranks + c.rollout.workers
     if c.cluster.slots is not None:
         need(ranks <= c.cluster.slots, "cluster.slots",
@@ -310,7 +333,8 @@ def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
     tp = c.rollout.tensor_parallel
     if shape.heads % tp:
-        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model {c.model.name}")
+        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model "
+                          f"{c.model.name}")
     if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
         raise ConfigError(f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
                           f"key-value heads of model {c.model.name}")
@@ -330,6 +354,7 @@ def read_shape(folder: Path) -> ModelShape:
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, vocab=raw["vocab_size"],
             tied_embeddings=raw.get("tie_word_embeddings", False))
     except FileNotFoundError:
-        raise ConfigError(f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face model") from None
+        raise ConfigError(f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
+                          "model") from None
     except (KeyError, json.JSONDecodeError) as error:
         raise ConfigError(f"model.path={str(folder)!r}: config.json is not one of a decoder model ({error!r})") from None

@@ -301,12 +301,12 @@ class BatchSummary(Record):
 
 class TrainStep(Message):
     """Coordinator -> every trainer rank: the step begins. The rank's own trajectories follow in
-    `parts` messages of `TrainPart`; `indices` are their rows of `summary`, one list per
-    micro-batch, the same number of micro-batches on every rank (ZeRO's collectives need that)."""
+    `parts` messages of `TrainPart`. `micro_batches` lists this rank's rows of `summary`; every rank
+    has the same number of micro-batches in each optimizer update (ZeRO's collectives need that)."""
 
     step: int
     summary: BatchSummary
-    micro_batches: list[list[int]]
+    micro_batches: list[list[list[int]]]  # [update][micro-batch][row of summary]
     parts: int
 
 

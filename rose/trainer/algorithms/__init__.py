@@ -1,0 +1,54 @@
+"""One file per RL algorithm (`base.Algorithm` says what one is) and `build`, which picks one by name.
+
+May import torch and `rose.config`; knows nothing of ranks, engines or DeepSpeed. A new algorithm is a
+new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from rose.config import ConfigError
+from rose.trainer.algorithms.base import Algorithm
+from rose.trainer.algorithms.dapo import Dapo
+from rose.trainer.algorithms.decoupled_ppo import DecoupledPpo
+from rose.trainer.algorithms.grpo import Grpo
+from rose.trainer.algorithms.gspo import Gspo
+from rose.trainer.algorithms.reinforce_pp import ReinforcePP
+from rose.trainer.algorithms.rloo import Rloo
+
+ALGORITHMS: dict[str, type] = {
+    "grpo": Grpo, "dapo": Dapo, "rloo": Rloo, "reinforce_pp": ReinforcePP, "gspo": Gspo, "decoupled_ppo": DecoupledPpo,
+}
+
+
+def build(name: str, args: dict[str, Any]) -> Algorithm:
+    """The algorithm of `algorithm.name` with `algorithm.args`.
+
+    Raises `ConfigError` for an unknown name, an unknown or missing argument, or an impossible value.
+    """
+    if name not in ALGORITHMS:
+        raise ConfigError(f"algorithm.name={name!r}: no such algorithm; there are {', '.join(ALGORITHMS)}")
+    algorithm = ALGORITHMS[name]
+    known = [field.name for field in fields(algorithm)]
+    for key, value in args.items():
+        if key not in known:
+            raise ConfigError(f"algorithm.args.{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
+    for key in known:
+        if key not in args:
+            raise ConfigError(f"algorithm.args.{key}: missing; conf/algorithm/{name}.yaml has its default")
+    try:
+        return msgspec.convert(args, algorithm)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), args)) from None
+
+
+def _explain(message: str, args: dict[str, Any]) -> str:
+    """msgspec's 'Expected `float` >= 0.0 - at `$.clip_low`' with the full key and its value. What a
+    `__post_init__` says about several arguments together names the keys itself."""
+    text, found, key = message.partition(" - at `$.")
+    key = key.rstrip("`")
+    return f"algorithm.args.{key}={args[key]!r}: {text[0].lower()}{text[1:]}" if found else message

@@ -1,0 +1,98 @@
+"""One mailbox per rank over MPI point-to-point messages; usable from asyncio and from plain loops.
+
+Sends never block: a buffer is kept until MPI has it. Receiving polls (MPI offers no file descriptor
+to wait on), at once while words keep coming, then with pauses that grow to `idle_pause_s`, so that
+a waiting rank leaves its core to the engines. No collective is used after start-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from mpi4py import MPI
+
+from rose.comm.wire import decode, encode
+from rose.protocol import Message, Role
+
+_TAG = 7
+_FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
+COORDINATOR = 0  # the launcher starts the coordinator first
+
+
+class Mailbox:
+    def __init__(self, comm: MPI.Comm, idle_pause_s: float = 0.002) -> None:
+        self._comm = comm
+        self._idle_pause_s = idle_pause_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+        self._status = MPI.Status()
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+
+    def send(self, rank: int, message: Message) -> None:
+        """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
+        self._reap()
+        data = encode(message)
+        self._sending.append((self._comm.Isend([data, MPI.BYTE], dest=rank, tag=_TAG), data))
+
+    def poll(self) -> tuple[int, Message] | None:
+        """(source rank, message) if one is here. Raises `WireError` on bytes that are none."""
+        self._reap()
+        if not self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=_TAG, status=self._status):
+            return None
+        source = self._status.Get_source()
+        buffer = bytearray(self._status.Get_count(MPI.BYTE))
+        self._comm.Recv([buffer, MPI.BYTE], source=source, tag=_TAG)
+        self._pause_s = _FIRST_PAUSE_S
+        return source, decode(buffer)
+
+    async def receive(self) -> tuple[int, Message]:
+        """Next message, cooperating with other tasks of the loop; cancel it to stop waiting."""
+        while (got := self.poll()) is None:
+            await asyncio.sleep(self._next_pause())
+        return got
+
+    def receive_blocking(self, deadline_s: float | None, waiting_for: str) -> tuple[int, Message]:
+        """Next message for a rank without an event loop. Raises `TimeoutError` naming the wait."""
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        while (got := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"rank {self.rank} waited {deadline_s:.0f} s for {waiting_for}")
+            time.sleep(self._next_pause())
+        return got
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every queued send has left; False when the deadline passed first."""
+        end = time.monotonic() + deadline_s
+        while self._sending and time.monotonic() < end:
+            self._reap()
+            self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=_TAG)  # drives MPI's progress
+            time.sleep(_FIRST_PAUSE_S)
+        return not self._sending
+
+    def _next_pause(self) -> float:
+        pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, self._idle_pause_s)
+        return pause
+
+    def _reap(self) -> None:
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+
+
+def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
+    """Broadcast a short text from `root` at start-up, as bytes (mpi4py's own bcast would unpickle)."""
+    import numpy as np
+
+    data = np.frombuffer((text or "").encode(), dtype=np.uint8)
+    size = np.array([data.size], dtype=np.int64)
+    comm.Bcast(size, root=root)
+    buffer = data.copy() if comm.Get_rank() == root else np.empty(int(size[0]), dtype=np.uint8)
+    comm.Bcast(buffer, root=root)
+    return buffer.tobytes().decode()
+
+
+def split_by_role(comm: MPI.Comm, role: Role) -> MPI.Comm:
+    """The communicator of the ranks of one role; its rank is the role's index. Collective."""
+    return comm.Split(color=list(Role).index(role), key=comm.Get_rank())

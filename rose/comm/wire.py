@@ -1,0 +1,50 @@
+"""Messages <-> bytes: a fixed header, then msgpack by msgspec. Nothing is ever unpickled.
+
+Header, 12 bytes little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32 length of
+the body. A peer of another version, a truncated body or garbage is one `WireError`, never a crash
+further in.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from rose.protocol import PROTOCOL_VERSION, AnyMessage, Message
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+_HEADER = struct.Struct("<4sHHI")
+_MAGIC = b"ROSE"
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this protocol version."""
+
+
+def encode(message: Message) -> bytes:
+    """Raises `WireError` when the message is larger than a peer would take."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(message).__name__} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} travel at once")
+    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body)) + body
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Raises `WireError` on anything but one whole, valid message."""
+    view = memoryview(data)
+    if len(view) < _HEADER.size:
+        raise WireError(f"{len(view)} bytes are too few for a message header of {_HEADER.size}")
+    magic, version, _, length = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise WireError(f"a message begins with {_MAGIC!r}, this one with {bytes(magic)!r}")
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one release")
+    if length != len(view) - _HEADER.size or length > MAX_MESSAGE_BYTES:
+        raise WireError(f"the header promises {length} bytes, {len(view) - _HEADER.size} came")
+    try:
+        return _decoder.decode(view[_HEADER.size:])
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from None

@@ -1,0 +1,106 @@
+"""Where a Hugging Face tensor lives in vLLM's parameters, for every tensor-parallel rank. Pure.
+
+Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into `qkv_proj` (with bias in
+Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj` and
+`down_proj` split over ranks, key-value heads replicated where there are fewer of them than ranks, the
+vocabulary padded to a multiple of 64 and split, norms on every rank. Mixture-of-experts and quantized
+layouts are not here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rose.config import ModelShape
+
+VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(self_attn|mlp)\.(\w+)\.(weight|bias)")
+_NORM = re.compile(r"model\.norm\.weight|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|"
+                   r"self_attn\.q_norm|self_attn\.k_norm)\.weight")
+
+
+class LocalSlice(NamedTuple):
+    """`parameter[destination] = tensor[source]` on one tensor-parallel rank."""
+
+    parameter: str
+    destination: tuple[slice, ...]
+    source: tuple[slice, ...]
+
+
+def slices(name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice | None:
+    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for `lm_head.weight` of a model
+    with tied embeddings, which vLLM doesn't keep twice.
+
+    Raises `ValueError` for a tensor that this family doesn't have, a shape that isn't the model's, or a
+    `tp_size` that doesn't divide what it must.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
+    if name in EMBEDDINGS:
+        _expect(name, shape, (model.vocab, model.hidden))
+        return None if name == "lm_head.weight" and model.tied_embeddings else _vocabulary(name, model, tp_rank, tp_size)
+    if _NORM.fullmatch(name):
+        whole = tuple(slice(0, size) for size in shape)
+        return LocalSlice(name, whole, whole)
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
+    prefix, block, projection, kind = match.groups()
+    bias = kind == "bias"
+    if block == "self_attn" and projection in ("q_proj", "k_proj", "v_proj"):
+        return _qkv(name, prefix, projection, kind, shape, model, tp_rank, tp_size)
+    if block == "mlp" and projection in ("gate_proj", "up_proj"):
+        rows = _divide(name, model.intermediate, tp_size)
+        _expect(name, shape, (model.intermediate,) if bias else (model.intermediate, model.hidden))
+        start = rows if projection == "up_proj" else 0
+        return _rows(f"{prefix}mlp.gate_up_proj.{kind}", start, tp_rank * rows, rows, shape)
+    if (block, projection) in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+        width = model.heads * model.head_dim if block == "self_attn" else model.intermediate
+        _expect(name, shape, (model.hidden,) if bias else (model.hidden, width))
+        if bias:  # whole everywhere; vLLM adds it on rank 0
+            return LocalSlice(name, (slice(0, model.hidden),), (slice(0, model.hidden),))
+        columns = _divide(name, width, tp_size)
+        return LocalSlice(name, (slice(0, model.hidden), slice(0, columns)),
+                          (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)))
+    raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
+
+
+def _vocabulary(name: str, model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice:
+    padded = -(-model.vocab // VOCAB_PADDING) * VOCAB_PADDING
+    per_rank = _divide(name, padded, tp_size)
+    first, last = (min(rank * per_rank, model.vocab) for rank in (tp_rank, tp_rank + 1))
+    return _rows(name, 0, first, last - first, (model.vocab, model.hidden))
+
+
+def _qkv(name: str, prefix: str, projection: str, kind: str, shape: tuple[int, ...], model: ModelShape,
+         tp_rank: int, tp_size: int) -> LocalSlice:
+    """Local rows of qkv_proj: this rank's query heads, then its key heads, then its value heads."""
+    heads = model.heads if projection == "q_proj" else model.kv_heads
+    total = heads * model.head_dim
+    _expect(name, shape, (total,) if kind == "bias" else (total, model.hidden))
+    q_rows = _divide(name, model.heads, tp_size) * model.head_dim
+    if tp_size >= model.kv_heads:  # each key-value head stands on tp_size / kv_heads ranks
+        kv_rows, kv_rank = model.head_dim, tp_rank // _divide(name, tp_size, model.kv_heads)
+    else:
+        kv_rows, kv_rank = _divide(name, model.kv_heads, tp_size) * model.head_dim, tp_rank
+    start = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[projection]
+    rows, rank = (q_rows, tp_rank) if projection == "q_proj" else (kv_rows, kv_rank)
+    return _rows(f"{prefix}self_attn.qkv_proj.{kind}", start, rank * rows, rows, shape)
+
+
+def _rows(parameter: str, destination: int, source: int, rows: int, shape: tuple[int, ...]) -> LocalSlice:
+    rest = tuple(slice(0, size) for size in shape[1:])
+    return LocalSlice(parameter, (slice(destination, destination + rows), *rest), (slice(source, source + rows), *rest))
+
+
+def _divide(name: str, total: int, parts: int) -> int:
+    if total % parts:
+        raise ValueError(f"tensor {name!r}: {total} can't be split into {parts}")
+    return total // parts
+
+
+def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(found) != expected:
+        raise ValueError(f"tensor {name!r} has shape {tuple(found)}; the model's config says {expected}")

@@ -1,0 +1,117 @@
+"""Everything between a configuration and a running vLLM engine process.
+
+Environment, arguments, the fork. `Engine.start` is the only caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from rose.config import Model, Rollout
+
+_forking = False  # true only while the engine process is being made, and in that process
+
+
+class EngineError(RuntimeError):
+    """The engine could not start, or refused or didn't answer a call."""
+
+
+class Latest:
+    """The scheduler statistics of vLLM's last step; `scheduler` is null before the first."""
+
+    scheduler = None
+
+    def update(self, stats) -> None:
+        self.scheduler = stats or self.scheduler
+
+
+def environment(gpus: bool, threads: int | None) -> dict[str, str]:
+    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+              "TOKENIZERS_PARALLELISM": "false"}
+    if gpus:
+        return common
+    cpu = {
+        "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine sits on core 0
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # worker inside the engine process (which AsyncLLM makes anyway)
+    }
+    if threads is not None:
+        cpu |= {"OMP_NUM_THREADS": str(threads), "ROSE_ENGINE_THREADS": str(threads)}
+    return common | cpu
+
+
+def local_folder(model: str | Path) -> Path:
+    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging Face cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model)))
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """End-of-turn token ids of generation_config.json and config.json. Raises `EngineError` if there is none."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    if not found:
+        raise EngineError(f"{folder}: neither generation_config.json nor config.json has eos_token_id; "
+                          "without it no turn would end")
+    return sorted(found)
+
+
+def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool) -> dict:
+    """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its first token."""
+    args = dict(
+        model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=model.dtype,
+        max_model_len=model.max_context, max_num_seqs=1 if deterministic else rollout.max_sequences,
+        max_num_batched_tokens=max(rollout.max_batched_tokens, model.max_context),
+        enable_prefix_caching=rollout.prefix_caching and not deterministic, enforce_eager=rollout.enforce_eager,
+        tensor_parallel_size=rollout.tensor_parallel, gpu_memory_utilization=rollout.gpu_memory_utilization,
+        stream_interval=rollout.stream_interval, logprobs_mode="raw_logprobs", use_tqdm_on_load=False,
+        worker_extension_cls="rose.engine.worker_extension.WorkerExtension")
+    if rollout.kv_cache_gib is not None:
+        args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+    return args | rollout.engine_args
+
+
+def build(args: dict, gpus: bool):
+    """(AsyncLLM, Latest); blocks until the engine process serves."""
+    global _forking
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+
+    config = AsyncEngineArgs(**args).create_engine_config()
+    if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    _forking = True
+    try:
+        llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
+    finally:
+        _forking = False
+    # The engine process goes on sending its scheduler's statistics; per-token statistics and Prometheus,
+    # which cost a few percent here, stop before the first output.
+    latest = Latest()
+    llm.log_stats, llm.logger_manager = False, None
+    llm.output_processor.update_scheduler_stats = latest.update
+    return llm, latest
+
+
+def _in_engine_process() -> None:
+    """First thing after the fork: don't outlive the rank, don't write signals into its event loop."""
+    if _forking:
+        from rose.engine.process import die_with_parent
+
+        signal.set_wakeup_fd(-1)
+        die_with_parent()
+
+
+os.register_at_fork(after_in_child=_in_engine_process)

@@ -1,0 +1,87 @@
+"""Safe, exact arithmetic on expressions that a model wrote: an `ast` walk, never `eval`.
+
+Numbers are fractions, so there is no rounding and 0.1 + 0.2 is 0.3. Everything is bounded (length,
+nodes, digits, exponent), so that no expression costs more than some microseconds or kilobytes.
+Left out: names, functions, comparisons, roots.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from fractions import Fraction
+
+MAX_CHARACTERS = 200
+MAX_NODES = 100
+MAX_BITS = 512  # of a numerator or denominator
+MAX_EXPONENT = 64
+
+_BINARY = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}
+_UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+class ArithmeticRefused(ValueError):
+    """The expression is malformed, too large, or has no value; the text is fit for the model."""
+
+
+def evaluate(expression: str) -> Fraction:
+    """Exact value. Raises `ArithmeticRefused`."""
+    return _value(parse(expression))
+
+
+def parse(expression: str) -> ast.expr:
+    """Expression -> syntax tree of bounded size. Raises `ArithmeticRefused`."""
+    if len(expression) > MAX_CHARACTERS:
+        raise ArithmeticRefused(f"expression longer than {MAX_CHARACTERS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ArithmeticRefused("not an arithmetic expression") from None
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        raise ArithmeticRefused("expression too long")
+    return tree
+
+
+def numbers(expression: str) -> list[Fraction]:
+    """The numbers written in it, sorted. Raises `ArithmeticRefused`."""
+    return sorted(_number(node) for node in ast.walk(parse(expression)) if isinstance(node, ast.Constant))
+
+
+def format_number(value: Fraction) -> str:
+    """An integer as its digits, a fraction as 12 significant decimal digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return f"{float(value):.12g}"
+    except OverflowError:
+        return f"{value.numerator}/{value.denominator}"
+
+
+def _number(node: ast.Constant) -> Fraction:
+    if type(node.value) not in (int, float) or node.value != node.value or abs(node.value) > 1e100:
+        raise ArithmeticRefused("only numbers, + - * / // % ** and parentheses")
+    # str() of the float is what was written, up to 17 digits: 0.1 is one tenth
+    return Fraction(str(node.value)) if isinstance(node.value, float) else Fraction(node.value)
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant():
+            return _number(node)
+        case ast.UnaryOp() if type(node.op) in _UNARY:
+            return _UNARY[type(node.op)](_value(node.operand))
+        case ast.BinOp() if type(node.op) in _BINARY:
+            left, right = _value(node.left), _value(node.right)
+            if isinstance(node.op, ast.Pow) and (right.denominator != 1 or abs(right) > MAX_EXPONENT):
+                raise ArithmeticRefused(f"an exponent must be an integer from -{MAX_EXPONENT} to {MAX_EXPONENT}")
+            try:
+                result = Fraction(_BINARY[type(node.op)](left, right))
+            except ZeroDivisionError:
+                raise ArithmeticRefused("division by zero") from None
+            if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+                raise ArithmeticRefused("number too large")
+            return result
+    raise ArithmeticRefused("only numbers, + - * / // % ** and parentheses")

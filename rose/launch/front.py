@@ -1,0 +1,145 @@
+"""What `python launch.py` does: compose every configuration, check them all, then run them one after the other.
+
+    0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
+Left out: processes (supervise.py), the run's rules (resume.py), and everything the ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+
+from rose import config as configuration
+from rose.config import Config, ConfigError
+from rose.launch import errors, local, logs, model, orphan, plan, resume, supervise
+from rose.observe import terminal
+
+NAME_LIMIT = 151  # characters of a run's name; rose/config.py refuses longer ones
+
+
+def main(conf: Path, arguments: list[str]) -> int:
+    """Run the command line `arguments` on the Hydra folder `conf`; the process's exit code."""
+    console, complaints = Console(), Console(stderr=True)
+    try:
+        plans = [check(tree) for tree in compose(conf, arguments)]
+        names = [p.config.name for p in plans]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ConfigError(f"name={twice!r}: two points of the sweep have this name; give them different ones")
+        for number, each in enumerate(plans, 1):
+            if len(plans) > 1:
+                console.rule(f"{number} of {len(plans)}: {each.config.name}")
+            if code := launch(each, console):
+                return code
+    except errors.COMPLAINTS as error:
+        return _refuse(complaints, errors.explain(error, conf, arguments))
+    except ConfigError as error:
+        return _refuse(complaints, str(error))
+    return 0
+
+
+def compose(conf: Path, arguments: list[str]) -> list[dict]:
+    """One resolved tree per point of the sweep; one without -m; none for --help and the like."""
+    trees: list[dict] = []
+    swept = errors.swept_keys(arguments)
+
+    def collect(composed) -> None:
+        tree = errors.to_tree(composed)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            tree["name"] = point_name(tree["name"], list(HydraConfig.get().overrides.task), swept)
+        trees.append(tree)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
+    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
+        os.environ["ROSE_HYDRA_SCRATCH"] = scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
+    sys.argv = program
+    return trees
+
+
+def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
+    """Name of a sweep point: the run's name and the swept overrides, as in `frozenlake-seed=2,scheduler.routing=...`."""
+    parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
+    if not parts or any(part.startswith("name=") for part in parts):
+        return name
+    return f"{name}-{re.sub(r'[^A-Za-z0-9._,=+-]', '.', ','.join(parts))}"[:NAME_LIMIT]
+
+
+def check(tree: dict) -> plan.Plan:
+    """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
+    c = configuration.from_dict(tree)
+    made = plan.make(c, model.shape(c))
+    stored = c.run_dir / "config.json"
+    if not c.cluster.dry_run:
+        local.find_mpiexec()
+        local.check_gpus(c)
+        if stored.exists() and not c.fresh:
+            resume.check(stored, c)
+    return made
+
+
+def launch(made: plan.Plan, console: Console) -> int:
+    c = made.config
+    if c.cluster.dry_run:
+        plan.show(made, console)
+        return 0
+    if c.fresh and c.run_dir.exists():
+        with local.locked(c.run_dir):
+            console.print(f"the earlier run is now {resume.move_aside(c.run_dir)}", highlight=False)
+    with local.locked(c.run_dir):
+        if resume.is_finished(c.run_dir, c.trainer.steps):
+            console.print(f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
+                          "fresh=true to start over", highlight=False)
+            terminal.final_table(c.run_dir, console)
+            return 0
+        plan.show(made, console)
+        return _run(c, made, console)
+
+
+def _run(c: Config, made: plan.Plan, console: Console) -> int:
+    attempt = logs.new_attempt(c.run_dir)
+    words = logs.attempt_folder(c.run_dir, attempt) / "model.log"
+    c = model.prepare(c, words)
+    local.write_config(c, c.run_dir)
+    console.print(f"logs: {words.parent}", highlight=False)
+    orphan.adopt_orphans()
+    job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
+                        c.cluster.stop_timeout_s)
+    outcome = _follow(job, c, console)
+    if outcome.failure:
+        Console(stderr=True).print(f"[red]{c.name} failed:[/] ", outcome.failure, highlight=False, sep="")
+    elif outcome.interrupted:
+        console.print(f"{c.name}: stopped; the same command continues it", highlight=False)
+    elif resume.is_finished(c.run_dir, c.trainer.steps):
+        terminal.final_table(c.run_dir, console)
+    return outcome.code
+
+
+def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcome:
+    """Wait for the job while a thread shows its progress."""
+    if not c.observe.terminal:
+        return job.wait()
+    stop = threading.Event()
+    shown = threading.Thread(target=terminal.follow, args=(c.run_dir, stop, console), daemon=True)
+    shown.start()
+    try:
+        return job.wait()
+    finally:
+        stop.set()
+        shown.join(timeout=5.0)
+
+
+def _refuse(complaints: Console, message: str) -> int:
+    complaints.print("[red]bad configuration:[/] ", end="")
+    complaints.print(message, markup=False, highlight=False, soft_wrap=True)
+    return 2

@@ -1,0 +1,87 @@
+"""The first thing a rank's process does: log, status file, and a guard that sees how it ends.
+
+`run` forks. The parent, a few MB, is the guard: it does nothing but wait, and writes into the status file how
+the rank ended, which nobody else could say of a rank that was killed (mpiexec only tells of its first, and
+without naming it). The child is the rank. Both die with their parents. Left out: what a rank does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from rose import config as configuration
+from rose.launch import logs, orphan, rank_status
+from rose.launch.layout import Rank, layout
+from rose.protocol import Role
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
+
+
+def world_rank() -> int:
+    """This process's rank in MPI_COMM_WORLD, known before MPI starts. Raises RuntimeError outside an MPI launch."""
+    for name in RANK_VARIABLES:
+        if name in os.environ:
+            return int(os.environ[name])
+    raise RuntimeError(f"not started by mpiexec or srun: none of {', '.join(RANK_VARIABLES)} is set")
+
+
+def run(run_dir: Path, attempt: int, role: Role, body: Callable[[Rank], None]) -> NoReturn:
+    """Run `body(rank)` as this rank and end the process: code 0 when it returns, 1 when it raises.
+
+    Call it before anything that starts threads. MPI is not finalised here (after a peer's death Finalize
+    can abort): `body` saves what matters and returns.
+    """
+    number = world_rank()
+    logs.redirect(run_dir, attempt, role, number)
+    me = layout(configuration.load(Path(run_dir) / "config.json"))[number]
+    if me.role != role:
+        raise RuntimeError(f"rank {number} was started as {Role(role).value}, and the plan says {me.role.value}")
+    orphan.die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec sends it to the others when a rank has ended
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        os._exit(_watch(run_dir, attempt, number, child))
+    orphan.die_with_parent(guard)
+    os._exit(_body(run_dir, attempt, me, body))
+
+
+def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank, which gets its own
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
+    if path.exists():  # not if it died within its first instructions; the launcher then misses the file
+        last = rank_status.read(run_dir, attempt, rank)
+        state = "done" if code == 0 else "failed"
+        rank_status.write(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
+    return code if code >= 0 else 128 - code
+
+
+def _body(run_dir: Path, attempt: int, me: Rank, body: Callable[[Rank], None]) -> int:
+    status = rank_status.RankStatus(rank=me.rank, role=me.role, index=me.index, pid=os.getpid(),
+                                    host=socket.gethostname(), state="running")
+    rank_status.write(run_dir, attempt, status)
+    code = 0
+    try:
+        body(me)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:  # the process ends here whatever it was: say so where it will be looked for
+        traceback.print_exc()
+        # still "running": the guard alone says that it ended, so that its exit code is there too
+        text = f"{type(error).__name__}: {error}"
+        rank_status.write(run_dir, attempt, msgspec.structs.replace(status, error=text))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code

@@ -1,0 +1,108 @@
+"""Runs a plan on this machine: run folder, lock, one mpiexec for all ranks, and their supervision.
+
+The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD:
+    mpiexec -n 1 python -m rose.main --role coordinator --run DIR --attempt N : -n E ... environment : ...
+Left out: other machines (Slurm) and what ranks do (rose/main.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import yaml
+
+from rose import config as configuration
+from rose.config import Config, ConfigError
+from rose.launch import logs, orphan
+from rose.launch.layout import Rank
+from rose.launch.model import REPOSITORY
+
+RANK_COMMAND = (sys.executable, "-m", "rose.main")
+# Ours decides what a dead rank means, on this host only, even when started inside a Slurm allocation.
+MPIEXEC_OPTIONS = ("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user", "-hosts", "localhost")
+
+
+def mpiexec_argv(mpiexec: str, ranks: Sequence[Rank], run_dir: Path, attempt: int,
+                 rank_command: Sequence[str] = RANK_COMMAND) -> list[str]:
+    """One block per stretch of ranks with the same role and environment. Pure."""
+    argv = [mpiexec, *MPIEXEC_OPTIONS]
+    for number, ((role, env), block) in enumerate(groupby(ranks, lambda r: (r.role, r.environment))):
+        argv += [":"] if number else []
+        argv += ["-n", str(len(list(block)))]
+        for name, value in env.items():
+            argv += ["-env", name, value]
+        argv += [*rank_command, "--role", role.value, "--run", str(run_dir), "--attempt", str(attempt)]
+    return argv
+
+
+def find_mpiexec() -> str:
+    """That of this Python's environment (PyPI mpich), else the one on PATH. Raises `ConfigError`."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError(f"cluster.kind='local': no mpiexec beside {sys.executable} or on PATH; "
+                          "pip install mpich into this environment (or run `make train`)")
+    return found
+
+
+def check_gpus(c: Config) -> None:
+    """Raises `ConfigError` when this machine has fewer GPUs than cluster.gpus."""
+    if c.cluster.gpus == 0:
+        return
+    smi = shutil.which("nvidia-smi")
+    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60).stdout if smi else ""
+    have = sum(line.startswith("GPU ") for line in listed.splitlines())
+    if have < c.cluster.gpus:
+        raise ConfigError(f"cluster.gpus={c.cluster.gpus}: this machine has {have}; lower it together with "
+                          "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true")
+
+
+def environment(c: Config) -> dict[str, str]:
+    """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    offline = {} if c.model.source == "hub" else {"HF_HUB_OFFLINE": "1"}
+    return os.environ | {"PYTHONPATH": path} | offline | c.cluster.env | c.cluster.mpi.env
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
+                              f"{file.read().strip()}); wait for it, stop it, or give another name") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def write_config(c: Config, run_dir: Path) -> None:
+    part = run_dir / "config.json.part"
+    configuration.save(c, part)
+    part.replace(run_dir / "config.json")
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(configuration.to_dict(c), sort_keys=False))
+
+
+def start(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
+          rank_command: Sequence[str] = RANK_COMMAND) -> subprocess.Popen:
+    """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone; it dies with
+    this process. Its own words go to mpiexec.log beside the ranks' logs."""
+    argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command)
+    launcher = os.getpid()
+    with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT,
+                                env=environment(c), start_new_session=True,
+                                preexec_fn=lambda: orphan.die_with_parent(launcher))

@@ -1,0 +1,52 @@
+"""Where a rank's words go: logs/attempt-NNN/<role>-<rank>.log, with `logs/latest` beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+from rose.protocol import Role
+
+
+def attempt_folder(run_dir: Path, attempt: int) -> Path:
+    return Path(run_dir) / "logs" / f"attempt-{attempt:03d}"
+
+
+def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
+    return attempt_folder(run_dir, attempt) / f"{Role(role).value}-{rank}.log"
+
+
+def new_attempt(run_dir: Path) -> int:
+    """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, return its number."""
+    done = [int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()]
+    attempt = max(done, default=0) + 1
+    folder = attempt_folder(run_dir, attempt)
+    folder.mkdir(parents=True)
+    link = folder.parent / "latest"
+    fresh = folder.parent / ".latest"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name)
+    fresh.replace(link)  # atomic: a reader always finds a link
+    return attempt
+
+
+def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
+    """Send this process's stdout and stderr, and those of its children, to its log, a line at a time."""
+    path = rank_log(run_dir, attempt, role, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
+        stream.reconfigure(line_buffering=True)
+    os.close(descriptor)
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last `lines` lines of a log, fewer if it has fewer, none if there is no such file."""
+    if not Path(path).exists():
+        return []
+    with open(path, errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, maxlen=lines)]

@@ -1,0 +1,33 @@
+"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper.
+
+Left out: other systems than Linux; ROSE's engines and MPI settings need Linux anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
+
+
+def _prctl(option: int, value: int) -> None:
+    if LIBC.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """This process gets SIGKILL when its parent ends. `parent`: the pid that must still be the parent, for a
+    process that was just forked (the parent may have ended before this call)."""
+    expected = os.getppid() if parent is None else parent
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, so that it can find and end them."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)

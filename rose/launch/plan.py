@@ -1,0 +1,99 @@
+"""The layout of a configuration together with memory per role, and whether it fits. Pure; prints on request.
+
+Left out: how memory is estimated (rose/launch/memory.py) and where the ranks run (rose/launch/local.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.config import Config, ConfigError, ModelShape, check_model
+from rose.launch import memory
+from rose.launch.layout import Rank, layout
+from rose.protocol import Role
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    ranks: tuple[Rank, ...]
+    memory: dict[Role, memory.Estimate]  # empty when the model's shape isn't known yet
+    warnings: tuple[str, ...]
+
+    @property
+    def gpus(self) -> int:
+        return sum(len(rank.gpus) for rank in self.ranks)
+
+
+def make(c: Config, shape: ModelShape | None) -> Plan:
+    """Raises `ConfigError` when the plan can't run; doubts become `Plan.warnings`."""
+    if shape is None:
+        return Plan(c, layout(c), {}, ("memory is not estimated: the model is not made yet and model.shape is null",))
+    check_model(c, shape)
+    estimates = {Role.TRAINER: memory.trainer(c, shape), Role.ROLLOUT: memory.rollout(c, shape)}
+    return Plan(c, layout(c), estimates, tuple(_check_memory(c, estimates)))
+
+
+def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
+    limit = c.cluster.gpu_memory_gib
+    if not c.cluster.gpus or limit is None:
+        return
+    trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
+    if trainer.firm > limit:
+        raise ConfigError(
+            f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone take "
+            f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or set "
+            "trainer.offload_optimizer=true")
+    budget = limit * c.rollout.gpu_memory_utilization
+    if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
+        raise ConfigError(
+            f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} GiB) and the KV cache "
+            f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into {budget:.1f} GiB of "
+            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or model.max_context")
+    if trainer.total > limit:
+        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; lower trainer.micro_batch_tokens="
+               f"{c.trainer.micro_batch_tokens} or set trainer.gradient_checkpointing=true")
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print ranks and memory by role, totals, and warnings."""
+    c = plan.config
+    where = f"{plan.gpus} GPUs" if plan.gpus else "no GPU"
+    table = Table(title=f"{c.name}: {len(plan.ranks)} ranks, {where}", title_justify="left")
+    for column in ("role", "ranks", "threads", "GPUs each", "memory per device (GiB)"):
+        table.add_column(column)
+    for role in Role:
+        members = [rank for rank in plan.ranks if rank.role == role]
+        table.add_row(role.value, _span(members), str(members[0].threads or "library's choice"),
+                      str(len(members[0].gpus)), _memory_cell(plan.memory.get(role)))
+    console.print(table)
+    console.print(f"model {c.model.name}: {_size(c.model.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
+                  f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
+                  f"ZeRO stage {c.trainer.zero_stage}, {c.rollout.workers} engines with tensor parallel "
+                  f"{c.rollout.tensor_parallel}", highlight=False)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+
+
+def _span(members: list[Rank]) -> str:
+    first, last = members[0].rank, members[-1].rank
+    return str(first) if first == last else f"{first}-{last} ({len(members)})"
+
+
+def _size(shape: ModelShape | None) -> str:
+    if shape is None:
+        return "not made yet"
+    count = shape.parameters
+    return f"{count / 1e9:.2f}B parameters" if count >= 1e9 else f"{count / 1e6:.2f}M parameters"
+
+
+def _memory_cell(estimate: memory.Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    lines = [f"{name} {gib:.2f}" for name, gib in estimate.items.items()]
+    tokens = f" ({estimate.kv_tokens:,} tokens)" if estimate.kv_tokens else ""
+    return "\n".join([*lines[:-1], lines[-1] + tokens, f"total {estimate.total:.2f}"])

@@ -1,0 +1,68 @@
+"""The same name continues: what may differ from the run's stored configuration, and what is finished.
+
+Left out: which checkpoint is the last complete one; the roles decide that when they start.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+from rose import config as configuration
+from rose.config import Config, ConfigError
+
+# What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
+MAY_CHANGE = (
+    "trainer.steps", "trainer.threads", "trainer.checkpoint_*", "observe.*", "cluster.*", "eval.episodes",
+    "eval.every", "fresh", "output_dir", "transfer.*", "rollout.workers", "rollout.threads",
+    "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
+    "model.path", "model.shape", "model.shape.*",
+)
+
+
+def check(stored: Path, new: Config) -> None:
+    """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued with `new`."""
+    before, now = _flatten(json.loads(Path(stored).read_text())), _flatten(configuration.to_dict(new))
+    changed = [key for key in sorted(before.keys() | now.keys())
+               if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in MAY_CHANGE)]
+    if changed:
+        lines = "\n".join(f"  {key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
+        raise ConfigError(f"name={new.name!r}: {Path(stored).parent} holds a run with another configuration:\n{lines}\n"
+                          "Keep these values to continue it, set fresh=true to start over, or give another name.")
+
+
+def mark_finished(run_dir: Path, steps: int) -> None:
+    """The coordinator's last word: all `steps` training steps and the last evaluation are done and saved."""
+    path = _mark(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"steps": steps}) + "\n")
+    part.replace(path)
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """True if `run_dir` holds a run that finished with at least `steps` steps."""
+    path = _mark(run_dir)
+    return path.exists() and json.loads(path.read_text())["steps"] >= steps
+
+
+def move_aside(run_dir: Path) -> Path:
+    """Rename a run's folder to <name>.old-<n>, the first n that is free, and return the new path."""
+    n = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.old-{n}")).exists():
+        n += 1
+    return run_dir.rename(aside)
+
+
+def _mark(run_dir: Path) -> Path:
+    return Path(run_dir) / "status" / "finished.json"
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {key: value for name, branch in tree.items()
+            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else name).items()}

@@ -1,0 +1,182 @@
+"""Watches a started job to its end, whatever the end is, and leaves no process behind.
+
+A dead rank ends the job; SIGINT or SIGTERM asks the coordinator to stop at a step boundary; a second one kills.
+Every wait has a deadline. Left out: deciding about anything inside the run; that is the coordinator's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rose.launch import logs, rank_status
+from rose.launch.layout import Rank
+from rose.launch.rank_status import RankStatus
+from rose.protocol import Role
+
+POLL_S = 0.2
+SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
+FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
+APPEAR_S = 60.0  # mpiexec starts a rank's Python in seconds, on a busy laptop too
+KILL_S = 10.0  # the kernel's time to carry out SIGKILL
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended. `interrupted`: the signal that asked it to."""
+
+    failure: str = ""
+    interrupted: int = 0
+
+    @property
+    def code(self) -> int:
+        return 128 + self.interrupted if self.interrupted else int(bool(self.failure))
+
+
+@dataclass
+class Job:
+    """A running mpiexec. This process must be a subreaper (`orphan.adopt_orphans`) before it starts."""
+
+    process: subprocess.Popen
+    ranks: Sequence[Rank]
+    run_dir: Path
+    attempt: int
+    stop_timeout_s: float
+    signals: list[int] = field(default_factory=list)
+    vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
+
+    def statuses(self) -> dict[int, RankStatus]:
+        return rank_status.read_all(self.run_dir, self.attempt)
+
+    def wait(self, poll: Callable[[], None] = lambda: None) -> Outcome:
+        """Until the job ends. Takes over SIGINT and SIGTERM meanwhile; `poll` is called five times a second."""
+        before = {number: signal.signal(number, lambda got, _: self.signals.append(got))
+                  for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._watch(poll)
+        finally:
+            end_all(self.process)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self, poll: Callable[[], None]) -> Outcome:
+        deadlines = {"appear": time.monotonic() + APPEAR_S}
+        while True:
+            failure = self._failure(deadlines)
+            if failure and self._stopped_early():
+                return Outcome(interrupted=self._interrupted())
+            if failure:
+                self._end_ranks(FAILURE_GRACE_S)
+                return Outcome(failure, self._interrupted())
+            states = self.statuses()
+            if len(states) == len(self.ranks) and all(status.state == "done" for status in states.values()):
+                return Outcome(interrupted=self._interrupted())
+            if len(self.signals) > 1:
+                return Outcome("killed by the second signal", self._interrupted())
+            if self.signals and "stop" not in deadlines and self._signal_coordinator(states):
+                deadlines["stop"] = time.monotonic() + self.stop_timeout_s
+            coordinator = states.get(0)
+            if coordinator and coordinator.state == "done":
+                deadlines.setdefault("leave", time.monotonic() + self.stop_timeout_s)
+                if time.monotonic() > deadlines["leave"]:
+                    return Outcome(interrupted=self._interrupted())  # all is saved; the laggards are ended
+            poll()
+            time.sleep(POLL_S)
+
+    def _interrupted(self) -> int:
+        return self.signals[0] if self.signals else 0
+
+    def _stopped_early(self) -> bool:
+        """Asked to stop, the coordinator ended of SIGTERM itself: it had nothing to save yet."""
+        coordinator = self.statuses().get(0)
+        return bool(self.signals) and coordinator is not None and coordinator.exit_code == -signal.SIGTERM
+
+    def _failure(self, deadlines: dict[str, float]) -> str:
+        states, now = self.statuses(), time.monotonic()
+        if self._dead(states):
+            time.sleep(SETTLE_S)
+            return self._describe(min(self._dead(self.statuses()), key=lambda status: status.since))
+        if self.process.poll() is not None and any(states.get(r.rank) is None or states[r.rank].state != "done"
+                                                   for r in self.ranks):
+            time.sleep(SETTLE_S)  # a guard may still be writing
+            dead = self._dead(self.statuses(), mpiexec_gone=True)
+            return self._describe(min(dead, key=lambda s: s.since)) if dead else self._mpiexec_failure(states)
+        if len(states) < len(self.ranks) and now > deadlines["appear"]:
+            missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
+            return f"{', '.join(missing)} did not start within {APPEAR_S:.0f} s\n{self._words('mpiexec.log')}"
+        if now > deadlines.get("stop", now):
+            return f"the coordinator did not stop within cluster.stop_timeout_s={self.stop_timeout_s:g}"
+        return ""
+
+    def _dead(self, states: dict[int, RankStatus], mpiexec_gone: bool = False) -> list[RankStatus]:
+        """Ranks that failed, and ranks whose process is gone without a word (their guard died too), once they
+        have been so at two looks in a row: a guard needs a moment to write."""
+        gone = {s.rank for s in states.values() if s.state == "running" and not psutil.pid_exists(s.pid)}
+        sure, self.vanished = gone & self.vanished if not mpiexec_gone else gone, gone
+        return [s for s in states.values() if s.state == "failed" or s.rank in sure]
+
+    def _signal_coordinator(self, states: dict[int, RankStatus]) -> bool:
+        """Ask it to stop. False while it hasn't appeared: asked again at the next look."""
+        if 0 not in states:
+            return False
+        if states[0].state == "running" and psutil.pid_exists(states[0].pid):
+            os.kill(states[0].pid, signal.SIGTERM)
+        return True
+
+    def _describe(self, status: RankStatus) -> str:
+        log = logs.rank_log(self.run_dir, self.attempt, status.role, status.rank)
+        return (f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on {status.host}) "
+                f"{status.how_it_ended()}\n{self._words(log.name)}")
+
+    def _mpiexec_failure(self, states: dict[int, RankStatus]) -> str:
+        missing = [rank.rank for rank in self.ranks if rank.rank not in states]
+        without = f"; ranks {missing} never started" if missing else ""
+        return f"mpiexec exited with code {self.process.returncode}{without}\n{self._words('mpiexec.log')}"
+
+    def _words(self, name: str) -> str:
+        path = logs.attempt_folder(self.run_dir, self.attempt) / name
+        return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in logs.tail(path, TAIL_LINES))])
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then `grace_s`."""
+        for status in self.statuses().values():
+            if status.state == "running" and psutil.pid_exists(status.pid):
+                os.kill(status.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self.process.poll() is None and time.monotonic() < deadline and len(self.signals) < 2:
+            time.sleep(POLL_S)
+
+
+def end_all(process: subprocess.Popen) -> None:
+    """SIGKILL every descendant of this process that stems from the job, adopted orphans too, until none is left.
+    Raises RuntimeError if one survives (it hangs in the kernel)."""
+    deadline = time.monotonic() + KILL_S
+    while left := psutil.Process().children(recursive=True):
+        for child in left:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue  # it ended in between, which is what was wanted
+        process.poll()
+        for child in left:
+            if child.pid != process.pid:
+                _reap(child.pid)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {[child.pid for child in left]} survive SIGKILL; see dmesg")
+        time.sleep(0.05)
+    process.wait(timeout=KILL_S)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return  # a grandchild still: its own parent reaps it, or it is adopted at the next look

@@ -1,0 +1,97 @@
+"""One rank of a run: `python -m rose.main --role ROLE --run RUN_DIR --attempt N`, started by the launcher.
+
+The same program and the same ranks on a laptop and on Slurm; only the launcher differs. MPI is
+initialised inside the guarded process, and each role's packages are imported by its own ranks only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+from rose import config as cfg
+from rose import protocol as p
+from rose.launch import guard
+from rose.launch.layout import Rank
+
+SEND_DEADLINE_S = 5.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one rank of a ROSE run; started by launch.py")
+    parser.add_argument("--role", type=p.Role, required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    args = parser.parse_args()
+    guard.run(args.run, args.attempt, args.role, lambda me: run_rank(me, args.run.resolve(), args.attempt))
+
+
+def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
+    """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the coordinator."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it ends the run in order
+    from mpi4py import MPI  # initialises MPI
+
+    from rose.comm.mailbox import COORDINATOR, Mailbox, share_text, split_by_role
+
+    world = MPI.COMM_WORLD
+    if world.Get_rank() != me.rank:
+        raise RuntimeError(f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py built "
+                           "for the MPI whose mpiexec started it?")
+    peers = split_by_role(world, me.role)
+    mailbox = Mailbox(world)
+    resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
+    if me.rank != COORDINATOR:
+        mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
+    try:
+        run_role(me, cfg.load(run_dir / "config.json"), run_dir, attempt, mailbox, peers,
+                 Path(resume_from) if resume_from else None)
+    except Exception as error:
+        if me.rank != COORDINATOR:
+            mailbox.send(COORDINATOR, p.RankFailed(me.rank, f"{me.role.value} {me.index}: {type(error).__name__}: {error}"))
+            mailbox.flush(SEND_DEADLINE_S)
+        raise
+    if me.rank != COORDINATOR:
+        mailbox.send(COORDINATOR, p.Goodbye(me.rank))
+    mailbox.flush(SEND_DEADLINE_S)
+
+
+def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers, resume_from: Path | None) -> None:
+    from rose.observe.recorder import NullRecorder, Recorder
+
+    name = f"{me.role.value}-{me.index}"
+    recorder = Recorder(run_dir, me.rank, me.role.value, name, attempt) if config.observe.trace else NullRecorder()
+    try:
+        match me.role:
+            case p.Role.COORDINATOR:
+                from rose.roles.coordinator import Coordinator, drive
+
+                asyncio.run(drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from)))
+            case p.Role.ENVIRONMENT:
+                from rose.roles import environment
+
+                asyncio.run(environment.run(config, mailbox, recorder))
+            case p.Role.TRAINER:
+                from rose.roles import trainer
+
+                trainer.run(config, run_dir, attempt, mailbox, peers, recorder, resume_from)
+            case p.Role.ROLLOUT:
+                from rose.roles.rollout import RolloutWorker
+
+                asyncio.run(RolloutWorker(config, name, mailbox, recorder).run())
+    finally:
+        recorder.close()
+
+
+def _latest_checkpoint(run_dir: Path) -> str | None:
+    from rose.trainer import checkpoint
+
+    found = checkpoint.latest(run_dir)
+    return str(found) if found else None
+
+
+if __name__ == "__main__":
+    main()

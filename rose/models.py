@@ -1,0 +1,110 @@
+"""Where the model is: a folder or hub id as it stands, or a recipe of scripts/ made once in the user's cache.
+
+Recipes run as processes of their own, so nothing of torch is imported here. Left out: downloading from
+a hub (transformers and vLLM do that from the id).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rose.config import ConfigError, Model
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the download of 93 MB
+
+# What a recipe's output depends on besides its arguments; a change of any of them makes a new folder.
+RECIPES = {
+    "tiny": ("scripts/make_tiny_model.py", "rose/envs/frozen_lake.py"),
+    "smollm2": ("scripts/make_smollm2.py",),
+}
+
+
+def resolve(model: Model) -> Path:
+    """The HF folder to load, made first if its recipe has not run yet; or the hub id (as a Path: str() gives it back).
+
+    Raises `ConfigError` when a folder is missing or incomplete, or when a recipe fails.
+    """
+    if model.source == "hub":
+        if not model.path:
+            raise ConfigError("model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct")
+        return Path(model.path)
+    if model.source == "folder" or model.path:
+        return check_folder(Path(model.path).expanduser())
+    folder = recipe_folder(model.source, model.recipe)
+    if not folder.exists():
+        build(model.source, model.recipe, folder)
+    return check_folder(folder)
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder` if it holds a config and a tokenizer; raises `ConfigError` otherwise."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path={str(folder)!r}: no such folder; give that of a Hugging Face model, "
+                          "or model.source=hub with its id")
+    for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
+        if not (folder / name).is_file():
+            raise ConfigError(f"model.path={str(folder)!r}: no {name} there; save the {what} into it "
+                              "with save_pretrained")
+    return folder
+
+
+def cache_dir() -> Path:
+    if os.environ.get("ROSE_CACHE"):
+        return Path(os.environ["ROSE_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rose"
+
+
+def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
+    """The cache folder named by the recipe's arguments and the content of the files that make it."""
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
+    for name in RECIPES[source]:
+        digest.update((REPOSITORY / name).read_bytes())
+    return cache_dir() / "models" / f"{source}-{digest.hexdigest()[:16]}"
+
+
+def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
+    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_suffix(".lock"), BUILD_DEADLINE_S):
+        if folder.exists():  # made by whoever held the lock before
+            return
+        print(f"model {source} is not in the cache yet; making it in {folder}", file=sys.stderr, flush=True)
+        options = [part for key, value in recipe.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        command = [sys.executable, str(REPOSITORY / RECIPES[source][0]), *options, "--out", str(folder)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+        try:
+            done = subprocess.run(command, env=env, stdout=sys.stderr, timeout=BUILD_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} s; "
+                              "run it by hand once") from None
+        if done.returncode:
+            raise ConfigError(f"model.source={source}, model.recipe={recipe}: {' '.join(command)} "
+                              f"ended with code {done.returncode}; its words are above")
+
+
+@contextmanager
+def _locked(path: Path, deadline_s: float) -> Iterator[None]:
+    """Hold `path`'s flock, which the kernel frees when its holder dies. Raises `ConfigError` at the deadline."""
+    until = time.monotonic() + deadline_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(f"{path}: held by another launch for more than {deadline_s:.0f} s; "
+                                      "end it, or wait and start again") from None
+                time.sleep(0.2)
+        yield

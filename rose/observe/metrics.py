@@ -1,0 +1,124 @@
+"""The run's numbers: one JSON line per training step, evaluation or fault, and the same as TensorBoard events.
+
+A row has `kind` ("step", "eval" or "fault"), `step`, `time` (wall clock, seconds) and its values. metrics.jsonl
+is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of it. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose.observe.recorder import read_lines
+
+FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`.
+
+    Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
+    """
+
+    def __init__(self, run_dir: Path | str, tensorboard: bool):
+        self.path = Path(run_dir) / FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._board = TensorBoard(self.path.parent / "tensorboard") if tensorboard else None
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            _replace(self.path, read_metrics(run_dir))
+        self._file = self.path.open("ab")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One row, on disk when this returns. `values` may override `kind` and `time`; NaN becomes null."""
+        row = {"kind": "step", "step": step, "time": time.time(), **values}
+        self._file.write(_encode(row))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._board:
+            self._board.write(row)
+
+    def truncate(self, after_step: int) -> None:
+        """Forget steps and evaluations later than `after_step`, which a resumed run makes again.
+
+        Faults stay: they happened. Atomic: a crash leaves the old file or the new one.
+        """
+        self._file.close()
+        rows = read_metrics(self.path.parent)
+        _replace(self.path, [row for row in rows if row["kind"] == "fault" or row["step"] <= after_step])
+        self._file = self.path.open("ab")
+        if self._board:
+            self._board.restart(after_step + 1)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+class TensorBoard:
+    """Numbers as TensorBoard scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
+
+    def __init__(self, folder: Path):
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # half a second: only where it is wanted
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summary = event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if row["kind"] == "fault":
+            return
+        prefix = "train" if row["kind"] == "step" else row["kind"]
+        value = self._summary.Summary.Value
+        scalars = [value(tag=f"{prefix}/{key.removeprefix('eval_')}", simple_value=float(number))
+                   for key, number in row.items() if key not in ("step", "time") and _is_number(number)]
+        self._add(step=row["step"], wall_time=row["time"], summary=self._summary.Summary(value=scalars))
+
+    def restart(self, step: int) -> None:
+        """TensorBoard's own way to say that everything from `step` on is made again."""
+        self._add(step=step, wall_time=time.time(),
+                  session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, **event: Any) -> None:
+        self._writer.add_event(self._events.Event(**event))
+        self._writer.flush()
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """All whole rows, in the order written; [] before the first. A torn last line is left out."""
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [row for row in read_lines(file) if "step" in row and "kind" in row]
+
+
+def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Rows of `kind` by step, the last one written for each step."""
+    return [row for _, row in sorted({row["step"]: row for row in rows if row["kind"] == kind}.items())]
+
+
+def _encode(row: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"  # numpy scalars and arrays
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.writelines(_encode(row) for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

@@ -1,0 +1,147 @@
+"""`<run_dir>/report.html`: the run in one file that opens offline, in any browser, in light and dark.
+
+The text, the tables and the configuration are written here as HTML; the figures are drawn by the scripts in
+page/ from numbers embedded in the file. A content security policy forbids the page every network access.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import msgspec
+
+from rose.observe import series
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.stats import difference_interval
+from rose.observe.timeline import build_timeline
+
+FILE = "report.html"
+MAX_TABLE_ROWS = 200
+COLUMNS = (("step", "Step", "{:.0f}"), ("success", "Success", "{:.1%}"), ("reward_mean", "Reward", "{:.3f}"),
+           ("response_tokens_mean", "Response tokens", "{:.1f}"), ("tokens_per_s", "Tokens/s", "{:,.0f}"),
+           ("time_step", "Step, s", "{:.2f}"), ("time_rollout", "Rollout, s", "{:.2f}"),
+           ("time_train", "Train, s", "{:.2f}"), ("time_sync", "Sync, s", "{:.2f}"),
+           ("loss", "Loss", "{:.4g}"), ("mismatch_kl", "Mismatch KL, nats", "{:.2e}"))
+
+
+def build_report(run_dir: Path | str) -> Path:
+    """Write the report of whatever the run has so far, even nothing, and return its path."""
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir)
+    steps, faults = rows_of(rows, "step"), [row for row in rows if row["kind"] == "fault"]
+    evals = series.evaluations(rows_of(rows, "eval"))
+    config = _config(run_dir)
+    timeline = build_timeline(run_dir)
+    data = {"curves": series.curves(steps), "engines": series.engine_curves(steps),
+            "phases": series.phase_bars(steps), "evals": evals,
+            "lengths": series.length_histogram(steps), "timeline": timeline}
+    page = files("rose.observe") / "page"
+    html = Template((page / "report.html").read_text()).substitute(
+        title=escape(run_dir.resolve().name), style=(page / "report.css").read_text(),
+        scripts="\n".join((page / name).read_text() for name in ("charts.js", "figures.js", "timeline.js")),
+        data=_embed(data), subtitle=_subtitle(config, rows), facts=_facts(steps, timeline),
+        result=_result(evals), faults=_faults(faults, steps), steps=_step_table(steps),
+        config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
+    path = run_dir / FILE
+    part = path.with_suffix(".part")
+    part.write_text(html, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def _embed(data: Any) -> str:
+    """JSON that can stand inside a <script> whatever strings are in it."""
+    return msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    names = [(config.get(part) or {}).get("name") for part in ("model", "env", "algorithm")]
+    words = [str(name) for name in names if name]
+    if rows:
+        words.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(rows[0]["time"])))
+    return " · ".join(escape(word) for word in words)
+
+
+def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> str:
+    """The few numbers to know first, as a definition list."""
+    tokens, busy = series.mean_of(steps, "tokens_per_s"), series.mean_of(steps, "time_step")
+    engines = sum(row["role"] == "rollout" for row in timeline["rows"]) if timeline else 0
+    facts = [("Steps", f"{len(steps):,}"),
+             ("Time in steps", _duration(sum(row.get("time_step") or 0.0 for row in steps))),
+             ("Per step", "–" if busy is None else f"{busy:.1f} s"),
+             ("Throughput", "–" if tokens is None else f"{tokens:,.0f} tokens/s"),
+             ("Engines", f"{engines}" if engines else "–")]
+    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.1f} s"
+
+
+def _result(evals: list[dict[str, Any]]) -> str:
+    """Held-out success before and after, with intervals."""
+    if not evals:
+        return '<p class="empty">No held-out evaluation has finished yet.</p>'
+    chosen = [("Before training", evals[0])] + ([("After training", evals[-1])] if len(evals) > 1 else [])
+    body = "".join(
+        f"<tr><th scope=row>{label} <span class=muted>(step {e['step']})</span></th><td>{e['rate']:.1%}</td>"
+        f"<td>{e['low']:.1%} to {e['high']:.1%}</td><td>{e['successes']} of {e['n']}</td>"
+        f"<td>{_number(e['reward'], '{:.3f}')}</td></tr>" for label, e in chosen)
+    if len(chosen) == 2:
+        (a, b) = evals[0], evals[-1]
+        low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
+        body += (f"<tr class=total><th scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
+                 f"<td>{_points(low)} to {_points(high)}</td><td></td><td></td></tr>")
+    return ("<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th scope=col>Success</th>"
+            "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean reward</th></tr></thead>"
+            f"<tbody>{body}</tbody></table></div>")
+
+
+def _points(difference: float) -> str:
+    return f"{100 * difference:+.1f}".replace("-", "−") + " pp"
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, (int, float)) else "–"
+
+
+def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
+    """Counters of the steps in one sentence, then each fault with its time."""
+    counted = (("engine restarts", "engine_restarts"), ("turns continued on another engine", "migrations"),
+               ("trajectories failed and replaced", "failed_trajectories"), ("invalid tool calls", "invalid_calls"),
+               ("truncated responses", "truncated"))
+    text = "<p>Over all steps: " + "; ".join(
+        f"{name} {int(sum(row.get(key) or 0 for row in steps)):,}" for name, key in counted) + ".</p>"
+    if not faults:
+        return text + '<p class="empty">No fault was recorded.</p>'
+    body = "".join(
+        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
+        f"<td>{escape(str(f.get('what', '')))}</td><td class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
+        for f in faults[-MAX_TABLE_ROWS:])
+    more = len(faults) - MAX_TABLE_ROWS
+    note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
+    return (text + "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
+            f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}")
+
+
+def _step_table(steps: list[dict[str, Any]]) -> str:
+    """The figures' numbers for those who prefer a table; evenly thinned in long runs."""
+    stride = max(1, -(-len(steps) // MAX_TABLE_ROWS))
+    head = "".join(f"<th scope=col>{title}</th>" for _, title, _ in COLUMNS)
+    body = "".join("<tr>" + "".join(f"<td>{_number(row.get(key), form)}</td>" for key, _, form in COLUMNS) + "</tr>"
+                   for row in steps[::stride])
+    note = f"<p class=muted>Every {stride}th step; metrics.jsonl has all.</p>" if stride > 1 else ""
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"

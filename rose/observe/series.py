@@ -1,0 +1,109 @@
+"""From rows of metrics.jsonl to the bounded amounts of numbers that the report draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose.observe.stats import wilson_interval
+
+MAX_POINTS = 400  # of a curve: more than a figure of 600 px can show
+MAX_BARS = 120
+MAX_BINS = 24
+CURVES = ("success", "reward_mean", "response_tokens_mean", "response_tokens_max", "turns_mean", "tokens_per_s",
+          "loss", "grad_norm", "entropy", "mismatch_kl", "mismatch_max_ratio", "staleness_mean")
+PHASES = ("rollout", "train", "sync", "idle")
+
+
+def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
+    """Mean over the rows that have a number there, to five significant digits; None if none has."""
+    values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
+    return float(f"{sum(values) / len(values):.5g}") if values else None
+
+
+def buckets(rows: list[dict[str, Any]], limit: int) -> list[list[dict[str, Any]]]:
+    """At most `limit` runs of neighbouring rows, all equally long except the last."""
+    size = max(1, -(-len(rows) // limit))
+    return [rows[i:i + size] for i in range(0, len(rows), size)]
+
+
+def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every curve over the steps: {"x": [...], name: [number or null, ...]}; long runs as means of neighbours."""
+    parts = buckets(steps, MAX_POINTS)
+    found = {key: [mean_of(part, key) for part in parts] for key in CURVES}
+    return {"x": [mean_of(part, "step") for part in parts]} | {
+        key: values for key, values in found.items() if any(value is not None for value in values)}
+
+
+def engine_curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens per second of each engine, from the keys `tokens_per_s/<worker>`."""
+    names = sorted({key for row in steps for key in row if key.startswith("tokens_per_s/")}, key=_natural)
+    parts = buckets(steps, max(50, min(MAX_POINTS, 40_000 // max(1, len(names)))))
+    return {"x": [mean_of(part, "step") for part in parts],
+            "names": [name.split("/", 1)[1] for name in names],
+            "y": [[mean_of(part, name) for part in parts] for name in names]}
+
+
+def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seconds per phase and step (means of neighbours in long runs); `other` is what no phase accounts for."""
+    bars = []
+    for part in buckets(steps, MAX_BARS):
+        bar = {phase: mean_of(part, f"time_{phase}") or 0.0 for phase in PHASES}
+        bar["other"] = max(0.0, (mean_of(part, "time_step") or 0.0) - sum(bar.values()))
+        bars.append(bar | {"first": part[0]["step"], "last": part[-1]["step"]})
+    return bars if any(sum(bar[phase] for phase in (*PHASES, "other")) for bar in bars) else []
+
+
+def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Held-out evaluations with rate and Wilson 95% interval; those without episodes are left out."""
+    result = []
+    for row in rows:
+        n = int(row.get("eval_n") or 0)
+        if n == 0:
+            continue
+        successes = int(row.get("eval_successes", round((row.get("eval_success") or 0.0) * n)))
+        low, high = wilson_interval(successes, n)
+        result.append({"step": row["step"], "n": n, "successes": successes, "rate": successes / n,
+                       "low": low, "high": high, "reward": row.get("eval_reward")})
+    return result
+
+
+def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Shares of responses per length bin, first fifth of the steps against the last fifth (of one step: that)."""
+    rows = [row for row in steps if row.get("response_hist")]
+    if not rows:
+        return None
+    fifth = max(1, len(rows) // 5)
+    edges = _edges(rows)
+    sides = [rows[:fifth], rows[-fifth:]] if len(rows) > 1 else [rows]
+    return {"edges": edges, "sides": [
+        {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)} for side in sides]}
+
+
+def _edges(rows: list[dict[str, Any]]) -> list[float]:
+    """The rows' own bin edges if they agree and are few; else equal bins up to the greatest."""
+    own = {tuple(edge for edge, _ in row["response_hist"]) for row in rows}
+    first = next(iter(own))
+    if len(own) == 1 and len(first) <= MAX_BINS:
+        return [0, *first]
+    top = max(max(edges) for edges in own)
+    return [round(top * i / MAX_BINS, 1) for i in range(MAX_BINS + 1)]
+
+
+def _shares(rows: list[dict[str, Any]], edges: list[float]) -> list[float]:
+    """Counts spread evenly over [edge before, edge], summed over the rows, normalised to 1."""
+    counts = [0.0] * (len(edges) - 1)
+    for row in rows:
+        low = 0.0
+        for high, count in row["response_hist"]:
+            for i in range(len(counts)):
+                inside = min(high, edges[i + 1]) - max(low, edges[i])
+                if inside > 0:
+                    counts[i] += count * inside / (high - low)
+            low = high
+    total = sum(counts) or 1.0
+    return [round(count / total, 5) for count in counts]
+
+
+def _natural(name: str) -> tuple:
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem):] or 0)

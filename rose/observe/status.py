@@ -1,0 +1,74 @@
+"""What the run does right now, in `<run_dir>/live.json`: written by the coordinator, read by the terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+FILE = "live.json"
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One rollout engine: tokens per second lately, requests running and waiting, policy version."""
+
+    tokens_per_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    version: int = -1
+
+
+class Status(msgspec.Struct, frozen=True):
+    """`phase` is one of starting, evaluating, rollout, train, sync, done; times are wall clock, seconds."""
+
+    phase: str = "starting"
+    step: int = 0
+    steps: int = 0
+    waiting_for: str = ""
+    finished: int = 0  # trajectories of this phase
+    total: int = 0
+    workers: dict[str, WorkerStatus] = {}
+    started: float = 0.0
+    time: float = 0.0
+
+
+class LiveStatus:
+    """Writes at most once in `interval` seconds, but at once when the phase or the step changes."""
+
+    def __init__(self, run_dir: Path | str, interval: float = 0.5):
+        self._path = Path(run_dir) / FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._interval = interval
+        self._written = float("-inf")  # monotonic
+        self.status = Status(started=time.time())
+        self._write()
+
+    def update(self, **fields: Any) -> None:
+        """Change some fields of `Status`; raises TypeError for a name it doesn't have."""
+        before = self.status
+        self.status = msgspec.structs.replace(before, **fields)
+        moved = (before.phase, before.step) != (self.status.phase, self.status.step)
+        if moved or time.monotonic() - self._written >= self._interval:
+            self._write()
+
+    def close(self) -> None:
+        """Write the last word, however recent the one before."""
+        self._write()
+
+    def _write(self) -> None:
+        self.status = msgspec.structs.replace(self.status, time=time.time())
+        part = self._path.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(self.status))
+        os.replace(part, self._path)
+        self._written = time.monotonic()
+
+
+def read_status(run_dir: Path | str) -> Status | None:
+    """The last status written, or None when there is none yet."""
+    try:
+        return msgspec.json.decode((Path(run_dir) / FILE).read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None

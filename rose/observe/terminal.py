@@ -1,0 +1,209 @@
+"""The run in the terminal, from its files alone: live while it runs, a table and a curve when it has ended.
+
+Follows metrics.jsonl and live.json, so it may start late, die and start again without the run noticing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rose.observe import report, series
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.stats import difference_interval
+from rose.observe.status import Status, read_status
+
+POLL_SECONDS = 0.25
+ETA_STEPS = 10  # the newest steps, whose mean duration the rest is expected to take
+PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "bright_black"}
+BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of dot (row, column) of a cell
+
+
+def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
+    """Show the run until `stop()`: a live display on a terminal, else one line per step, evaluation or fault.
+
+    `stop` is asked about four times a second; what was written before it says yes is still shown.
+    """
+    if console.is_terminal:
+        _follow_live(Path(run_dir), stop, console)
+    else:
+        _follow_lines(Path(run_dir), stop, console)
+
+
+def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
+    shown = 0
+    stopped = False
+    while not stopped:
+        stopped = stop()
+        rows = read_metrics(run_dir)
+        shown = min(shown, len(rows))  # a resume cuts the file back
+        for row in rows[shown:]:
+            console.print(describe(row, _steps(run_dir)), markup=False, highlight=False, soft_wrap=True)
+        shown = len(rows)
+        if not stopped:
+            time.sleep(POLL_SECONDS)
+
+
+def _steps(run_dir: Path) -> int:
+    status = read_status(run_dir)
+    return status.steps if status else 0
+
+
+def describe(row: dict[str, Any], steps: int) -> str:
+    """One row of the metrics as one line of text."""
+    if row["kind"] == "fault":
+        return f"step {row['step']}: fault: {row.get('what', '')}: {row.get('detail', '')}"
+    if row["kind"] == "eval":
+        found = series.evaluations([row])
+        return f"step {row['step']}: held-out success {_rate(found[0])}" if found else f"step {row['step']}: no held-out task"
+    parts = [f"{name} {form.format(row[key])}" for name, key, form in (
+        ("success", "success", "{:.1%}"), ("reward", "reward_mean", "{:.3f}"), ("tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("step", "time_step", "{:.1f} s"), ("rollout", "time_rollout", "{:.1f} s"), ("train", "time_train", "{:.1f} s"),
+        ("sync", "time_sync", "{:.1f} s"), ("idle", "time_idle", "{:.1f} s"), ("KL", "mismatch_kl", "{:.1e}"),
+    ) if isinstance(row.get(key), (int, float))]
+    return f"step {row['step']}/{steps or '?'}: " + ", ".join(parts)
+
+
+def _rate(evaluation: dict[str, Any]) -> str:
+    e = evaluation
+    return f"{e['rate']:.1%} (95% {e['low']:.1%} to {e['high']:.1%}, {e['successes']} of {e['n']})"
+
+
+def _follow_live(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
+    with Live(console=console, refresh_per_second=4, transient=True, auto_refresh=False) as live:
+        stopped = False
+        while not stopped:
+            stopped = stop()
+            live.update(screen(run_dir.name, read_status(run_dir) or Status(), read_metrics(run_dir)), refresh=True)
+            if not stopped:
+                time.sleep(POLL_SECONDS)
+
+
+def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
+    """The live display of one moment."""
+    steps = rows_of(rows, "step")
+    parts: list[Any] = [_progress(status, steps), _now(status)]
+    if status.workers:
+        parts += [Text(), _engines(status)]
+    if steps:
+        last = steps[-1]
+        parts += [Text(), Text(describe(last, status.steps), style="default"), _phase_bar(last)]
+    values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
+    if len(values) > 1:
+        parts += [Text(), *map(Text, curve(values, 56, 4))]
+    parts += [Text(describe(row, status.steps), style="red") for row in rows if row["kind"] == "fault"][-3:]
+    return Panel(Group(*parts), title=Text(f" ROSE · {name} ", style="bold"), title_align="left", border_style="blue",
+                 padding=(0, 1))
+
+
+def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
+    elapsed = max(0.0, time.time() - status.started) if status.started else 0.0
+    per_step = series.mean_of(steps[-ETA_STEPS:], "time_step")
+    done = steps[-1]["step"] if steps else 0
+    eta = f"{_clock(per_step * (status.steps - done))} left" if per_step and status.steps > done else ""
+    line = Table.grid(padding=(0, 2))
+    line.add_row(Text(f"step {status.step}/{status.steps or '?'}", style="bold"),
+                 ProgressBar(total=max(1, status.steps), completed=done, width=30), f"{_clock(elapsed)} elapsed", eta)
+    return line
+
+
+def _now(status: Status) -> Text:
+    text = Text(status.phase, style=PHASE_STYLES.get(status.phase, "magenta"))
+    if status.total:
+        text.append(f"  {status.finished}/{status.total} trajectories", style="default")
+    if status.waiting_for:
+        text.append(f"  waiting for {status.waiting_for}", style="bright_black")
+    return text
+
+
+def _engines(status: Status) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    table.add_column("engine")
+    for title in ("tokens/s", "running", "waiting", "version"):
+        table.add_column(title, justify="right")
+    for name, w in list(status.workers.items())[:16]:
+        table.add_row(Text(name), f"{w.tokens_per_s:,.0f}", str(w.running), str(w.waiting), str(w.version))
+    if len(status.workers) > 16:
+        total = sum(w.tokens_per_s for w in status.workers.values())
+        table.add_row(f"all {len(status.workers)}", f"{total:,.0f}", "", "", "")
+    return table
+
+
+def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
+    times = {phase: row.get(f"time_{phase}") or 0.0 for phase in PHASE_STYLES}
+    total = max(row.get("time_step") or 0.0, sum(times.values())) or 1.0
+    text = Text()
+    for phase, seconds in times.items():
+        text.append("━" * round(width * seconds / total), style=PHASE_STYLES[phase])
+    return text
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
+    """Rates in [0, 1] over their index as `height` lines with an axis; braille dots, or `*` if not `dots`.
+
+    `width` and `height` are in characters, each of 2 by 4 dots.
+    """
+    columns, rows = 2 * width, 4 * height
+    cells = [[0] * width for _ in range(height)]
+    previous = None
+    for x in range(columns):
+        at = x * (len(values) - 1) / (columns - 1)
+        low = int(at)
+        value = values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
+        y = round((1 - min(1.0, max(0.0, value))) * (rows - 1))
+        for dot in range(min(y, previous or y), max(y, previous or y) + 1):  # joins steep parts
+            cells[dot // 4][x // 2] |= BRAILLE[dot % 4][x % 2]
+        previous = y
+    labels = {0: "100% ┤", height - 1: "  0% ┤"}
+    lines = [labels.get(i, "     │") + "".join(chr(0x2800 + c) if dots else " *"[c > 0] for c in row)
+             for i, row in enumerate(cells)]
+    return lines if dots else [line.replace("┤", "+").replace("│", "|") for line in lines]
+
+
+def final_table(run_dir: Path | str, console: Console) -> None:
+    """Held-out success before and after with 95% intervals, success over the steps, and where the report is."""
+    rows = read_metrics(run_dir)
+    evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
+    if evals:
+        console.print(_result(evals))
+    values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
+    if len(values) > 1:
+        utf = "utf" in (console.encoding or "").lower()
+        for line in ["", "Success of the training episodes", *curve(values, min(60, console.width - 8), 6, dots=utf)]:
+            console.print(line, markup=False, highlight=False, style="blue" if "│" in line or "┤" in line else None)
+        first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
+        console.print(f"      {first}{last:>{max(1, min(60, console.width - 8) - len(first))}}", highlight=False)
+    path = Path(run_dir) / report.FILE
+    if path.exists():
+        console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _result(evals: list[dict[str, Any]]) -> Table:
+    table = Table(title="Held-out tasks", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("success", "95% interval", "solved"):
+        table.add_column(name, justify="right")
+    before, after = evals[0], evals[-1]
+    chosen = [("before", before), ("after", after)] if len(evals) > 1 else [("before", before)]
+    for label, e in chosen:
+        table.add_row(f"{label} (step {e['step']})", f"{e['rate']:.1%}", f"{e['low']:.1%} to {e['high']:.1%}",
+                      f"{e['successes']} of {e['n']}")
+    if len(chosen) == 2:
+        low, high = difference_interval((before["successes"], before["n"]), (after["successes"], after["n"]))
+        table.add_row("difference", f"{after['rate'] - before['rate']:+.1%}", f"{low:+.1%} to {high:+.1%}", "",
+                      style="bold")
+    return table

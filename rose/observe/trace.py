@@ -1,0 +1,129 @@
+"""The run as a Chrome trace for ui.perfetto.dev: `<run_dir>/trace.json.gz`.
+
+One process per rank. Spans that overlap in time go to different threads ("lanes"), except those that belong
+inside one another (an env_step in its trajectory, forward_backward in train_step). An arrow leads from each
+trajectory on its environment host through its turns, on whichever engines made them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rose.observe.recorder import RankEvents, read_events
+
+FILE = "trace.json.gz"
+
+
+class Span(NamedTuple):
+    """Whole microseconds, so that rounding cannot make nested spans cross. `key`: the trajectory, or None."""
+
+    start: int
+    end: int
+    name: str
+    key: str | None
+    args: dict[str, Any]
+
+
+def spans_of(rank: RankEvents) -> list[Span]:
+    """The rank's spans, by start, the outer one first."""
+    spans = [Span(round(e["start"] * 1e6), max(round(e["start"] * 1e6), round(e["end"] * 1e6)), e["name"],
+                  e["args"].get("trajectory"), e["args"]) for e in rank.events if e["kind"] == "span"]
+    return sorted(spans, key=lambda span: (span.start, -span.end))
+
+
+def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
+    """A lane for each span (sorted as by `spans_of`), the lowest free one: O(n log n).
+
+    With `nest`, a span shares the lane of the open one of its trajectory (or, without a trajectory, of the
+    latest open one without) if it has another name and fits inside. Otherwise spans of a lane never overlap.
+    """
+    lanes: list[int] = []
+    stacks: list[list[Span]] = []  # open spans per lane, outermost first
+    free: list[int] = []
+    ends: list[tuple[int, int]] = []  # (end of the outermost span, lane)
+    home: dict[str | None, int] = {}  # trajectory -> lane of its latest outermost span
+    for span in spans:
+        while ends and ends[0][0] <= span.start:
+            lane = heapq.heappop(ends)[1]
+            stacks[lane].clear()
+            heapq.heappush(free, lane)
+        lane = home.get(span.key, -1) if nest else -1
+        if lane < 0 or not _fits(stacks[lane], span):
+            lane = heapq.heappop(free) if free else len(stacks)
+            if lane == len(stacks):
+                stacks.append([])
+            heapq.heappush(ends, (span.end, lane))
+            home[span.key] = lane
+        stacks[lane].append(span)
+        lanes.append(lane)
+    return lanes
+
+
+def _fits(stack: list[Span], span: Span) -> bool:
+    while stack and stack[-1].end <= span.start:
+        stack.pop()
+    return bool(stack) and stack[0].key == span.key and span.end <= stack[-1].end and span.name != stack[-1].name
+
+
+def build_trace(run_dir: Path | str) -> Path:
+    """Write the trace of all attempts and return its path; one rank at a time in memory."""
+    path = Path(run_dir) / FILE
+    part = path.with_suffix(".part")
+    flows: dict[str, list[tuple[int, str, int, int]]] = {}  # trajectory -> (microseconds, span name, pid, tid)
+    pids: dict[str, int] = {}  # by name: a rank that comes back in a later attempt is the same process
+    with gzip.open(part, "wb", compresslevel=5) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = b""
+        for rank in read_events(run_dir):
+            pid = pids.setdefault(rank.name, len(pids) + 1)
+            separator = _write(file, _rank_events(rank, pid, flows), separator)
+        _write(file, _flow_events(flows), separator)
+        file.write(b"\n]}\n")
+    os.replace(part, path)
+    return path
+
+
+def _write(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
+    for event in events:
+        file.write(separator + msgspec.json.encode(event))
+        separator = b",\n"
+    return separator
+
+
+def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{rank.name} (rank {rank.rank})"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}}
+    spans = spans_of(rank)
+    lanes = assign_lanes(spans)
+    for lane in range(max(lanes, default=-1) + 1):
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": f"lane {lane}"}}
+    for span, lane in zip(spans, lanes):
+        yield {"ph": "X", "cat": rank.role, "name": span.name, "pid": pid, "tid": lane, "ts": span.start,
+               "dur": span.end - span.start, "args": span.args | {"run_attempt": rank.attempt}}
+        if span.key is not None and span.name in ("trajectory", "turn"):
+            flows.setdefault(span.key, []).append((span.start, span.name, pid, lane))
+    for event in rank.events:
+        common = {"name": event["name"], "pid": pid, "tid": 0}
+        if event["kind"] == "instant":
+            yield common | {"ph": "i", "s": "p", "ts": round(event["time"] * 1e6), "args": event["args"]}
+        elif event["kind"] == "counter":
+            yield common | {"ph": "C", "ts": round(event["time"] * 1e6), "args": {"value": event["value"]}}
+
+
+def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
+    """trajectory -> turn -> turn ...; trajectories of which only one of the two was recorded have no arrow."""
+    for number, (key, stops) in enumerate(flows.items(), 1):
+        if {name for _, name, _, _ in stops} != {"trajectory", "turn"}:
+            continue
+        stops.sort(key=lambda stop: (stop[1] != "trajectory", stop[0]))
+        for i, (time, _, pid, tid) in enumerate(stops):
+            phase = "s" if i == 0 else "f" if i == len(stops) - 1 else "t"
+            yield {"ph": phase, "bp": "e", "cat": "trajectory", "name": key, "id": number,
+                   "pid": pid, "tid": tid, "ts": time}

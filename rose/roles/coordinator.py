@@ -1,0 +1,396 @@
+"""The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
+
+`run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. Messages
+arrive in one task and only change state; the step loop waits for states, each wait with a deadline
+and the name of what it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rose import protocol as p
+from rose.comm.mailbox import Mailbox
+from rose.comm.tasks import Tasks
+from rose.config import Config
+from rose.launch import resume
+from rose.observe.metrics import MetricsWriter
+from rose.observe.recorder import NullRecorder
+from rose.observe.status import LiveStatus, WorkerStatus
+from rose.roles.journal import Journal
+from rose.roles.step_metrics import evaluation_row, step_row
+from rose.roles.turn_hub import TurnHub
+from rose.rollout import control, replay
+from rose.rollout.filter import teaches
+from rose.scheduler import build
+from rose.scheduler import events as ev
+from rose.trainer import checkpoint
+from rose.trainer.batching import plan_micro_batches
+
+TICK_S = 0.25  # the scheduler's clock and the live display: well under any deadline
+PART_BYTES = 16 * 2**20  # of trajectories in one message to a trainer rank
+
+
+class Stopped(Exception):
+    """The user or the system asked the run to end; everything up to the last step is kept."""
+
+
+class RunFailed(RuntimeError):
+    """The run can't go on; the message is the cause."""
+
+
+class Coordinator:
+    def __init__(self, config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, recorder: NullRecorder,
+                 resume_from: Path | None) -> None:
+        self.config, self.run_dir, self.mailbox, self.recorder = config, Path(run_dir), mailbox, recorder
+        state = checkpoint.read_state(resume_from) if resume_from else {}
+        self.step: int = state.get("step", 0)
+        scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
+        if state:
+            scheduler.restore(state["scheduler"])
+        self.scheduler = scheduler
+        self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
+        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
+        self.metrics.truncate(after_step=self.step if resume_from else -1)
+        self.live = LiveStatus(run_dir)
+        self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
+        self.hub = TurnHub(scheduler, mailbox.send, self.journal, recorder, self._act, self._fault)
+        self.groups = control.Groups(config.seed, config.env.max_failures_in_row)
+        self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
+        self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in
+        self.host_of: dict[str, int] = {}  # trajectory -> rank of its environment host
+        self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
+        self.dropped = 0
+        self.progress = (0, 0)  # trajectories finished, wanted
+        self.trainers: dict[int, p.TrainerReady] = {}
+        self.trained: dict[int, p.TrainDone] = {}
+        self.saved: set[int] = set()
+        self.gone: set[int] = set()
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    # ----------------------------------------------------------------- the algorithm
+
+    async def run(self) -> None:
+        """The whole run. Raises `RunFailed` with the cause, or `Stopped` when asked to end."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        tasks = Tasks()
+        receiving = tasks.spawn(self._receive())
+        try:
+            await tasks.run_until(self._tick(), self._steps(), self._stopped())
+        except Stopped:
+            if not receiving.done():
+                await self._save_if_idle()
+            raise
+        finally:
+            await tasks.close(1.0)
+            self.journal.close()
+            self.live.close()
+            self.metrics.close()
+
+    async def _steps(self) -> None:
+        await self._bring_up()
+        if self.step == 0:
+            await self._evaluate()
+        while self.step < self.config.trainer.steps:
+            began = time.time()
+            groups = await self._rollout()
+            rolled_out = time.time()
+            done = await self._train(groups)
+            trained = time.time()
+            await self._sync(done)
+            self._record(groups, done, began, rolled_out, trained, time.time())
+            if self.step % self.config.trainer.checkpoint_every == 0 or self.step == self.config.trainer.steps:
+                await self._checkpoint()
+            if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < self.config.trainer.steps:
+                await self._evaluate()
+        await self._evaluate()
+        self.live.update(phase="done", waiting_for="")
+
+    async def _bring_up(self) -> None:
+        """Wait for every rank, the trainer's first version, and every engine holding it."""
+        c = self.config
+        wanted = {p.Role.TRAINER: c.trainer.ranks, p.Role.ENVIRONMENT: c.rollout.environment_hosts,
+                  p.Role.ROLLOUT: self._workers_wanted}
+        self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
+        await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()), c.cluster.start_timeout_s,
+                          lambda: "ranks to say hello: " + ", ".join(
+                              f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
+        await self._until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
+                          lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
+        await self._until(lambda: len(self.hub.workers) >= self._workers_wanted, c.rollout.engine_start_timeout_s,
+                          lambda: f"engines to start: {len(self.hub.workers)} of {self._workers_wanted} are up")
+        first = self.trainers[0]
+        if first.step != self.step:
+            raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
+                            "the checkpoint folder changed while the job started")
+        self.hub.publish(first.version, first.manifest)
+        await self._workers_loaded()
+
+    async def _rollout(self) -> list[list[p.Trajectory]]:
+        """The groups of the next step, in the order of the stream."""
+        if self.config.rollout.replay is not None:
+            return replay.load(Path(self.config.rollout.replay), self.step + 1)
+        wanted = self.config.trainer.batch_size // self.config.rollout.group_size
+        self.batch, self.dropped, self.progress = None, 0, (0, wanted * self.config.rollout.group_size)
+        self.hub.begin_step()
+        self.live.update(phase="rollout", step=self.step + 1)
+        with self.recorder.timed("rollout", step=self.step + 1):
+            self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
+            await self._rollouts_until(lambda: self.batch is not None)
+        groups = [self.finished[name] for name in self.batch]
+        self.finished.clear()
+        return groups
+
+    async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
+        """One training step; the word of every trainer rank."""
+        trajectories = [t for group in groups for t in group]
+        lengths = [len(t.mask) for t in trajectories]
+        c = self.config.trainer
+        plan = plan_micro_batches(lengths, c.ranks, c.micro_batch_tokens, c.updates_per_step)
+        summary = replay.summarise(groups)
+        self.trained.clear()
+        self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
+        with self.recorder.timed("train", step=self.step + 1):
+            for index in range(c.ranks):
+                self._send_batch(index, summary, plan[index], trajectories)
+            await self._until(lambda: len(self.trained) == c.ranks, c.step_timeout_s,
+                              lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
+        return dict(self.trained)
+
+    def _send_batch(self, index: int, summary: p.BatchSummary, micro_batches: list[list[list[int]]],
+                    trajectories: list[p.Trajectory]) -> None:
+        rows = [row for update in micro_batches for batch in update for row in batch]
+        parts, size = [[]], 0
+        for row in rows:
+            nbytes = 13 * len(trajectories[row].mask)
+            if parts[-1] and size + nbytes > PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(row)
+            size += nbytes
+        rank = self.ranks[p.Role.TRAINER][index]
+        self.mailbox.send(rank, p.TrainStep(self.step + 1, summary, micro_batches, len(parts)))
+        for number, part in enumerate(parts):
+            self.mailbox.send(rank, p.TrainPart(self.step + 1, number, part, [trajectories[row] for row in part]))
+
+    async def _sync(self, done: dict[int, p.TrainDone]) -> None:
+        """Every engine holds, and has verified, the step's weights."""
+        self.live.update(phase="sync")
+        with self.recorder.timed("sync", version=done[0].version):
+            self.hub.publish(done[0].version, done[0].manifest)
+            await self._workers_loaded()
+        self.step += 1
+        self.boundary = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, "scheduler": self.scheduler.snapshot()}
+
+    async def _evaluate(self) -> None:
+        """Success on the held-out tasks, each once."""
+        c = self.config
+        if c.eval.episodes == 0 or c.rollout.replay is not None:
+            return
+        self.live.update(phase="evaluating", step=self.step)
+        self.progress = (0, c.eval.episodes)
+        names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
+        with self.recorder.timed("evaluate", step=self.step):
+            for i, name in enumerate(names):
+                self._start(self.groups.open(name, p.Phase.EVAL, control.eval_seed(c.eval.seed, i), 1))
+            await self._rollouts_until(lambda: all(name in self.finished for name in names))
+        self.metrics.write(self.step, evaluation_row([self.finished.pop(name)[0] for name in names]))
+
+    async def _checkpoint(self) -> None:
+        folder = checkpoint.begin(self.run_dir, self.step)
+        self.saved.clear()
+        with self.recorder.timed("checkpoint", step=self.step):
+            for rank in self.ranks[p.Role.TRAINER].values():
+                self.mailbox.send(rank, p.SaveCheckpoint(self.step, str(folder)))
+            await self._until(lambda: len(self.saved) == self.config.trainer.ranks, self.config.trainer.step_timeout_s,
+                              lambda: f"trainer ranks to save step {self.step}: {len(self.saved)} saved")
+            checkpoint.commit(folder, self.boundary, self.config.trainer.checkpoint_keep)
+
+    def _record(self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], began: float, rolled_out: float,
+                trained: float, synced: float) -> None:
+        if self.config.observe.save_trajectories and self.config.rollout.replay is None:
+            replay.save(self.run_dir, self.step, groups)
+        times = {"rollout": rolled_out - began, "train": trained - rolled_out, "sync": synced - trained}
+        self.metrics.write(self.step, step_row(groups, done[0].metrics, times, self.hub, self.groups, self.dropped))
+        self.journal.flush()
+        self.recorder.span("step", began, synced, step=self.step)
+
+    # ----------------------------------------------------------------- waiting
+
+    @property
+    def _workers_wanted(self) -> int:
+        return 0 if self.config.rollout.replay is not None else self.config.rollout.workers
+
+    async def _until(self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
+        """Wait for a state. Raises `RunFailed` with what it waited for."""
+        end = time.monotonic() + deadline_s
+        while not ready():
+            left = end - time.monotonic()
+            self.live.update(waiting_for=what())
+            if left <= 0:
+                raise RunFailed(f"waited {deadline_s:g} s for {what()}")
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                continue  # the loop's head decides and says why
+
+    async def _workers_loaded(self) -> None:
+        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for w in self.hub.workers.values())
+                          or self._workers_wanted == 0,
+                          self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
+                          lambda: f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}")
+
+    async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
+        """Wait while rollouts make progress of any kind; only silence has a deadline."""
+        c = self.config
+        patience = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s) + 30.0
+        self.hub.heard_at = time.time()
+        while not ready():
+            silent = time.time() - self.hub.heard_at
+            if silent > patience:
+                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {self.groups.running} trajectories "
+                                f"run; {len(self.hub.ledger)} turns are open, {self.scheduler.waiting} of them unassigned")
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+            except TimeoutError:
+                continue  # look at the silence again
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+        raise Stopped("asked to end by a signal")
+
+    async def _save_if_idle(self) -> None:
+        """Between training steps the trainer can still save the step that is done."""
+        newest = checkpoint.latest(self.run_dir)
+        saved = checkpoint.step_of(newest) if newest else 0
+        if self.live.status.phase in ("rollout", "evaluating") and self.step > saved:
+            await self._checkpoint()
+
+    # ----------------------------------------------------------------- messages and actions
+
+    async def _receive(self) -> None:
+        while True:
+            source, message = await self.mailbox.receive()
+            if not self.hub.handle(source, message):
+                getattr(self, f"_on_{type(message).__name__}")(source, message)
+            self._changed.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.hub.feed(ev.Tick(at=time.time()))
+            workers = {name: WorkerStatus(tokens_per_s=0.0, running=w.running, waiting=w.waiting, version=w.version)
+                       for name, w in self.hub.workers.items()}
+            self.live.update(workers=workers, finished=self.progress[0], total=self.progress[1])
+
+    def _act(self, action: ev.Action) -> None:
+        """What the scheduler says about groups and batches."""
+        match action:
+            case ev.AdmitGroup(index, name):
+                seed = control.train_seed(self.config.seed, index)
+                self._start(self.groups.open(name, p.Phase.TRAIN, seed, self.config.rollout.group_size))
+            case ev.DropGroup(name):
+                self.dropped += 1
+                self.finished.pop(name, None)
+                for trajectory in self.groups.drop(name):
+                    self.mailbox.send(self.host_of.pop(trajectory), p.CancelTrajectory(trajectory))
+                    self.hub.cancel(trajectory)
+            case ev.StartTraining(_, groups):
+                self.batch = groups
+            case ev.GiveUp(reason):
+                raise RunFailed(reason)
+
+    def _start(self, trajectories: list[p.StartTrajectory]) -> None:
+        """Spread over the environment hosts by name, so that a resumed run does the same."""
+        hosts = self.ranks[p.Role.ENVIRONMENT]
+        for message in trajectories:
+            rank = hosts[control.seed_of(message.id) % len(hosts)]
+            self.host_of[message.id] = rank
+            self.mailbox.send(rank, message)
+
+    def _on_Hello(self, source: int, m: p.Hello) -> None:
+        self.ranks[m.role][m.index] = source
+
+    def _on_TrainerReady(self, source: int, m: p.TrainerReady) -> None:
+        self.trainers[m.index] = m
+
+    def _on_TrainDone(self, source: int, m: p.TrainDone) -> None:
+        self.trained[m.index] = m
+
+    def _on_CheckpointSaved(self, source: int, m: p.CheckpointSaved) -> None:
+        self.saved.add(m.index)
+
+    def _on_Goodbye(self, source: int, m: p.Goodbye) -> None:
+        self.gone.add(m.rank)
+
+    def _on_RankFailed(self, source: int, m: p.RankFailed) -> None:
+        raise RunFailed(f"rank {m.rank}: {m.error}")
+
+    def _on_TrajectoryFinished(self, source: int, m: p.TrajectoryFinished) -> None:
+        trajectory = m.trajectory
+        self.hub.heard_at = time.time()
+        self.host_of.pop(trajectory.id, None)
+        self.hub.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory.id))
+        self.progress = (self.progress[0] + 1, self.progress[1])
+        group = self.groups.finished(trajectory)
+        if group is not None:
+            self.finished[trajectory.group] = group
+            if trajectory.phase is p.Phase.TRAIN:
+                accepted = teaches(group, self.config.algorithm.dynamic_sampling)
+                self.hub.feed(ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted))
+
+    def _on_TrajectoryFailed(self, source: int, m: p.TrajectoryFailed) -> None:
+        self.hub.heard_at = time.time()
+        self.host_of.pop(m.id, None)
+        self._fault("environment failed", f"{m.id}: {m.error}")
+        self.hub.cancel(m.id)
+        try:
+            replacement = self.groups.failed_trajectory(m.id, m.group, m.error)
+        except control.TooManyFailures as error:
+            raise RunFailed(str(error)) from None
+        if replacement is not None:
+            self._start([replacement])
+
+    def _fault(self, what: str, detail: str) -> None:
+        self.recorder.instant("fault", what=what, detail=detail)
+        self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
+        print(f"{what}: {detail}", flush=True)
+
+    async def dismiss(self, reason: str) -> None:
+        """Tell every rank to leave and wait for their goodbyes until cluster.stop_timeout_s."""
+        others = set(range(self.mailbox.size)) - {self.mailbox.rank}
+        for rank in others:
+            self.mailbox.send(rank, p.Shutdown(reason))
+        end = time.monotonic() + self.config.cluster.stop_timeout_s
+        while self.gone < others and time.monotonic() < end:
+            got = self.mailbox.poll()
+            if got is None:
+                await asyncio.sleep(0.005)
+            elif isinstance(got[1], p.Goodbye):
+                self.gone.add(got[1].rank)
+
+
+async def drive(coordinator: Coordinator) -> None:
+    """Run to the end, whichever it is, and dismiss the other ranks. Raises the cause of a failure."""
+    try:
+        await coordinator.run()
+    except Stopped as stopped:
+        await coordinator.dismiss(str(stopped))
+        return
+    except Exception as error:
+        await coordinator.dismiss(f"{type(error).__name__}: {error}")
+        raise
+    resume.mark_finished(coordinator.run_dir, coordinator.step)
+    await coordinator.dismiss("the run is complete")

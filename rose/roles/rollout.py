@@ -1,0 +1,125 @@
+"""A rollout worker: a token server around one engine, without state worth losing.
+
+Tokens go to the coordinator as they are made. When the engine process dies the worker says so at once,
+starts another with the newest weights, and is ready again; the coordinator has sent the turns elsewhere
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rose import protocol as p
+from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.comm.tasks import Tasks
+from rose.config import Config
+from rose.engine.vllm_engine import Engine, EngineDied
+from rose.models import resolve
+from rose.observe.recorder import NullRecorder
+
+HEARTBEAT_S = 1.0
+STOP_DEADLINE_S = 5.0
+
+
+class RolloutWorker:
+    def __init__(self, config: Config, name: str, mailbox: Mailbox, recorder: NullRecorder) -> None:
+        self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
+        self.folder = resolve(config.model)
+        self.engine: Engine | None = None
+        self.incarnation = 0
+        self._turns: dict[tuple[str, int], asyncio.Task] = {}
+        self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
+
+    async def run(self) -> None:
+        """Until the coordinator says `Shutdown`. Raises when the engine died more often than allowed."""
+        self._tasks = Tasks()
+        try:
+            await self._tasks.run_until(self._receive(), self._keep_engine(), self._heartbeat())
+        finally:
+            if self.engine is not None:
+                await self.engine.shutdown()
+            await self._tasks.close(STOP_DEADLINE_S)
+
+    # ----------------------------------------------------------------- the engine's life
+
+    async def _keep_engine(self) -> None:
+        for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
+            self.engine = await Engine.start(self.folder, self.config.rollout, self.config.model,
+                                             deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0)
+            self.incarnation += 1
+            self._send(p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences,
+                                     self.engine.kv_tokens, self.engine.version))
+            await asyncio.shield(self.engine.died)
+            self._send(p.WorkerDown(self.name, self.incarnation, f"engine process {self.engine.pid} died",
+                                    restarts_left > 0))
+            await self.engine.shutdown()
+        raise EngineDied(f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
+                         "rollout.engine_restarts allows no more")
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self.engine is None or not self.engine.alive:
+                continue
+            s = self.engine.stats()
+            self._send(p.WorkerLoad(self.name, self.incarnation, s.running, s.waiting, s.kv_usage, s.generated_tokens,
+                                    s.prompt_tokens, s.cached_tokens))
+
+    # ----------------------------------------------------------------- messages
+
+    async def _receive(self) -> None:
+        while True:
+            _, message = await self.mailbox.receive()
+            match message:
+                case p.GenerateTurn():
+                    key = (message.turn, message.attempt)
+                    self._turns[key] = self._tasks.spawn(self._generate(message))
+                case p.AbortTurn(turn, attempt):
+                    task = self._turns.pop((turn, attempt), None)
+                    if task is not None:
+                        task.cancel()
+                case p.LoadVersion():
+                    self._tasks.spawn(self._load(message))
+                case p.Shutdown():
+                    return
+                case _:
+                    raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
+
+    async def _generate(self, m: p.GenerateTurn) -> None:
+        """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says all)."""
+        began, first, made, cached = time.time(), 0.0, 0, 0
+        try:
+            async for delta in self.engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
+                first = first or time.time()
+                made += len(delta.tokens)
+                cached = max(cached, delta.cached_tokens)
+                packed = p.pack_tokens(delta.tokens), p.pack_floats(delta.logprobs)
+                if delta.finish is None:
+                    self._send(p.TurnProgress(m.turn, m.attempt, *packed, delta.version))
+                else:
+                    ended = time.time()
+                    self._send(p.TurnFinished(m.turn, m.attempt, *packed, delta.version, delta.finish,
+                                              cached_tokens=cached, ttft_s=first - began, started=began, finished=ended))
+                    self.recorder.span("turn", began, ended, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
+                                       tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
+        except EngineDied:
+            return
+        finally:
+            self._turns.pop((m.turn, m.attempt), None)
+
+    async def _load(self, m: p.LoadVersion) -> None:
+        began, incarnation = time.time(), self.incarnation
+        try:
+            loaded = await self.engine.load_version(m.manifest, self.config.transfer.load_timeout_s)
+        except EngineDied:
+            return
+        except Exception as error:  # whatever the engine process raised; the coordinator ends the run with it
+            self._send(p.VersionFailed(self.name, incarnation, m.version, f"{type(error).__name__}: {error}"))
+            return
+        seconds = time.time() - began
+        self.recorder.span("load_version", began, time.time(), version=m.version, nbytes=loaded.nbytes)
+        self._send(p.VersionLoaded(self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes))
+
+    def _send(self, message: p.Message) -> None:
+        self.mailbox.send(COORDINATOR, message)

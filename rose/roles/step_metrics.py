@@ -1,0 +1,66 @@
+"""Rows of metrics.jsonl from what a step produced; the names are those that the report reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rose.protocol import Trajectory
+from rose.roles.turn_hub import TurnHub
+from rose.rollout.control import Groups
+
+
+def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: dict[str, float], hub: TurnHub,
+             failed: Groups, dropped: int) -> dict[str, Any]:
+    """Values of one training step; `times` in seconds, rates in tokens/s of the rollout phase.
+    `time_idle` is the part of the rollout phase in which an engine, on average, had no turn."""
+    all_of = [t for group in groups for t in group]
+    lengths = np.array([t.response_tokens for t in all_of])
+    rollout_s = max(times["rollout"], 1e-9)
+    tokens = {name: w.tokens for name, w in hub.workers.items()}
+    busy = [w.busy_s for w in hub.workers.values()]
+    idle = max(0.0, times["rollout"] - sum(busy) / len(busy)) if busy else 0.0
+    return {
+        "kind": "step",
+        **{f"time_{phase}": value for phase, value in times.items()},
+        "time_idle": idle, "time_step": sum(times.values()),
+        "reward_mean": float(np.mean([t.reward for t in all_of])),
+        "success": float(np.mean([t.success for t in all_of])),
+        "response_tokens_mean": float(lengths.mean()), "response_tokens_max": int(lengths.max()),
+        "turns_mean": float(np.mean([t.turns for t in all_of])),
+        "invalid_calls": sum(t.invalid_calls for t in all_of),
+        "truncated": sum(t.truncated for t in all_of),
+        "failed_trajectories": failed.failed, "groups_dropped": dropped,
+        "tokens_per_s": sum(tokens.values()) / rollout_s,
+        **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
+        "staleness_mean": _staleness(all_of, trained_on=hub.version - 1),
+        "version": hub.version, "sync_bytes": hub.sync_bytes, "sync_pause_s": hub.sync_pause_s,
+        "migrations": hub.ledger.migrations, "engine_restarts": hub.engine_restarts,
+        "response_hist": _histogram(lengths), **trained,
+    }
+
+
+def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
+    successes = sum(t.success for t in trajectories)
+    return {"kind": "eval", "eval_n": len(trajectories), "eval_successes": successes,
+            "eval_success": successes / len(trajectories),
+            "eval_reward": float(np.mean([t.reward for t in trajectories])),
+            "eval_turns": float(np.mean([t.turns for t in trajectories])),
+            "eval_invalid_calls": sum(t.invalid_calls for t in trajectories)}
+
+
+def _staleness(trajectories: list[Trajectory], trained_on: int) -> float:
+    """Mean number of versions between the weights that made a token and those that it trained."""
+    versions = np.concatenate([np.frombuffer(t.versions, "<i4") for t in trajectories])
+    made = versions[versions >= 0]
+    return float(trained_on - made.mean()) if made.size else 0.0
+
+
+def _histogram(lengths: np.ndarray) -> list[list[int]]:
+    """[upper edge, count] pairs; edges grow by a quarter, so that short and long responses both show."""
+    edges = [8]
+    while edges[-1] < lengths.max():
+        edges.append(int(edges[-1] * 1.25) + 1)
+    counts, _ = np.histogram(lengths, bins=[-1, *edges])  # responses of up to `edge` tokens
+    return [[edge, int(n)] for edge, n in zip(edges, counts)]

@@ -1,0 +1,63 @@
+"""A trainer rank: waits for a batch, trains, publishes the version, saves when told."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mpi4py import MPI
+
+from rose import protocol as p
+from rose.comm.address import rendezvous
+from rose.comm.mailbox import COORDINATOR, Mailbox, share_text
+from rose.config import Config
+from rose.models import resolve
+from rose.observe.recorder import NullRecorder
+from rose.trainer import checkpoint
+from rose.trainer.trainer import Trainer
+from rose.transfer import collect_garbage
+
+
+def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MPI.Comm, recorder: NullRecorder,
+        resume_from: Path | None) -> None:
+    """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
+    its own from the first of them."""
+    index, world = peers.Get_rank(), peers.Get_size()
+    address, _, port = share_text(peers, rendezvous(peers)).rpartition(":")  # the first rank's counts
+    trainer = Trainer(config, index, world, address, int(port), resolve(config.model), recorder)
+    step = 0
+    if resume_from is not None:
+        step = checkpoint.step_of(resume_from)
+        trainer.load(resume_from)
+    weights = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
+    if index == 0:
+        shutil.rmtree(weights.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them
+    peers.Barrier()
+    manifest = trainer.publish(weights, step)
+    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(manifest or ""), trainer.parameters))
+    incoming: p.TrainStep | None = None
+    rows: dict[int, p.Trajectory] = {}
+    parts = 0
+    while True:
+        _, message = mailbox.receive_blocking(None, "the next step")
+        match message:
+            case p.TrainStep():
+                incoming, rows, parts = message, {}, 0
+            case p.TrainPart():
+                rows.update(zip(message.indices, message.trajectories, strict=True))
+                parts += 1
+            case p.SaveCheckpoint():
+                trainer.save(Path(message.folder))
+                mailbox.send(COORDINATOR, p.CheckpointSaved(message.step, index))
+                continue
+            case p.Shutdown():
+                return
+            case _:
+                raise ValueError(f"a trainer rank has no use for {type(message).__name__}")
+        if incoming is not None and parts == incoming.parts:
+            metrics = trainer.train(incoming, rows)
+            manifest = trainer.publish(weights, incoming.step)
+            if index == 0:
+                collect_garbage(weights, config.transfer.keep_versions)
+            mailbox.send(COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(manifest or "")))
+            incoming = None

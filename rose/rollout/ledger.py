@@ -1,0 +1,84 @@
+"""The ledger of turns: what has been received of each turn, over all its attempts, exactly once.
+
+Tokens stream in as they are made. When a worker is lost the turn goes on elsewhere from the tokens
+received; words of an earlier attempt that arrive late are recognised by their number and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rose import protocol as p
+
+
+@dataclass
+class _Entry:
+    request: p.TurnRequest
+    host: int  # rank of the environment host
+    attempt: int = 0
+    tokens: list[bytes] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
+    made: int = 0
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._turns: dict[str, _Entry] = {}
+        self.migrations = 0
+        self.stale_words = 0
+
+    def open(self, request: p.TurnRequest, host: int) -> None:
+        self._turns[request.turn] = _Entry(request, host)
+
+    def dispatch(self, turn: str, attempt: int) -> p.GenerateTurn:
+        """The message for the worker that takes attempt `attempt`: context, then the tokens received."""
+        entry = self._turns[turn]
+        if attempt > 1:
+            self.migrations += 1
+        entry.attempt = attempt
+        sampling = entry.request.sampling
+        if entry.made:
+            sampling = p.Sampling(max_new_tokens=sampling.max_new_tokens - entry.made, temperature=sampling.temperature,
+                                  top_p=sampling.top_p, top_k=sampling.top_k,
+                                  seed=(sampling.seed + attempt) & 0x7FFFFFFF)
+        return p.GenerateTurn(turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling)
+
+    def add(self, message: p.TurnProgress | p.TurnFinished) -> int | None:
+        """Take the tokens of a word on the current attempt; how many, or None for a late word."""
+        entry = self._turns.get(message.turn)
+        if entry is None or entry.attempt != message.attempt:
+            self.stale_words += 1
+            return None
+        count = len(message.tokens) // 4
+        if len(message.logprobs) != len(message.tokens):
+            raise ValueError(f"turn {message.turn}: {count} tokens with {len(message.logprobs) // 4} log-probabilities")
+        if count:
+            entry.tokens.append(message.tokens)
+            entry.logprobs.append(message.logprobs)
+            entry.versions.append((message.version, count))
+            entry.made += count
+        return count
+
+    def complete(self, turn: str) -> bool:
+        """True when every token asked for is here although no worker said the end (it died first)."""
+        entry = self._turns[turn]
+        return entry.made >= entry.request.sampling.max_new_tokens
+
+    def close(self, turn: str, finish: p.FinishReason) -> tuple[int, p.TurnResult]:
+        """(rank of the host, the result it gets); the turn is forgotten."""
+        entry = self._turns.pop(turn)
+        versions = np.repeat([v for v, _ in entry.versions], [n for _, n in entry.versions])
+        return entry.host, p.TurnResult(turn, b"".join(entry.tokens), b"".join(entry.logprobs), p.pack_tokens(versions),
+                                        finish, migrations=max(0, entry.attempt - 1))
+
+    def of_trajectory(self, trajectory: str) -> list[str]:
+        return [t for t, entry in self._turns.items() if entry.request.trajectory == trajectory]
+
+    def drop(self, turn: str) -> None:
+        self._turns.pop(turn, None)
+
+    def __len__(self) -> int:
+        return len(self._turns)

@@ -1,0 +1,48 @@
+"""Replay: what a training step consumes, kept so that either half of the system runs without the other.
+
+Each step's trajectories are saved as ``rollouts/step-000012.msgpack`` (msgspec, a list of
+`Trajectory`); ``rollout.replay=<run folder>`` trains from such files and starts no rollout.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from rose.protocol import BatchSummary, Trajectory
+
+_decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    return Path(run_dir) / "rollouts" / f"step-{step:06d}.msgpack"
+
+
+def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
+    """Write the step's groups, whole or not at all."""
+    path = path_of(run_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.msgpack.encode(groups))
+    os.replace(temporary, path)
+
+
+def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
+    """Raises `ValueError` naming the file when it is missing or no list of groups."""
+    path = path_of(run_dir, step)
+    try:
+        return _decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"rollout.replay: {path} is missing; that run saved fewer steps, or ran with "
+                         "observe.save_trajectories=false") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"rollout.replay: {path} holds no trajectories: {error}") from None
+
+
+def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
+    """What every trainer rank knows of the batch; rows in the order of the groups."""
+    rows = [(t, index) for index, group in enumerate(groups) for t in group]
+    return BatchSummary(rewards=[t.reward for t, _ in rows], groups=[g for _, g in rows],
+                        response_tokens=[t.response_tokens for t, _ in rows], truncated=[t.truncated for t, _ in rows])

@@ -1,0 +1,59 @@
+"""DAPO: decoupled clip and dynamic sampling policy optimization (Yu et al. 2025, arXiv:2503.14476).
+
+Here: clip-higher (section 3.1), token-level loss (3.3), soft overlong punishment (3.4, equation 13)
+and, as an option, overlong filtering (3.4). Dynamic sampling (3.2) is a decision about what to
+roll out: the scheduler makes it, when `algorithm.dynamic_sampling` is true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.checks import ClipLow, Count, CountOrZero, NonNegative
+from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, token_mean_weights
+from rose.trainer.importance import log_ratio
+
+
+@dataclass(frozen=True)
+class Dapo:
+    """`overlong_buffer` tokens before `max_response_tokens` (of a whole trajectory) the punishment starts
+    to grow, from 0 to -1 reward; 0 switches it off. `overlong_filtering` gives truncated trajectories no
+    loss: their reward says more about the limit than about the answer."""
+
+    clip_low: ClipLow
+    clip_high: NonNegative
+    max_response_tokens: Count
+    overlong_buffer: CountOrZero
+    overlong_filtering: bool
+
+    recompute_proximal: ClassVar[bool] = True
+    corrects_mismatch: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.overlong_buffer > self.max_response_tokens:
+            raise ValueError(f"algorithm.args.overlong_buffer={self.overlong_buffer}: must not be more than "
+                             f"algorithm.args.max_response_tokens={self.max_response_tokens}")
+
+    def overlong_punishment(self, response_tokens: Tensor) -> Tensor:
+        """(N,) int64 -> (N,) float32 in [-1, 0]; equation 13."""
+        if self.overlong_buffer == 0:
+            return response_tokens.float() * 0
+        start = self.max_response_tokens - self.overlong_buffer
+        return ((start - response_tokens) / self.overlong_buffer).clamp(-1, 0)
+
+    def advantages(self, summary: Summary) -> Tensor:
+        shaped = summary.rewards + self.overlong_punishment(summary.response_tokens)
+        return group_advantages(shaped, summary.groups, scale_by_std=True)
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        """Equation 8: every response token of the batch weighs the same."""
+        keep = ~summary.truncated if self.overlong_filtering else None
+        return token_mean_weights(summary.response_tokens, keep)
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
+        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high)

@@ -1,0 +1,46 @@
+"""Decoupled PPO for stale data (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298).
+
+The trust region is around the proximal policy (the one at the start of the step), whatever older
+policy the tokens came from; the weight proximal / behaviour corrects for that age and, in the same
+breath, for the mismatch between engine and trainer (AReaL equation 5). No critic: the baseline is
+the group's mean reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.checks import ClipLow, NonNegative, Positive
+from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, token_mean_weights
+from rose.trainer.importance import log_ratio
+
+
+@dataclass(frozen=True)
+class DecoupledPpo:
+    """A token whose weight exceeds `weight_cap` gets no loss, as in AReaL's code (it still counts in the mean)."""
+
+    clip_low: ClipLow
+    clip_high: NonNegative
+    weight_cap: Positive
+    scale_by_std: bool
+
+    recompute_proximal: ClassVar[bool] = True
+    corrects_mismatch: ClassVar[bool] = True
+
+    def advantages(self, summary: Summary) -> Tensor:
+        return group_advantages(summary.rewards, summary.groups, self.scale_by_std)
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        return token_mean_weights(summary.response_tokens)
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
+        loss, statistics = clipped_surrogate(ratios, batch, self.clip_low, self.clip_high)
+        weight = log_ratio(batch.proximal, batch.behaviour, batch.mask).exp().detach()
+        above = weight > self.weight_cap
+        statistics |= {"weight_masked": (above * batch.mask).sum()}
+        return loss * weight.masked_fill(above, 0.0), statistics

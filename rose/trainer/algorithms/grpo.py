@@ -1,0 +1,39 @@
+"""GRPO: group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300).
+
+The baseline is the group's mean reward, so there is no critic. Left out: the KL penalty to a
+reference model, which agent RL of today runs without (DAPO section 2.3, Dr. GRPO).
+`scale_by_std: false` is Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, sequence_mean_weights
+from rose.trainer.importance import log_ratio
+
+
+@dataclass(frozen=True)
+class Grpo:
+    clip_low: ClipLow
+    clip_high: NonNegative
+    scale_by_std: bool
+
+    recompute_proximal: ClassVar[bool] = True
+    corrects_mismatch: ClassVar[bool] = False
+
+    def advantages(self, summary: Summary) -> Tensor:
+        return group_advantages(summary.rewards, summary.groups, self.scale_by_std)
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        """Equation 3: the mean over each trajectory's tokens, then over trajectories."""
+        return sequence_mean_weights(summary)
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
+        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high)

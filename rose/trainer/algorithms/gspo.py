@@ -1,0 +1,39 @@
+"""GSPO: group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
+
+The importance ratio is that of the whole trajectory, s = (pi(y) / pi_old(y))^(1/|y|) (equation 7),
+and it is clipped as a whole. The gradient flows through every token of s (equation 5, the plain
+form; GSPO-token has the same gradient when a trajectory has one advantage, as here).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, sequence_mean_weights
+from rose.trainer.importance import log_ratio
+
+
+@dataclass(frozen=True)
+class Gspo:
+    clip_low: ClipLow
+    clip_high: NonNegative
+
+    recompute_proximal: ClassVar[bool] = True
+    corrects_mismatch: ClassVar[bool] = False
+
+    def advantages(self, summary: Summary) -> Tensor:
+        return group_advantages(summary.rewards, summary.groups, scale_by_std=True)
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        """The loss of a trajectory stands at each of its tokens; their mean gives it back once."""
+        return sequence_mean_weights(summary)
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
+        tokens = batch.mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+        return clipped_surrogate(ratios.sum(-1, keepdim=True) / tokens, batch, self.clip_low, self.clip_high)

@@ -1,0 +1,54 @@
+"""RLOO: REINFORCE leave-one-out (Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740).
+
+The baseline of a trajectory is the mean reward of the others of its group; the whole trajectory is
+one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
+loss is plain REINFORCE, for one update per batch; with one it is PPO's on the ratio of the whole
+trajectory (as TRL's RLOOTrainer), for several. Left out: the KL penalty to a reference model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.surrogate import centred, clipped_surrogate, group_sizes
+from rose.trainer.importance import LOG_RATIO_LIMIT, log_ratio
+
+
+@dataclass(frozen=True)
+class Rloo:
+    """Both clips null: REINFORCE. Both numbers: clipped trajectory ratio."""
+
+    clip_low: ClipLow | None
+    clip_high: NonNegative | None
+
+    recompute_proximal: ClassVar[bool] = True
+    corrects_mismatch: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if (self.clip_low is None) != (self.clip_high is None):
+            raise ValueError(f"algorithm.args.clip_low={self.clip_low}: must be null (REINFORCE) or a number "
+                             f"together with algorithm.args.clip_high={self.clip_high}")
+
+    def advantages(self, summary: Summary) -> Tensor:
+        """r_i - mean of the others = n / (n - 1) * (r_i - group mean); 0 in a group of one."""
+        size = group_sizes(summary.groups)
+        return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
+
+    def token_weights(self, summary: Summary) -> Tensor:
+        """Sum over tokens, mean over trajectories. The clipped loss stands at every token of its
+        trajectory, so it takes the token mean instead, which gives it back once."""
+        weights = torch.full_like(summary.rewards, 1 / max(1, len(summary.rewards)))
+        return weights if self.clip_low is None else weights / summary.response_tokens.clamp(min=1)
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.clip_low is None:
+            logprobs = batch.logprobs.masked_fill(batch.mask == 0, 0.0)
+            return -batch.advantages[:, None] * logprobs, {}
+        total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)  # (B, 1)
+        return clipped_surrogate(total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch, self.clip_low, self.clip_high)

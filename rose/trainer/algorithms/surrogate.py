@@ -1,0 +1,73 @@
+"""The few terms that the algorithms are put together from: advantages, weights, clipped surrogate.
+
+Advantages are computed in float64: the mean of equal float32 rewards is then exact, so a group whose
+rewards are all equal has a standard deviation of exactly 0 and never rounding noise blown up by 1/std.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
+
+STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far below any reward scale in use
+
+
+def centred(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards less their group's mean: (N,) -> (N,) float64."""
+    rewards = rewards.double()
+    return rewards - group_mean(rewards, groups)
+
+
+def group_sizes(groups: Tensor) -> Tensor:
+    """(N,) groups -> (N,) float64: how many rows the row's group has."""
+    return torch.bincount(groups)[groups].double()
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Tensor:
+    """GRPO's advantage (r - mean) / std within the group, (N,) float32.
+
+    `std` is the sample standard deviation (n - 1), as in TRL and verl. A group of one, or one whose
+    rewards are all equal, says nothing about which trajectory is better: its advantage is 0.
+    """
+    difference = centred(rewards, groups)
+    if scale_by_std:
+        size = group_sizes(groups)
+        variance = group_mean(difference.square(), groups) * size / (size - 1).clamp(min=1)
+        difference = difference / (variance.sqrt() + STD_EPSILON)
+    return difference.float()
+
+
+def sequence_mean_weights(summary: Summary) -> Tensor:
+    """Mean over a trajectory's tokens, then over the N trajectories: (N,) 1 / (N * tokens); 0 without tokens."""
+    tokens = summary.response_tokens
+    return (tokens > 0).float() / (tokens.clamp(min=1) * max(1, len(tokens)))
+
+
+def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean over all response tokens of the batch: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
+    kept = torch.ones_like(response_tokens) if keep is None else keep.long()
+    return kept.float() / (response_tokens * kept).sum().clamp(min=1)
+
+
+def clipped_surrogate(
+    log_ratios: Tensor, batch: TokenBatch, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0 where mask is 0.
+
+    `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction` (tokens
+    whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal || policy)).
+    """
+    ratio = log_ratios.exp()
+    advantages = batch.advantages[:, None]  # (B, 1)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
+    with torch.no_grad():
+        cut = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+        statistics = {
+            "clip_fraction": (cut * batch.mask).sum(),
+            "ratio": (ratio * batch.mask).sum(),
+            "policy_kl": ((ratio - 1 - log_ratios) * batch.mask).sum(),
+        }
+    return loss, statistics

@@ -1,0 +1,78 @@
+"""Checkpoints of a run: a folder per step, complete or absent.
+
+``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, the coordinator adds its own state and
+renames it to ``step-000010/``: a folder without ``.tmp`` is whole, whenever the job was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+COORDINATOR_STATE = "coordinator.json"
+
+
+def _folder(run_dir: Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    found = [d for d in _folder(run_dir).glob("step-*") if re.fullmatch(r"step-\d+", d.name)]
+    return sorted(found, key=step_of)
+
+
+def latest(run_dir: Path) -> Path | None:
+    return (complete(run_dir) or [None])[-1]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The coordinator's state. Raises `ValueError` naming the file when it is damaged."""
+    path = Path(checkpoint) / COORDINATOR_STATE
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go on "
+                         "from the one before it") from None
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """An empty folder for the trainer ranks to write into."""
+    folder = _folder(run_dir) / f"step-{step:06d}.tmp"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
+    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest."""
+    with (folder / COORDINATOR_STATE).open("w") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _fsync(path)
+    final = folder.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
+    os.rename(folder, final)
+    _fsync(final.parent)
+    for old in complete(final.parent.parent)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""Tiny random models of three architectures, a loop for async tests, and engines that are always shut down."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import yaml
+
+from rose import config
+
+CONF = Path(__file__).parents[2] / "conf"
+COMMON = dict(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1, bos_token_id=None)
+EXTRA = {"Qwen3": dict(head_dim=32, tie_word_embeddings=True), "Qwen2": dict(tie_word_embeddings=False, hidden_size=128),
+         "Llama": dict(tie_word_embeddings=True, head_dim=32)}
+
+
+def make_model(architecture: str, seed: int = 0):
+    import transformers
+
+    torch.manual_seed(seed)
+    shape = getattr(transformers, f"{architecture}Config")(**(COMMON | EXTRA[architecture]))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(shape).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts biases at zero, which would hide a misplaced one
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """architecture -> folder of a random model."""
+    made = {}
+    for architecture in EXTRA:
+        made[architecture] = tmp_path_factory.mktemp(architecture)
+        make_model(architecture).save_pretrained(made[architecture])
+    return made
+
+
+@pytest.fixture(scope="session")
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.run_until_complete(asyncio.sleep(0.1))
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def rollout() -> config.Rollout:
+    return msgspec.convert(yaml.safe_load((CONF / "rollout/cpu.yaml").read_text()), config.Rollout)
+
+
+@pytest.fixture(scope="session")
+def model_config() -> config.Model:
+    made = msgspec.convert(yaml.safe_load((CONF / "model/tiny.yaml").read_text()), config.Model)
+    return msgspec.structs.replace(made, max_context=256)
+
+
+@pytest.fixture
+def start(loop, folders, rollout, model_config):
+    """start(architecture, **Engine.start's keywords) -> Engine."""
+    from rose.engine.vllm_engine import Engine
+
+    engines = []
+
+    def start(architecture: str, **kwargs) -> Engine:
+        engine = loop.run_until_complete(Engine.start(folders[architecture], rollout, model_config, **kwargs))
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        loop.run_until_complete(engine.shutdown())

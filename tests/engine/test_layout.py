@@ -1,0 +1,112 @@
+"""Slices put together over all ranks are the Hugging Face tensors: checked with vLLM's own rules on CPU tensors."""
+
+import pytest
+import torch
+
+from rose.config import ModelShape
+from rose.engine.layout import slices
+
+SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=4, vocab=263, tied_embeddings=False)
+LAYER = "model.layers.0."
+
+
+def hf_shapes() -> dict[str, tuple[int, ...]]:
+    q, kv = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
+    return {
+        "model.embed_tokens.weight": (263, 32), "lm_head.weight": (263, 32), "model.norm.weight": (32,),
+        f"{LAYER}input_layernorm.weight": (32,), f"{LAYER}post_attention_layernorm.weight": (32,),
+        f"{LAYER}self_attn.q_norm.weight": (4,), f"{LAYER}self_attn.k_norm.weight": (4,),
+        f"{LAYER}self_attn.q_proj.weight": (q, 32), f"{LAYER}self_attn.q_proj.bias": (q,),
+        f"{LAYER}self_attn.k_proj.weight": (kv, 32), f"{LAYER}self_attn.k_proj.bias": (kv,),
+        f"{LAYER}self_attn.v_proj.weight": (kv, 32), f"{LAYER}self_attn.v_proj.bias": (kv,),
+        f"{LAYER}self_attn.o_proj.weight": (32, q),
+        f"{LAYER}mlp.gate_proj.weight": (48, 32), f"{LAYER}mlp.up_proj.weight": (48, 32),
+        f"{LAYER}mlp.down_proj.weight": (32, 48)}
+
+
+def vllm_shapes(tp: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of vLLM's parameters on one of `tp` ranks."""
+    q, kv = 32 // tp, max(1, 2 // tp) * 4
+    return {
+        "model.embed_tokens.weight": (320 // tp, 32), "lm_head.weight": (320 // tp, 32), "model.norm.weight": (32,),
+        f"{LAYER}input_layernorm.weight": (32,), f"{LAYER}post_attention_layernorm.weight": (32,),
+        f"{LAYER}self_attn.q_norm.weight": (4,), f"{LAYER}self_attn.k_norm.weight": (4,),
+        f"{LAYER}self_attn.qkv_proj.weight": (q + 2 * kv, 32), f"{LAYER}self_attn.qkv_proj.bias": (q + 2 * kv,),
+        f"{LAYER}self_attn.o_proj.weight": (32, 32 // tp),
+        f"{LAYER}mlp.gate_up_proj.weight": (96 // tp, 32), f"{LAYER}mlp.down_proj.weight": (32, 48 // tp)}
+
+
+def load(tp: int) -> tuple[dict, list[dict]]:
+    source = {n: torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, (n, s) in enumerate(hf_shapes().items())}
+    ranks = []
+    for rank in range(tp):
+        live = {name: torch.zeros(shape) for name, shape in vllm_shapes(tp).items()}
+        for name, tensor in source.items():
+            parameter, destination, part = slices(name, tuple(tensor.shape), SHAPE, rank, tp)
+            live[parameter][destination] = tensor[part]
+        ranks.append(live)
+    return source, ranks
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_rank_computes_its_part_of_the_layer(tp):
+    """Attention heads and MLP outputs of the ranks, added up as vLLM's all-reduce does, equal the whole layer's."""
+    source, ranks = load(tp)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99))
+    attn, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
+    q, k, v = (x @ source[f"{attn}{p}_proj.weight"].T + source[f"{attn}{p}_proj.bias"] for p in "qkv")
+
+    def attend(q, k, v):  # (5, heads*4), (5, kv*4) -> (5, heads*4), with grouped key-value heads
+        q, k, v = (t.view(5, -1, 4) for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        weights = torch.einsum("qhd,khd->hqk", q, k).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).reshape(5, -1)
+
+    whole_attention = attend(q, k, v) @ source[f"{attn}o_proj.weight"].T
+    gate, up = (x @ source[f"{mlp}{p}_proj.weight"].T for p in ("gate", "up"))
+    whole_mlp = (torch.nn.functional.silu(gate) * up) @ source[f"{mlp}down_proj.weight"].T
+    attention, output = torch.zeros(5, 32), torch.zeros(5, 32)
+    for live in ranks:
+        qkv = x @ live[f"{attn}qkv_proj.weight"].T + live[f"{attn}qkv_proj.bias"]
+        sizes = [32 // tp, max(1, 2 // tp) * 4, max(1, 2 // tp) * 4]
+        attention += attend(*qkv.split(sizes, -1)) @ live[f"{attn}o_proj.weight"].T
+        g, u = (x @ live[f"{mlp}gate_up_proj.weight"].T).chunk(2, -1)
+        output += (torch.nn.functional.silu(g) * u) @ live[f"{mlp}down_proj.weight"].T
+    torch.testing.assert_close(attention, whole_attention, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(output, whole_mlp, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_vocabulary_is_split_and_its_padding_stays_zero(tp):
+    source, ranks = load(tp)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        whole = torch.cat([live[name] for live in ranks])
+        assert torch.equal(whole[:263], source[name]) and not whole[263:].any()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_norms_stand_whole_on_every_rank(tp):
+    source, ranks = load(tp)
+    for live in ranks:
+        for name in source:
+            if "norm" in name:
+                assert torch.equal(live[name], source[name])
+
+
+def test_tied_embeddings_are_kept_once():
+    import msgspec
+
+    tied = msgspec.structs.replace(SHAPE, tied_embeddings=True)
+    assert slices("lm_head.weight", (263, 32), tied, 0, 1) is None
+    assert slices("model.embed_tokens.weight", (263, 32), tied, 0, 1) is not None
+
+
+@pytest.mark.parametrize("name, shape, tp, says", [
+    ("model.layers.0.mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
+    ("model.layers.0.self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
+    ("model.embed_tokens.weight", (264, 32), 1, "config says"),
+    ("model.layers.0.self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
+])
+def test_what_does_not_fit_is_refused(name, shape, tp, says):
+    with pytest.raises(ValueError, match=says):
+        slices(name, shape, SHAPE, 0, tp)

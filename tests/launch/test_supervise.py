@@ -1,0 +1,146 @@
+"""A started job ends as it should, says why, and leaves nothing behind: real mpiexec, real MPI, toy ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose import config as configuration
+from rose.launch import rank_status
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+DRIVE = Path(__file__).with_name("drive.py")
+REPOSITORY = DRIVE.parents[2]
+
+
+@pytest.fixture
+def run_dir(tmp_path, make_config):
+    configuration.save(make_config("cluster.stop_timeout_s=3"), tmp_path / "config.json")
+    return tmp_path
+
+
+@pytest.fixture
+def begin(run_dir):
+    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process; whatever a failing test leaves is killed."""
+    started = []
+
+    def start(**toy):
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | toy
+        started.append(subprocess.Popen([sys.executable, str(DRIVE), str(run_dir)], env=env, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(timeout=10)
+    for process in of_run(run_dir):
+        process.kill()
+
+
+def of_run(run_dir):
+    """Living processes of the job: everything with the run's folder on its command line, and the toy engines."""
+    engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
+    return [p for p in psutil.process_iter(["cmdline", "status"])
+            if p.info["status"] != psutil.STATUS_ZOMBIE and (p.pid in engines or str(run_dir) in (p.info["cmdline"] or []))]
+
+
+def wait_until(true, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def all_up(run_dir, ranks=5):
+    """Every rank says in its log that MPI is up."""
+    return sum("is up" in path.read_text() for path in run_dir.glob("logs/latest/*-*.log")) == ranks
+
+
+def finish(process, seconds=60.0):
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
+    code, output = finish(begin())
+    assert code == 0, output
+    statuses = rank_status.read_all(run_dir, 1)
+    assert [(s.rank, s.state, s.exit_code) for s in sorted(statuses.values(), key=lambda s: s.rank)] == [
+        (rank, "done", 0) for rank in range(5)]
+    assert not of_run(run_dir), "the toy engines outlived the run"
+    assert (run_dir / "logs" / "latest").resolve().name == "attempt-001"
+
+
+@pytest.mark.parametrize("deed, words", [("kill", "killed by SIGKILL"), ("exit", "exited with code 7"),
+                                         ("raise", "exited with code 1: ValueError: the toy broke")])
+def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, deed, words):
+    process = begin(TOY=f"trainer-0:{deed}", TOY_SECONDS="300")
+    wait_until(lambda: all_up(run_dir))
+    since = time.monotonic()
+    code, output = finish(process)
+    assert time.monotonic() - since < 15
+    assert code == 1
+    assert "rank 2 (trainer 0, pid" in output and words in output
+    assert "toy trainer 0 of 5 is up" in output, "the last log lines are missing"
+    assert not of_run(run_dir)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_once_another_is_dead(begin, run_dir):
+    code, output = finish(begin(TOY="rollout-1:hang", TOY_SECONDS="1"))
+    assert code == 0, output  # the coordinator had finished: all is saved, and the laggard is ended
+    assert not of_run(run_dir)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_coordinator_finish_cleanly(begin, run_dir, number):
+    process = begin(TOY_SECONDS="300")
+    wait_until(lambda: all_up(run_dir))
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 128 + number, output
+    assert (run_dir / "clean").exists()
+    assert not of_run(run_dir)
+
+
+def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, run_dir):
+    process = begin(TOY="coordinator-0:hang")
+    wait_until(lambda: all_up(run_dir))
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, 30)
+    assert code == 143 and "did not stop within cluster.stop_timeout_s=3" in output
+    assert not of_run(run_dir)
+
+
+def test_a_second_signal_kills_at_once(begin, run_dir):
+    process = begin(TOY="coordinator-0:hang")
+    wait_until(lambda: all_up(run_dir))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    since = time.monotonic()
+    assert finish(process)[0] == 130
+    assert time.monotonic() - since < 2.5
+    assert not of_run(run_dir)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):
+    process = begin(TOY_SECONDS="300")
+    wait_until(lambda: all_up(run_dir))
+    process.kill()
+    process.wait(timeout=10)
+    engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
+    wait_until(lambda: not [p for p in of_run(run_dir) if p.pid not in engines], 10)
+
+
+def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
+    first = begin(TOY_SECONDS="300")
+    wait_until(lambda: all_up(run_dir))
+    code, output = finish(begin())
+    assert code == 1 and f"in use by another launch (process {first.pid})" in output
+    assert first.poll() is None, "the second launch ended the first"

@@ -1,0 +1,69 @@
+"""A rank program for the supervisor's tests: real MPI, a real guard, and a body that does what TOY says.
+
+TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank works until the
+coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on SIGTERM.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rose.launch import guard, resume
+from rose.protocol import Role
+
+
+def body(me, run_dir):
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
+    if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
+        engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        (run_dir / f"engine-{me.rank}.pid").write_text(str(engine.pid))
+    who, _, deed = os.environ.get("TOY", "").partition(":")
+    if who == f"{me.role.value}-{me.index}":
+        misbehave(deed)
+    if me.role is Role.COORDINATOR:
+        coordinate(world, run_dir)
+    else:
+        while not world.iprobe(source=0):
+            time.sleep(0.02)
+
+
+def misbehave(deed):
+    if deed == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+    time.sleep(0.5)
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "exit":
+        os._exit(7)
+    raise ValueError("the toy broke")
+
+
+def coordinate(world, run_dir):
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    deadline = time.monotonic() + float(os.environ.get("TOY_SECONDS", "1"))
+    while not stopped and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (run_dir / "clean").touch()
+    if not stopped:
+        resume.mark_finished(run_dir, steps=1)
+    for rank in range(1, world.size):
+        world.send(None, dest=rank)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role", type=Role)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--attempt", type=int)
+    args = parser.parse_args()
+    guard.run(args.run, args.attempt, args.role, lambda me: body(me, args.run))

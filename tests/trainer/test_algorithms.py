@@ -1,0 +1,357 @@
+"""Every algorithm against its paper's formula in plain Python floats, on one hand-made batch.
+
+Nothing expected here is computed by the code under test: the formulas are written out again from the
+papers, over lists, token by token. `objective` is the trainer's contract of `algorithms.base`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rose.config import ConfigError, from_dict
+from rose.trainer.algorithms import ALGORITHMS, build
+from rose.trainer.algorithms.base import Summary, TokenBatch
+
+CONF = Path(__file__).parents[2] / "conf"
+
+GRPO = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
+DAPO = {"clip_low": 0.2, "clip_high": 0.28, "max_response_tokens": 6, "overlong_buffer": 4,
+        "overlong_filtering": False}
+RLOO = {"clip_low": None, "clip_high": None}
+REINFORCE_PP = {"clip_low": 0.2, "clip_high": 0.2, "baseline": "none"}
+GSPO = {"clip_low": 0.03, "clip_high": 0.04}
+DECOUPLED = {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 1.5, "scale_by_std": True}
+ARGS = {"grpo": GRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_pp": REINFORCE_PP, "gspo": GSPO,
+        "decoupled_ppo": DECOUPLED}
+
+# Two groups of three trajectories. Ratios new / proximal lie inside and outside of every clip range, on both sides.
+REWARDS = [1.0, 0.0, 0.25, 2.0, 2.0, -1.0]
+GROUPS = [0, 0, 0, 1, 1, 1]
+MASK = [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]
+PROXIMAL = [[-1.0, -0.7, -2.0, 0.0], [-0.3, 0.0, -1.1, -0.9], [0.0, -0.2, 0.0, 0.0],
+            [-1.5, -0.4, 0.0, 0.0], [-0.6, -0.8, -1.2, -0.1], [-2.2, -0.5, 0.0, -1.4]]
+NEW_LESS_PROXIMAL = [[0.1, 0.5, -0.4, 9.0], [-0.5, 9.0, 0.05, 0.6], [9.0, 0.02, 9.0, 9.0],
+                     [0.24, -0.9, 9.0, 9.0], [-0.1, 0.3, 0.0, 0.22], [0.4, -0.3, 9.0, -0.02]]
+PROXIMAL_LESS_BEHAVIOUR = [[0.1, -0.2, 0.3, 5.0], [0.0, 5.0, 0.7, -0.1], [5.0, 0.2, 5.0, 5.0],
+                           [0.41, 0.39, 5.0, 5.0], [-1.0, 0.05, 0.2, 0.0], [0.6, -0.4, 5.0, 0.1]]
+ROWS = range(len(REWARDS))
+TOKENS = [sum(row) for row in MASK]
+TRUNCATED = [False, False, True, False, False, True]
+
+
+@dataclass
+class Data:
+    summary: Summary
+    new: torch.Tensor
+    proximal: torch.Tensor
+    behaviour: torch.Tensor
+    mask: torch.Tensor
+
+
+def hand_made() -> Data:
+    proximal = torch.tensor(PROXIMAL)
+    new = (proximal + torch.tensor(NEW_LESS_PROXIMAL)).requires_grad_()
+    summary = Summary(torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(TOKENS), torch.tensor(TRUNCATED))
+    return Data(summary, new, proximal, proximal - torch.tensor(PROXIMAL_LESS_BEHAVIOUR), torch.tensor(MASK).float())
+
+
+def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = None) -> torch.Tensor:
+    """The loss that the trainer computes, gradients accumulated over the micro-batches."""
+    advantages, weights = algorithm.advantages(data.summary), algorithm.token_weights(data.summary)
+    total = torch.zeros(())
+    for rows in micro_batches or [list(ROWS)]:
+        length = int(data.mask[rows].nonzero()[:, 1].max()) + 1  # padded to the longest of the micro-batch only
+        tensors = [t[rows, :length] for t in (data.new, data.proximal, data.behaviour)]
+        loss, _ = algorithm.token_loss(TokenBatch(*tensors, advantages[rows], data.mask[rows, :length]))
+        total = total + (weights[rows] * loss.sum(1)).sum()
+    return total
+
+
+# ---------------------------------------------------------------- the papers' formulas, over lists
+
+
+def members(i: int) -> list[int]:
+    return [j for j in ROWS if GROUPS[j] == GROUPS[i]]
+
+
+def group_normalised(rewards: list[float], scale_by_std: bool = True) -> list[float]:
+    result = []
+    for i in ROWS:
+        group = [rewards[j] for j in members(i)]
+        mean = sum(group) / len(group)
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
+        result.append((rewards[i] - mean) / (std if scale_by_std else 1.0))
+    return result
+
+
+def response(i: int) -> list[int]:
+    return [t for t in range(4) if MASK[i][t]]
+
+
+def ppo(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    """-min(r A, clip(r) A) and its derivative by log r."""
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    if ratio * advantage <= clipped * advantage:
+        return -ratio * advantage, -ratio * advantage
+    return -clipped * advantage, 0.0
+
+
+def token_level(advantages: list[float], low: float, high: float, weight) -> tuple[float, list[list[float]]]:
+    """sum_i sum_t weight(i, t) * PPO of the token's ratio, and its gradient by the new log-probabilities."""
+    loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
+    for i in ROWS:
+        for t in response(i):
+            value, slope = ppo(math.exp(NEW_LESS_PROXIMAL[i][t]), advantages[i], low, high)
+            loss += weight(i, t) * value
+            gradient[i][t] = weight(i, t) * slope
+    return loss, gradient
+
+
+def expected_grpo():
+    return token_level(group_normalised(REWARDS), 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / TOKENS[i])
+
+
+def expected_dapo():
+    punished = [reward + min(0.0, max(-1.0, ((6 - 4) - tokens) / 4)) for reward, tokens in zip(REWARDS, TOKENS)]
+    return token_level(group_normalised(punished), 0.2, 0.28, lambda i, t: 1 / sum(TOKENS))
+
+
+def leave_one_out() -> list[float]:
+    others = [[REWARDS[j] for j in members(i) if j != i] for i in ROWS]
+    return [REWARDS[i] - sum(others[i]) / len(others[i]) for i in ROWS]
+
+
+def expected_rloo():
+    advantages = leave_one_out()
+    loss = sum(-advantages[i] * (PROXIMAL[i][t] + NEW_LESS_PROXIMAL[i][t]) / 6 for i in ROWS for t in response(i))
+    return loss, [[-advantages[i] / 6 * MASK[i][t] for t in range(4)] for i in ROWS]
+
+
+def normalised_over_tokens(values: list[float]) -> list[float]:
+    every = [values[i] for i in ROWS for _ in response(i)]
+    mean = sum(every) / len(every)
+    std = math.sqrt(sum((v - mean) ** 2 for v in every) / len(every))
+    return [(v - mean) / std for v in values]
+
+
+def expected_reinforce_pp():
+    return token_level(normalised_over_tokens(REWARDS), 0.2, 0.2, lambda i, t: 1 / sum(TOKENS))
+
+
+def trajectory_level(advantages, low, high, exponent) -> tuple[float, list[list[float]]]:
+    """Mean over trajectories of PPO on (pi(y) / pi_old(y)) ** exponent(i)."""
+    loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
+    for i in ROWS:
+        ratio = math.exp(sum(NEW_LESS_PROXIMAL[i][t] for t in response(i)) * exponent(i))
+        value, slope = ppo(ratio, advantages[i], low, high)
+        loss += value / len(REWARDS)
+        for t in response(i):
+            gradient[i][t] = slope * exponent(i) / len(REWARDS)
+    return loss, gradient
+
+
+def expected_gspo():
+    return trajectory_level(group_normalised(REWARDS), 0.03, 0.04, lambda i: 1 / TOKENS[i])
+
+
+def expected_decoupled_ppo():
+    def weight(i: int, t: int) -> float:
+        correction = math.exp(PROXIMAL_LESS_BEHAVIOUR[i][t])
+        return correction / sum(TOKENS) if correction <= 1.5 else 0.0
+
+    return token_level(group_normalised(REWARDS), 0.2, 0.2, weight)
+
+
+EXPECTED = {"grpo": expected_grpo, "dapo": expected_dapo, "rloo": expected_rloo, "reinforce_pp": expected_reinforce_pp,
+            "gspo": expected_gspo, "decoupled_ppo": expected_decoupled_ppo}
+
+
+def assert_objective(algorithm, expected) -> None:
+    data = hand_made()
+    found = objective(algorithm, data)
+    found.backward()
+    loss, gradient = expected
+    assert found.item() == pytest.approx(loss, rel=1e-4)
+    torch.testing.assert_close(data.new.grad, torch.tensor(gradient), rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------- losses and gradients
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_and_gradient_are_the_papers(name):
+    assert_objective(build(name, ARGS[name]), EXPECTED[name]())
+
+
+def test_the_hand_made_batch_is_clipped_on_both_sides_and_not_everywhere():
+    gradients = {name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i]) if m] for name in ALGORITHMS}
+    for name in set(ALGORITHMS) - {"rloo"}:
+        assert 0 < sum(g == 0.0 for g in gradients[name]) < sum(TOKENS), name
+
+
+def test_rloo_with_a_clip_range_is_ppo_on_the_trajectorys_ratio():
+    expected = trajectory_level(leave_one_out(), 0.2, 0.3, lambda i: 1.0)
+    assert_objective(build("rloo", {"clip_low": 0.2, "clip_high": 0.3}), expected)
+
+
+def test_grpo_without_scaling_is_dr_grpos_advantage():
+    advantages = build("grpo", GRPO | {"scale_by_std": False}).advantages(hand_made().summary)
+    torch.testing.assert_close(advantages, torch.tensor(group_normalised(REWARDS, scale_by_std=False)))
+
+
+def test_reinforce_pp_baseline_takes_off_the_groups_mean_first():
+    advantages = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"}).advantages(hand_made().summary)
+    expected = normalised_over_tokens(group_normalised(REWARDS, scale_by_std=False))
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_micro_batches_do_not_change_loss_or_gradient(name):
+    whole, split = hand_made(), hand_made()
+    loss = objective(build(name, ARGS[name]), whole)
+    loss.backward()
+    parts = objective(build(name, ARGS[name]), split, [[5, 2], [0], [3, 1, 4]])
+    parts.backward()
+    assert parts.item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(split.new.grad, whole.new.grad)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_stands_under_the_mask_does_not_matter(name):
+    data = hand_made()
+    clean = objective(build(name, ARGS[name]), data).item()
+    hole = data.mask == 0
+    for garbage in (float("nan"), float("-inf"), 1e30):
+        new = data.new.detach().masked_fill(hole, garbage).requires_grad_()
+        dirty = replace(data, new=new, proximal=data.proximal.masked_fill(hole, garbage),
+                        behaviour=data.behaviour.masked_fill(hole, garbage))
+        found = objective(build(name, ARGS[name]), dirty)
+        found.backward()
+        assert found.item() == pytest.approx(clean, rel=1e-6)
+        assert new.grad[hole].eq(0).all() and new.grad.isfinite().all()
+
+
+def test_statistics_are_sums_over_response_tokens():
+    data = hand_made()
+    algorithm = build("grpo", GRPO)
+    batch = TokenBatch(data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask)
+    found = {key: value.item() for key, value in algorithm.token_loss(batch)[1].items()}
+    logs = [(NEW_LESS_PROXIMAL[i][t]) for i in ROWS for t in response(i)]
+    cut = sum(g == 0.0 for i in ROWS for g, m in zip(expected_grpo()[1][i], MASK[i]) if m)
+    assert found == pytest.approx({"clip_fraction": cut, "ratio": sum(map(math.exp, logs)),
+                                   "policy_kl": sum(math.exp(x) - 1 - x for x in logs)}, rel=1e-4)
+
+
+def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
+    data = hand_made()
+    algorithm = build("decoupled_ppo", DECOUPLED)
+    batch = TokenBatch(data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask)
+    assert algorithm.token_loss(batch)[1]["weight_masked"] == 3  # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
+
+
+# ---------------------------------------------------------------- edge cases
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_group_without_a_difference_teaches_nothing(name):
+    """0.1 is not exact in binary: rounding noise must not become an advantage."""
+    ten = torch.zeros(10, dtype=torch.int64)
+    summary = Summary(torch.full((10,), 0.1), ten, ten + 2, ten.bool())
+    assert build(name, ARGS[name]).advantages(summary).tolist() == pytest.approx([0] * 10, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"reinforce_pp"}))
+def test_a_group_of_one_has_no_advantage(name):
+    rewards, groups = torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
+    summary = Summary(rewards, groups, torch.tensor([2, 1, 1]), torch.zeros(3).bool())
+    advantages = build(name, ARGS[name]).advantages(summary)
+    assert advantages[0] == 0 and advantages[1] > 0 > advantages[2]
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_trajectory_without_tokens_is_harmless(name, clip):
+    args = ARGS[name] | ({"clip_low": clip, "clip_high": clip} if clip else {})
+    algorithm, data = build(name, args), hand_made()
+    tokens = data.summary.response_tokens.clone()
+    tokens[1] = 0
+    mask = data.mask.clone()
+    mask[1] = 0
+    emptied = replace(data, summary=replace(data.summary, response_tokens=tokens), mask=mask)
+    objective(algorithm, emptied).backward()
+    assert data.new.grad[1].eq(0).all() and data.new.grad.isfinite().all() and data.new.grad.ne(0).any()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_batch_without_any_tokens_is_finite(name):
+    summary = replace(hand_made().summary, response_tokens=torch.zeros(6, dtype=torch.int64))
+    algorithm = build(name, ARGS[name])
+    assert algorithm.advantages(summary).isfinite().all() and algorithm.token_weights(summary).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_exploded_ratio_keeps_the_gradient_finite(name):
+    data = hand_made()
+    far = replace(data, new=torch.full_like(data.proximal, -0.1).requires_grad_(), proximal=data.proximal - 1000)
+    objective(build(name, ARGS[name]), far).backward()
+    assert far.new.grad.isfinite().all()
+
+
+def test_overlong_filtering_gives_truncated_trajectories_no_loss():
+    weights = build("dapo", DAPO | {"overlong_filtering": True}).token_weights(hand_made().summary)
+    kept = sum(tokens for tokens, cut in zip(TOKENS, TRUNCATED) if not cut)
+    torch.testing.assert_close(weights, torch.tensor([0.0 if cut else 1 / kept for cut in TRUNCATED]))
+
+
+def test_overlong_punishment_grows_within_the_buffer_and_stops_at_minus_one():
+    dapo = build("dapo", DAPO | {"max_response_tokens": 100, "overlong_buffer": 20})
+    found = dapo.overlong_punishment(torch.tensor([0, 80, 85, 100, 130]))
+    assert found.tolist() == pytest.approx([0, 0, -0.25, -1, -1])
+
+
+def test_overlong_punishment_can_be_switched_off():
+    dapo = build("dapo", DAPO | {"overlong_buffer": 0})
+    assert dapo.overlong_punishment(torch.tensor([0, 5, 1000])).tolist() == [0, 0, 0]
+
+
+# ---------------------------------------------------------------- names and arguments
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_conf_has_a_default_for_every_argument(name):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        tree = OmegaConf.to_container(hydra.compose("config", [f"algorithm={name}"]), resolve=True)
+    config = from_dict({key: value for key, value in tree.items() if key != "hydra"}).algorithm
+    assert config.name == name and isinstance(build(config.name, config.args), ALGORITHMS[name])
+
+
+def test_conf_has_no_algorithm_that_does_not_exist():
+    assert {path.stem for path in (CONF / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name, args, words", [
+    ("ppo", {}, ["algorithm.name='ppo'", "grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo"]),
+    ("grpo", GRPO | {"clip": 0.2}, ["algorithm.args.clip=0.2", "clip_low, clip_high, scale_by_std"]),
+    ("grpo", {"clip_low": 0.2, "clip_high": 0.2}, ["algorithm.args.scale_by_std: missing", "conf/algorithm/grpo.yaml"]),
+    ("grpo", GRPO | {"clip_low": 1.0}, ["algorithm.args.clip_low=1.0", "< 1.0"]),
+    ("grpo", GRPO | {"clip_high": -0.1}, ["algorithm.args.clip_high=-0.1", ">= 0.0"]),
+    ("grpo", GRPO | {"clip_high": "wide"}, ["algorithm.args.clip_high='wide'", "expected `float`"]),
+    ("dapo", DAPO | {"overlong_buffer": 7}, ["args.overlong_buffer=7", "algorithm.args.max_response_tokens=6"]),
+    ("rloo", {"clip_low": 0.2, "clip_high": None}, ["algorithm.args.clip_low=0.2", "algorithm.args.clip_high=None"]),
+    ("reinforce_pp", REINFORCE_PP | {"baseline": "batch"}, ["algorithm.args.baseline='batch'", "(none|group)"]),
+    ("decoupled_ppo", DECOUPLED | {"weight_cap": 0}, ["algorithm.args.weight_cap=0", "> 0"]),
+])
+def test_a_bad_configuration_says_which_key_and_what_would_be_right(name, args, words):
+    with pytest.raises(ConfigError) as error:
+        build(name, args)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_only_decoupled_ppo_corrects_the_mismatch_itself():
+    corrects = {name for name in ALGORITHMS if build(name, ARGS[name]).corrects_mismatch}
+    assert corrects == {"decoupled_ppo"}

@@ -1,0 +1,78 @@
+"""The weight between engine and trainer and the measured mismatch, against plain Python floats."""
+
+import math
+
+import pytest
+import torch
+
+from rose.trainer.importance import importance_weights, mismatch
+
+PROXIMAL = [[-1.0, -0.5, -2.0], [-0.1, -3.0, 7.0]]
+BEHAVIOUR = [[-1.2, -0.5, -1.0], [-2.1, -2.9, float("nan")]]
+MASK = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+DIFFERENCES = [-1.0 - -1.2, -2.0 - -1.0, -0.1 - -2.1, -3.0 - -2.9]  # log-ratios of the four response tokens
+
+
+def tensors(requires_grad: bool = False):
+    return torch.tensor(PROXIMAL, requires_grad=requires_grad), torch.tensor(BEHAVIOUR), torch.tensor(MASK)
+
+
+def test_weight_is_the_probability_ratio_cut_at_the_cap():
+    weights = importance_weights(*tensors(), cap=2.0)
+    expected = [[math.exp(0.2), 0.0, math.exp(-1.0)], [2.0, math.exp(-0.1), 0.0]]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_no_cap_means_no_correction():
+    assert importance_weights(*tensors(), cap=None).tolist() == MASK
+
+
+def test_weight_carries_no_gradient():
+    assert not importance_weights(*tensors(requires_grad=True), cap=2.0).requires_grad
+
+
+def test_a_hopeless_ratio_stays_finite_and_capped():
+    weights = importance_weights(torch.tensor([[0.0]]), torch.tensor([[-1e4]]), torch.ones(1, 1), cap=2.0)
+    assert weights.tolist() == [[2.0]]
+
+
+def test_mismatch_sums_over_response_tokens_only():
+    found = {key: value.item() for key, value in mismatch(*tensors(), cap=1.2).items()}
+    assert found == pytest.approx({
+        "kl_k1": sum(-d for d in DIFFERENCES),
+        "kl_k3": sum(math.exp(d) - 1 - d for d in DIFFERENCES),
+        "abs_diff": sum(abs(d) for d in DIFFERENCES),
+        "capped": 2,  # exp(0.2) = 1.22 and exp(2.0) = 7.4
+        "ratio_max": math.exp(2.0),
+    }, rel=1e-5)
+
+
+def test_mismatch_adds_up_over_micro_batches():
+    whole = mismatch(*tensors(), cap=2.0)
+    first, second = ([t[rows] for t in tensors()] for rows in (slice(0, 1), slice(1, 2)))
+    parts = [mismatch(*first, cap=2.0), mismatch(*second, cap=2.0)]
+    for key in whole:
+        combine = max if key == "ratio_max" else sum
+        assert combine(part[key].item() for part in parts) == pytest.approx(whole[key].item(), rel=1e-6)
+
+
+def test_both_kl_estimates_are_unbiased():
+    """Expected over every token of a small vocabulary, they are KL(behaviour || proximal) itself."""
+    behaviour, proximal = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
+    exact = (behaviour * (behaviour / proximal).log()).sum().item()
+    one = torch.ones(1, 1)
+    per_token = [mismatch(proximal[i].log() * one, behaviour[i].log() * one, one) for i in range(3)]
+    for key in ("kl_k1", "kl_k3"):
+        assert sum(behaviour[i].item() * per_token[i][key].item() for i in range(3)) == pytest.approx(exact, rel=1e-5)
+
+
+def test_identical_logprobs_have_no_mismatch():
+    proximal, _, mask = tensors()
+    found = mismatch(proximal, proximal.clone(), mask, cap=1.0)
+    assert {key: value.item() for key, value in found.items()} == {
+        "kl_k1": 0, "kl_k3": 0, "abs_diff": 0, "capped": 0, "ratio_max": 1}
+
+
+def test_no_response_tokens_measure_nothing():
+    proximal, behaviour, mask = tensors()
+    assert all(value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, cap=2.0).values())
