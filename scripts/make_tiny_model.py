@@ -35,7 +35,7 @@ from rose.envs.frozen_lake import DIRECTIONS, FrozenLake
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-VOCABULARY = 768  # a multiple of 64, as vLLM pads it
+VOCABULARY = 512  # a multiple of 64, as vLLM pads it
 LONGEST_TOKEN = 48  # characters: the fixed part of a tool call becomes one token, the prompt a few
 MAX_POSITIONS = 2048
 MAX_TURNS = 10
@@ -159,7 +159,7 @@ def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausa
         vocab_size=vocab, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
         num_key_value_heads=max(1, args.hidden // 64), head_dim=32, max_position_embeddings=MAX_POSITIONS,
-        rope_theta=10_000.0, tie_word_embeddings=True, dtype="float32", attn_implementation="sdpa"))
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0}, tie_word_embeddings=True, dtype="float32", attn_implementation="sdpa"))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,11 +226,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=4, help="of the lakes demonstrated")
     parser.add_argument("--hole-probability", type=float, default=0.2)
     parser.add_argument("--noise", type=float, default=0.5, help="probability of a random move")
-    parser.add_argument("--hidden", type=int, default=128, help="multiple of 64")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=32, help="demonstrations a step")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--hidden", type=int, default=64, help="multiple of 64")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16, help="demonstrations a step")
+    parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--threads", type=int, default=2, help="part of the recipe: sums depend on it")
     return parser.parse_args(argv)
 

@@ -1,5 +1,7 @@
 """What every test shares: the variables of a CPU run, set before anything reads them, and composed configurations."""
 
+import copy
+import functools
 import os
 from pathlib import Path
 
@@ -10,17 +12,33 @@ for name, value in CPU_VARIABLES.items():
 
 import pytest  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
 from rose import config as configuration  # noqa: E402
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+@functools.cache
+def _composed(groups: tuple[str, ...]) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("config", list(groups))
+    OmegaConf.set_struct(composed, False)
+    return composed
 
 
 def compose_tree(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers."""
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a third of a
+    second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's order too."""
+    groups = tuple(o for o in overrides if (CONF / o.lstrip("+").split("=")[0]).is_dir())
+    composed = copy.deepcopy(_composed(groups))
+    for override in overrides:
+        if override.startswith("~"):
+            parent, _, key = override[1:].rpartition(".")
+            del OmegaConf.select(composed, parent)[key]
+        elif override not in groups:
+            composed.merge_with_dotlist([override.lstrip("+")])
+    return OmegaConf.to_container(composed, resolve=True)
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ def slices(name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, t
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
     if name in EMBEDDINGS:
         _expect(name, shape, (model.vocab, model.hidden))
-        return None if name == "lm_head.weight" and model.tied_embeddings else _vocabulary(name, model, tp_rank, tp_size)
+        kept = name != "lm_head.weight" or not model.tied_embeddings
+        return _vocabulary(name, model, tp_rank, tp_size) if kept else None
     if _NORM.fullmatch(name):
         whole = tuple(slice(0, size) for size in shape)
         return LocalSlice(name, whole, whole)

@@ -31,7 +31,7 @@ class Latest:
 def environment(gpus: bool, threads: int | None) -> dict[str, str]:
     """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-              "TOKENIZERS_PARALLELISM": "false"}
+              "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false"}
     if gpus:
         return common
     cpu = {

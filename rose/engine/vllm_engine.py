@@ -148,6 +148,8 @@ class Engine:
                     return
                 async for chunk in self._stream(turn, turn_id, prompt, sampling, end - len(prompt)):
                     prompt += chunk.tokens
+                    if turn.aborted and chunk.finish is None:  # the abort came before vLLM knew the request
+                        await self._llm.abort(turn.request)
                     interrupted = chunk.finish is protocol.FinishReason.ABORT and not turn.aborted
                     finish = None if interrupted else chunk.finish
                     if chunk.tokens or finish:
@@ -207,6 +209,8 @@ class Engine:
             paused = time.monotonic()
             try:
                 await self._call(self._llm.pause_generation(mode="abort", clear_cache=True), RPC_TIMEOUT_S)
+                # Requests that reached vLLM after the pause are still queued there, under the old version's label.
+                await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
                 results = await self._load(str(manifest), timeout_s)
                 self.version = results[0]["version"]
             finally:
@@ -263,6 +267,8 @@ class Engine:
         if self.alive:
             self._on_death()
         llm, self._llm = self._llm, None
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # else it logs the end of the process as an error
         stopping = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S))
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:

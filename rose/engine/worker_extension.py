@@ -54,8 +54,8 @@ class WorkerExtension:
             place = plan[name]
             found = digest(_bits(parameters[place.parameter][place.destination]))
             if found != digest_wanted:
-                raise TransferError(f"{manifest}: tensor {name!r} in live parameter {place.parameter}: xxh3-128 {found}, "
-                                    f"expected {digest_wanted}; the engine's weights are a mixture now")
+                raise TransferError(f"{manifest}: tensor {name!r} in live parameter {place.parameter}: xxh3-128 "
+                                    f"{found}, expected {digest_wanted}; the engine's weights are a mixture now")
         return {"version": version.version, "nbytes": version.nbytes, "seconds": time.perf_counter() - start,
                 "tensors": len(expected), "checksum_ok": True}
 

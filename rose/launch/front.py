@@ -130,7 +130,7 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
     if not c.observe.terminal:
         return job.wait()
     stop = threading.Event()
-    shown = threading.Thread(target=terminal.follow, args=(c.run_dir, stop, console), daemon=True)
+    shown = threading.Thread(target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True)
     shown.start()
     try:
         return job.wait()

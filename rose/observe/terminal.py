@@ -165,7 +165,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
         low = int(at)
         value = values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
         y = round((1 - min(1.0, max(0.0, value))) * (rows - 1))
-        for dot in range(min(y, previous or y), max(y, previous or y) + 1):  # joins steep parts
+        previous = y if previous is None else previous
+        for dot in range(min(y, previous), max(y, previous) + 1):  # joins steep parts
             cells[dot // 4][x // 2] |= BRAILLE[dot % 4][x % 2]
         previous = y
     labels = {0: "100% ┤", height - 1: "  0% ┤"}
@@ -204,6 +205,7 @@ def _result(evals: list[dict[str, Any]]) -> Table:
                       f"{e['successes']} of {e['n']}")
     if len(chosen) == 2:
         low, high = difference_interval((before["successes"], before["n"]), (after["successes"], after["n"]))
-        table.add_row("difference", f"{after['rate'] - before['rate']:+.1%}", f"{low:+.1%} to {high:+.1%}", "",
+        gain = after["rate"] - before["rate"]
+        table.add_row("difference", f"{100 * gain:+.1f} pp", f"{100 * low:+.1f} to {100 * high:+.1f} pp", "",
                       style="bold")
     return table

@@ -17,6 +17,7 @@ from rose.observe.trace import Span, assign_lanes, spans_of
 
 MAX_MARKS = 20_000  # at about 60 bytes each: 1.2 MB of the report
 MAX_ROWS = 300
+MAX_STEPS = 5_000  # in the page's step list; of longer runs those with single turns
 OCCUPANCY_NUMBERS = 120_000  # over all engines
 SHOWN = {"coordinator": ("rollout", "train", "sync", "evaluate"),
          "trainer": ("train_step", "forward_backward", "optimizer", "publish"),
@@ -46,6 +47,8 @@ def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
     end = max(span.end for row in shown for span in row.spans)
     steps.sort(key=lambda step: step["start"])
     kept = _steps_that_fit(shown, steps)
+    if kept is not None and len(steps) > MAX_STEPS:
+        steps = [step for step in steps if any(step["start"] == start for start, _ in kept)]
     shown = shown[:MAX_ROWS]
     return {
         "t0": t0 / 1e6, "end": _ms(end - t0),
@@ -81,6 +84,8 @@ def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[
     if not steps:
         return [(int(starts[0]), int(starts[MAX_MARKS]))]
     bounds = np.array([[step["start"], step["end"]] for step in steps])
+    last = starts[np.minimum(np.searchsorted(starts, bounds[:, 0]) + MAX_MARKS, len(starts) - 1)]
+    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # of a step that alone is too much, its beginning
     counts = np.diff(np.searchsorted(starts, bounds), axis=1)[:, 0]
     share = max(1, int(len(steps) * MAX_MARKS / max(1, counts.sum())))
     while True:
@@ -121,12 +126,11 @@ def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict
     finishes: list[str] = []
     windows = np.array(kept if kept is not None else [(t0, np.iinfo(np.int64).max)])
     for number, row in enumerate(rows):
+        whole = row.role == "coordinator" and len(row.spans) <= MAX_MARKS  # the phases, for the overview
         for span, lane in zip(row.spans, row.lanes):
             i = np.searchsorted(windows[:, 0], span.start, side="right") - 1
-            if row.role != "coordinator" and (i < 0 or span.start > windows[i, 1]):
+            if not whole and (i < 0 or span.start > windows[i, 1]):
                 continue
-            if len(columns["row"]) >= 2 * MAX_MARKS:
-                break
             args = span.args
             for key, value in (("row", number), ("lane", lane), ("start", _ms(span.start - t0)),
                                ("length", _ms(span.end - span.start)), ("kind", _index(kinds, span.name)),

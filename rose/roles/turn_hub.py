@@ -151,6 +151,8 @@ class TurnHub:
         before = self.workers.get(m.worker)
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, m.kv_tokens,
                                         tokens=before.tokens if before else 0)
+        print(f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
+              flush=True)
         self.feed(ev.WorkerJoined(at=time.time(), worker=m.worker, kind="dedicated", max_sequences=m.max_sequences,
                                   kv_tokens=m.kv_tokens, version=m.version))
 

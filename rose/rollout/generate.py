@@ -47,9 +47,7 @@ class TrajectoryHost:
         try:
             trajectory = await run_trajectory(
                 start, build(self._config.env), self._chat, self._request_turn, self._config.env,
-                max_context=self._config.model.max_context, temperature=self._temperature(start.phase),
-                top_p=self._config.rollout.top_p if start.phase is p.Phase.TRAIN else 1.0,
-                top_k=self._config.rollout.top_k if start.phase is p.Phase.TRAIN else 0)
+                self._config.model.max_context, self._sampling(start.phase), time.time)
         except EnvironmentFailure as failure:
             self._send(p.TrajectoryFailed(start.id, start.group, str(failure)))
         else:
@@ -59,8 +57,11 @@ class TrajectoryHost:
         finally:
             self._trajectories.pop(start.id, None)
 
-    def _temperature(self, phase: p.Phase) -> float:
-        return self._config.rollout.temperature if phase is p.Phase.TRAIN else self._config.eval.temperature
+    def _sampling(self, phase: p.Phase) -> p.Sampling:
+        rollout, new = self._config.rollout, self._config.env.max_new_tokens
+        if phase is p.Phase.EVAL:
+            return p.Sampling(new, temperature=self._config.eval.temperature)
+        return p.Sampling(new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
 
     async def _request_turn(self, request: p.TurnRequest) -> p.TurnResult:
         future = asyncio.get_running_loop().create_future()

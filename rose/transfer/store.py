@@ -205,7 +205,8 @@ class Version:
             raise TransferError(f"{path}: tensor {name!r} unreadable: {error}") from error
         found = digest(array)
         if found != entry.xxh3:
-            raise TransferError(f"{path}: tensor {name!r} is corrupted: xxh3-128 {found}, the manifest says {entry.xxh3}")
+            raise TransferError(f"{path}: tensor {name!r} is corrupted: xxh3-128 {found}, "
+                                f"the manifest says {entry.xxh3}")
         return array
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:

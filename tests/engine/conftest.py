@@ -12,8 +12,10 @@ from rose import config
 
 CONF = Path(__file__).parents[2] / "conf"
 COMMON = dict(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1, bos_token_id=None)
-EXTRA = {"Qwen3": dict(head_dim=32, tie_word_embeddings=True), "Qwen2": dict(tie_word_embeddings=False, hidden_size=128),
+              num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1,
+              bos_token_id=None)
+EXTRA = {"Qwen3": dict(head_dim=32, tie_word_embeddings=True),
+         "Qwen2": dict(hidden_size=128, tie_word_embeddings=False),
          "Llama": dict(tie_word_embeddings=True, head_dim=32)}
 
 

@@ -6,7 +6,8 @@ import torch
 from rose.config import ModelShape
 from rose.engine.layout import slices
 
-SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=4, vocab=263, tied_embeddings=False)
+SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=4, vocab=263,
+                   tied_embeddings=False)
 LAYER = "model.layers.0."
 
 
@@ -37,7 +38,8 @@ def vllm_shapes(tp: int) -> dict[str, tuple[int, ...]]:
 
 
 def load(tp: int) -> tuple[dict, list[dict]]:
-    source = {n: torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, (n, s) in enumerate(hf_shapes().items())}
+    generator = torch.Generator().manual_seed(0)
+    source = {name: torch.randn(shape, generator=generator) for name, shape in hf_shapes().items()}
     ranks = []
     for rank in range(tp):
         live = {name: torch.zeros(shape) for name, shape in vllm_shapes(tp).items()}

@@ -44,7 +44,8 @@ def test_every_tensor_comes_back_bit_identical_with_its_dtype(tmp_path):
 
 def test_numpy_arrays_are_taken_too_and_other_dtypes_are_refused(tmp_path):
     writer = VersionWriter(tmp_path, 1, 0, 1)
-    writer.add("a", np.arange(6, dtype=np.float32).reshape(2, 3)).add("b", np.arange(4, dtype=np.uint16), dtype="bfloat16")
+    writer.add("a", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add("b", np.arange(4, dtype=np.uint16), dtype="bfloat16")
     with pytest.raises(TransferError, match="'c' is float64"):
         writer.add("c", np.zeros(2))
     writer.finish()
@@ -120,7 +121,8 @@ def test_a_file_overwritten_with_zeros_of_the_same_size_is_unreadable(tmp_path):
     manifest = publish(tmp_path)
     path = manifest.parent / "rank-00000.h5"
     path.write_bytes(bytes(path.stat().st_size))
-    with open_version(manifest) as version, pytest.raises(TransferError, match="rank-00000.h5: tensor 'half.0' unreadable"):
+    says = "rank-00000.h5: tensor 'half.0' unreadable"
+    with open_version(manifest) as version, pytest.raises(TransferError, match=says):
         version.read("half.0")
 
 
@@ -162,7 +164,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 prepare({str(tmp_path)!r}, 1)
 try:
-    VersionWriter({str(tmp_path)!r}, 1, 0, 1).add("a", np.ones(100, np.float32)).add("b", np.ones(10**6, np.float32)).finish()
+    writer = VersionWriter({str(tmp_path)!r}, 1, 0, 1)
+    writer.add("a", np.ones(100, np.float32)).add("b", np.ones(10**6, np.float32)).finish()
 except TransferError as error:
     print("refused:", error)
 """

@@ -1,0 +1,32 @@
+# make train   environment, then the default run       make test   everything that the tests need, then all tests
+# make unit    only the tests that start nothing       make clean  removes the environment; runs in outputs/ stay
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps
+
+.PHONY: train test unit clean
+
+train: $(VENV)/.stamp-run
+	$(VENV)/bin/python launch.py $(ARGS)
+
+test: $(VENV)/.stamp-test
+	scripts/install_test_packages.sh
+	$(VENV)/bin/python -m pytest -q $(ARGS)
+
+unit: $(VENV)/.stamp-test
+	$(VENV)/bin/python -m pytest -q -m "not slow" $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache build *.egg-info
+
+# The stamps tell that an installation came to its end; a broken one is continued by the next call.
+$(VENV)/.stamp-run: requirements/cpu.txt pyproject.toml
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV)
+	@echo "installing the locked packages into $(VENV) (2.6 GB, some minutes)"
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
+	@$(PIP) -r requirements/test.txt
+	@touch $@

@@ -1,0 +1,69 @@
+"""Trajectories -> the padded tensors of one micro-batch.
+
+Rows are padded on the right. With causal attention no real token ever sees the padding, so there is no
+attention mask: that keeps the fast attention path, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rose.protocol import Trajectory, unpack_floats, unpack_tokens
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour` and
+    `versions` is about the token that `inputs[:, : t + 1]` predicts."""
+
+    rows: Tensor  # (B,) int64: rows of the whole batch
+    inputs: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) float32: 1 where the policy made the token
+    behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
+    versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
+
+
+def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int) -> MicroBatch:
+    """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that the rank
+    still takes part in the collectives of forward and backward.
+
+    Raises `ValueError` naming the trajectory whose fields contradict each other or the model.
+    """
+    fields = [_fields(trajectories[row], vocabulary) for row in rows]
+    width = max([2, *(len(tokens) for tokens, *_ in fields)])
+    shape = (max(1, len(rows)), width)
+    tokens, versions = np.zeros(shape, np.int64), np.full(shape, -1, np.int32)
+    mask, behaviour = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for i, (row_tokens, row_mask, row_logprobs, row_versions) in enumerate(fields):
+        end = len(row_tokens)
+        tokens[i, :end] = row_tokens
+        mask[i, :end] = row_mask
+        behaviour[i, :end] = np.where(row_mask, row_logprobs, 0)
+        versions[i, :end] = np.where(row_mask, row_versions, -1)
+    shifted = (torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions))
+    targets, mask_t, behaviour_t, versions_t = shifted
+    return MicroBatch(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(tokens[:, :-1].copy()), targets,
+                      mask_t, behaviour_t, versions_t)
+
+
+def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, mask, logprobs, versions), each (T,), checked."""
+    tokens, mask = unpack_tokens(t.tokens), np.frombuffer(t.mask, np.uint8)
+    logprobs, versions = unpack_floats(t.logprobs), unpack_tokens(t.versions)
+    if not len(tokens) == len(mask) == len(logprobs) == len(versions) or not len(tokens):
+        raise ValueError(f"trajectory {t.id}: tokens, mask, logprobs, versions have {len(tokens)}, {len(mask)}, "
+                         f"{len(logprobs)}, {len(versions)} entries; they must be equally many, at least 1")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ValueError(f"trajectory {t.id}: token ids from {tokens.min()} to {tokens.max()}; "
+                         f"the model has 0 to {vocabulary - 1}")
+    if mask[0] or int(mask.sum()) != t.response_tokens or mask.max() > 1:
+        raise ValueError(f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), response_tokens "
+                         f"is {t.response_tokens}; they must agree, and the first token is always the prompt's")
+    if not np.isfinite(logprobs[mask == 1]).all():
+        raise ValueError(f"trajectory {t.id}: an engine's log-probability is not finite")
+    return tokens, mask, logprobs, versions

@@ -1,0 +1,258 @@
+"""DeepSpeed behind four words: start, backward, update, gather. Knows nothing of RL.
+
+DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a sum
+over all micro-batches and ranks, and their number varies from step to step, so gradient accumulation is
+driven from outside and the average over ranks is multiplied away. Left out: fp16, MoE, ZeRO-Infinity.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rose import config as configuration
+from rose.trainer.model import Policy, load
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
+TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient is infinite or NaN; nothing was applied."""
+
+
+def zero_config(trainer: configuration.Trainer) -> dict[str, Any]:
+    """DeepSpeed's JSON for conf/trainer."""
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    out = {
+        "train_micro_batch_size_per_gpu": 1,
+        # "More than one": we set the boundaries and scale by ourselves, but with 1 the optimizer offload
+        # keeps only the last micro-batch.
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": trainer.optimizer.grad_clip,
+        "zero_optimization": zero,
+    }
+    if trainer.dtype == "bfloat16":
+        out["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        out["communication_data_type"] = "fp32"
+        if trainer.zero_stage > 0:  # stage 0 has no float32 accumulation
+            out["data_types"] = {"grad_accum_dtype": "fp32"}
+    return out
+
+
+def use_device(gpus: int, index: int) -> torch.device:
+    """This rank's device: a GPU when the run has some, else the CPU, which DeepSpeed is told before it loads."""
+    if gpus:
+        device = torch.device("cuda", index % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    return torch.device("cpu")
+
+
+def join_world(device: torch.device, rank: int, world: int, address: str, port: int, timeout_s: float) -> None:
+    """torch.distributed with explicit coordinates; a collective that takes over `timeout_s` seconds fails."""
+    import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+
+    # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed on one machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # where DeepSpeed looks for its device
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://{address}:{port}", rank=rank,
+        world_size=world, timeout=timedelta(seconds=timeout_s))
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
+
+def make_deterministic() -> None:
+    """Bitwise the same result for the same input, threads and machine."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+class DeepSpeedEngine:
+    """One rank's share of the model and its optimizer. The world must have been joined.
+
+    `folder` is the model's; raises what `rose.trainer.model.load` raises.
+    """
+
+    def __init__(self, trainer: configuration.Trainer, folder: Path | str, device: torch.device):
+        import deepspeed
+
+        self.settings, self.device = trainer, device
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.updates = 0  # applied since the start of the run; the learning rate follows it
+        ds_config = zero_config(trainer)
+        policy = _load_policy(trainer, folder, ds_config)
+        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
+        self.engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=_optimizer(trainer, policy), config=ds_config, dist_init_required=False)
+        self.engine.train()
+
+    @property
+    def policy(self) -> Policy:
+        return self.engine.module
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.engine(*(x.to(self.device, non_blocking=True) for x in inputs))
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Before the forward pass of each micro-batch; `last` of the update, on every rank alike."""
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of `loss`; the update's is the sum over its micro-batches and all ranks."""
+        self.engine.backward(loss * self.world, scale_wrt_gas=False)
+
+    def update(self) -> tuple[float, float]:
+        """Apply the gradient; returns (its norm before clipping, the learning rate).
+
+        Raises `NonFiniteGradient` on every rank, with nothing applied.
+        """
+        lr = self._learning_rate()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._unwrapped_norm()
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteGradient("the gradient is not finite")
+        self.updates += 1
+        return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up over `warmup_steps` updates, then constant."""
+        o = self.settings.optimizer
+        return o.lr * min(1.0, (self.updates + 1) / max(1, o.warmup_steps))
+
+    def _unwrapped_norm(self) -> float | None:
+        """ZeRO 0 in float32 is a bare torch optimizer: nobody else looks at its gradient's norm."""
+        if self.settings.zero_stage or self.settings.dtype != "float32":
+            return None
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None]))
+        if not np.isfinite(norm):
+            raise NonFiniteGradient("the gradient is not finite")
+        return norm
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, whole tensor) of each weight on the one rank that it falls to, (name, None) on the others.
+
+        Shares are even in bytes. All ranks must run it to its end: ZeRO-3 gathers one tensor at a time.
+        """
+        import deepspeed
+
+        weights = self.policy.named_weights()
+        owners = share([getattr(p, "ds_numel", p.numel()) for _, p in weights], self.world)
+        for (name, parameter), owner in zip(weights, owners, strict=True):
+            split = self.settings.zero_stage == 3
+            with deepspeed.zero.GatheredParameters([parameter]) if split else nullcontext():
+                yield name, parameter.detach() if owner == self.rank else None
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer, update count and random states into `folder`; whole when every rank has returned."""
+        shape = {"ranks": self.world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
+        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False,
+                                    client_state={"rose": {"updates": self.updates, "shape": shape}})
+        torch.save(_random_states(self.device), folder / f"random-{self.rank}.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""
+        if not (folder / TAG).is_dir():
+            raise ValueError(f"{folder}: no trainer state there (no folder {TAG!r})")
+        files = len(list(folder.glob("random-*.pt")))
+        if files != self.world:
+            raise ValueError(f"{folder}: saved by {files} trainer ranks, trainer.ranks={self.world}; set it to {files}")
+        _, state = self.engine.load_checkpoint(str(folder), tag=TAG)
+        shape = state["rose"]["shape"]
+        for key in ("zero_stage", "dtype"):
+            if shape[key] != getattr(self.settings, key):
+                raise ValueError(f"{folder}: saved with trainer.{key}={shape[key]}, now {getattr(self.settings, key)}; "
+                                 f"set it to {shape[key]}")
+        self.updates = state["rose"]["updates"]
+        _restore_random_states(torch.load(folder / f"random-{self.rank}.pt", weights_only=True), self.device)
+
+
+def share(sizes: list[int], world: int) -> list[int]:
+    """Owner rank of each size: largest first, to the rank with least."""
+    loads, owners = [0] * world, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
+
+
+def _load_policy(trainer: configuration.Trainer, folder: Path | str, ds_config: dict[str, Any]) -> Policy:
+    dtype = DTYPES[trainer.dtype]
+    if trainer.zero_stage != 3:
+        return load(folder, dtype, trainer.gradient_checkpointing)
+    from transformers.integrations import HfDeepSpeedConfig
+
+    split = HfDeepSpeedConfig(ds_config)  # noqa: F841 - while this lives, from_pretrained splits what it reads
+    return load(folder, dtype, trainer.gradient_checkpointing)
+
+
+def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Optimizer:
+    o = trainer.optimizer
+    args = dict(lr=o.lr, betas=tuple(o.betas), eps=o.eps, weight_decay=o.weight_decay)
+    if trainer.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        with _build_lock():  # it compiles as it is made
+            return DeepSpeedCPUAdam(policy.parameters(), **args)
+    # torch's fused kernel: as fast as DeepSpeed's FusedAdam, and nothing to compile
+    return torch.optim.AdamW(policy.parameters(), fused=True, **args)
+
+
+@contextmanager
+def _build_lock() -> Iterator[None]:
+    """One builder of torch extensions per user at a time, under a lock that dies with its holder: then a `lock`
+    file in torch's own cache is a dead builder's, for which torch would wait forever. It is removed."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    build = Path(_get_build_directory("cpu_adam", verbose=False))
+    deadline = time.monotonic() + BUILD_DEADLINE_S
+    with (build.parent / "rose.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{file.name}: held for over {BUILD_DEADLINE_S:.0f} s; end its holder, or set "
+                                       "trainer.offload_optimizer=false") from None
+                time.sleep(0.2)
+        (build / "lock").unlink(missing_ok=True)
+        yield
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {"torch": torch.get_rng_state(), "python": [version, list(words), gauss],
+              "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

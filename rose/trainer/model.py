@@ -1,0 +1,91 @@
+"""The policy as the trainer sees it: an HF decoder that returns log-probabilities of given tokens.
+
+Every model takes this one path. The vocabulary's logits are computed only for the tokens that the policy
+made, in chunks whose activations are recomputed in the backward pass, so (B, T, V) never exists.
+Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` refuses them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LOGIT_ELEMENTS = 2**25  # of one chunk: 128 MiB in float32; larger was no faster on CPU
+HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
+
+
+class Head(nn.Module):
+    """Log-probability and entropy from hidden states. It owns the output matrix (shared with the HF
+    model), so that ZeRO-3 gathers it once per pass, however many chunks a rank has."""
+
+    def __init__(self, output: nn.Linear, logit_elements: int):
+        super().__init__()
+        self.weight, self.bias = output.weight, output.bias
+        self.chunk_rows = max(1, logit_elements // output.out_features)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, H) hidden states, (N,) int64 -> (N,) float32 log-probabilities, () float32 summed entropy, nats."""
+        if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
+            parts = [self._chunk(h, t) for h, t in self._chunks(hidden, targets)]
+        else:
+            parts = [checkpoint(self._chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+                     for h, t in self._chunks(hidden, targets)]
+        logprobs, entropies = zip(*parts)
+        return torch.cat(logprobs), torch.stack(entropies).sum()
+
+    def _chunks(self, hidden: Tensor, targets: Tensor):
+        return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows))
+
+    def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logp = F.linear(hidden, self.weight, self.bias).float().log_softmax(-1)  # (n, V)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum()
+        return logp.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+class Policy(nn.Module):
+    def __init__(self, hf: nn.Module, logit_elements: int = LOGIT_ELEMENTS):
+        super().__init__()
+        self.hf = hf
+        self.head = Head(hf.get_output_embeddings(), logit_elements)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.hf.config.vocab_size
+
+    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at temperature 1,
+        (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32."""
+        hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (B, T, H)
+        made = mask.bool()
+        logprobs, entropy = self.head(hidden[made], targets[made])
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
+
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """(name in the model's folder, parameter), tied ones once."""
+        return [(name.removeprefix(HF_PREFIX), p) for name, p in self.named_parameters()]
+
+
+def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool) -> Policy:
+    """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of ZeRO-3 that
+    the caller holds, the weights are split over the ranks as they are read.
+
+    Raises `ValueError` for a model whose logits are not a plain product.
+    """
+    config = AutoConfig.from_pretrained(str(folder))
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise ValueError(f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer does "
+                             "not apply; use a model without it")
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)  # the policy being trained must be the one that was sampled from
+    hf = AutoModelForCausalLM.from_pretrained(str(folder), config=config, dtype=dtype, attn_implementation="sdpa")
+    if gradient_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(hf)

@@ -1,0 +1,202 @@
+"""One trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm by name and no MPI.
+
+A step is: advantages and weights from the batch's summary; the proximal log-probabilities that no
+forward pass of the step will give anyway; then, per update, the loss of `algorithms.base` micro-batch by
+micro-batch. With several updates per step each one's loss is scaled by their number, so that it is of
+the size of the whole batch's and gradient clipping means the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rose import protocol
+from rose.config import Config
+from rose.observe.recorder import NullRecorder
+from rose.trainer.algorithms import build
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.collate import MicroBatch, collate
+from rose.trainer.deepspeed_engine import (
+    DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
+from rose.trainer.importance import importance_weights, mismatch
+from rose.transfer import VersionWriter, commit, prepare
+
+PHASES = ("proximal", "forward_backward", "optimizer")
+NEVER = 2**62  # number of a micro-batch that does not exist
+
+
+class TrainingDiverged(ArithmeticError):
+    """Loss or gradient is infinite or NaN. The weights are those of the last good update."""
+
+
+class Trainer:
+    """Rank `index` of `world`; all must be made, and each method called, together. torch.distributed meets
+    at `address`:`port`, which rank 0 opens."""
+
+    def __init__(self, config: Config, index: int, world: int, address: str, port: int, folder: Path | str,
+                 recorder: NullRecorder):
+        self.config, self.index, self.world, self.recorder = config, index, world, recorder
+        if config.trainer.threads:
+            torch.set_num_threads(config.trainer.threads)
+        if config.deterministic:
+            make_deterministic()
+        torch.manual_seed(config.seed)
+        self.device = use_device(config.cluster.gpus, index)
+        join_world(self.device, index, world, address, port, config.trainer.step_timeout_s)
+        self.algorithm = build(config.algorithm.name, config.algorithm.args)
+        self.engine = DeepSpeedEngine(config.trainer, folder, self.device)
+
+    @property
+    def parameters(self) -> int:
+        """Number of the whole model's, tied ones once."""
+        return self.engine.parameters
+
+    def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]) -> dict[str, float]:
+        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank.
+
+        Raises `TrainingDiverged` on every rank, before anything of that update is applied, and
+        `ValueError` for a trajectory that makes no sense.
+        """
+        with self.recorder.timed("train_step", step=step.step):
+            return _Step(self, step, trajectories).run()
+
+    def publish(self, folder: Path, version: int) -> Path | None:
+        """Write the weights, in model.dtype, as `version`. Rank 0 returns the manifest's path, the others None."""
+        dtype = DTYPES[self.config.model.dtype]
+        with self.recorder.timed("publish", version=version):
+            if self.index == 0:
+                prepare(folder, version)
+            torch.distributed.barrier()
+            writer = VersionWriter(folder, version, self.index, self.world)
+            for name, tensor in self.engine.gather():
+                if tensor is not None:
+                    writer.add(name, tensor.to(dtype))
+            writer.finish()
+            if self.index:
+                return None
+            return commit(folder, version, self.world, timeout_s=self.config.trainer.step_timeout_s)
+
+    def save(self, folder: Path) -> None:
+        """Checkpoint into an existing folder; it is whole when this has returned on every rank."""
+        with self.recorder.timed("save"):
+            self.engine.save(Path(folder))
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`'s folder; in float32 with deterministic=true bit for bit."""
+        with self.recorder.timed("load"):
+            self.engine.load(Path(folder))
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class _Step:
+    """One training step's data and running sums."""
+
+    def __init__(self, trainer: Trainer, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]):
+        self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, step.step
+        self.device, self.recorder = trainer.device, trainer.recorder
+        self.cap = trainer.config.algorithm.importance_cap
+        summary = Summary(torch.tensor(step.summary.rewards, dtype=torch.float32), torch.tensor(step.summary.groups),
+                          torch.tensor(step.summary.response_tokens), torch.tensor(step.summary.truncated))
+        self.advantages = self.algorithm.advantages(summary)  # (N,)
+        self.weights = self.algorithm.token_weights(summary)  # (N,)
+        self.tokens = int(summary.response_tokens.sum())
+        vocabulary = self.engine.policy.vocabulary
+        self.updates = [[collate(rows, trajectories, vocabulary) for rows in update] for update in step.micro_batches]
+        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
+        self.ratio_max = torch.zeros((), device=self.device)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def run(self) -> dict[str, float]:
+        proximal = self._proximal()
+        norms, lr = [], 0.0
+        for number, micro_batches in enumerate(self.updates):
+            with self._phase("forward_backward"):
+                self._accumulate(number, micro_batches, proximal)
+            with self._phase("optimizer"):
+                norm, lr = self._apply(number)
+            norms.append(norm)
+        return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
+
+    def _proximal(self) -> dict[tuple[int, int], Tensor]:
+        """(update, micro-batch) -> (B, T) log-probabilities before the step. The first update's forward
+        passes run with just these weights, so theirs needs no extra pass."""
+        if not self.algorithm.recompute_proximal or len(self.updates) == 1:
+            return {}
+        with self._phase("proximal"), torch.no_grad():
+            return {(u, m): self.engine(batch.inputs, batch.targets, batch.mask)[0]
+                    for u, update in enumerate(self.updates) if u for m, batch in enumerate(update)}
+
+    def _accumulate(self, update: int, micro_batches: list[MicroBatch], proximal: dict[tuple[int, int], Tensor]) -> None:
+        """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
+        bad = torch.tensor(NEVER, device=self.device)
+        for m, batch in enumerate(micro_batches):
+            self.engine.begin_micro_batch(last=m == len(micro_batches) - 1)
+            loss = self._loss(batch, proximal.get((update, m)))
+            bad = torch.where(loss.detach().isfinite(), bad, bad.clamp(max=m))
+            self.engine.backward(loss * len(self.updates))
+            self.sums["loss"] += loss.detach()
+        torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MIN)
+        if int(bad) != NEVER:
+            raise TrainingDiverged(f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not finite; "
+                                   "nothing of this update was applied")
+
+    def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
+        """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
+        logprobs, entropy = self.engine(batch.inputs, batch.targets, batch.mask)
+        mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
+        policy = logprobs.detach() if proximal is None else proximal
+        proximal = policy if self.algorithm.recompute_proximal else behaviour
+        tokens = TokenBatch(logprobs, proximal, behaviour, self._of(self.advantages, batch), mask)
+        losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
+        cap = None if self.algorithm.corrects_mismatch else self.cap
+        importance = importance_weights(proximal, behaviour, mask, cap)
+        self._count(statistics | {"entropy": entropy.detach()}, mismatch(policy, behaviour, mask, cap))
+        return (self._of(self.weights, batch)[:, None] * importance * losses).sum()
+
+    def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """(N,) -> (B,); the padding row of an empty micro-batch gets 0."""
+        if not len(batch.rows):
+            return torch.zeros(len(batch.inputs), device=self.device)
+        return values[batch.rows].to(self.device)
+
+    def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
+        self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])
+        named = {"mismatch_kl": gap["kl_k3"], "mismatch_abs": gap["abs_diff"], "importance_capped": gap["capped"]}
+        for name, value in (statistics | named).items():
+            self.sums[name] += value
+
+    def _apply(self, update: int) -> tuple[float, float]:
+        try:
+            return self.engine.update()
+        except NonFiniteGradient as error:
+            raise TrainingDiverged(f"step {self.number}, update {update}, after its last micro-batch: {error}; "
+                                   "nothing of this update was applied") from None
+
+    def _reduced(self) -> dict[str, float]:
+        """Sums over ranks, per response token but for the loss; times of the slowest rank."""
+        names = sorted(self.sums)
+        sums = torch.stack([self.sums[name] for name in names]).double()
+        maxima = torch.tensor([float(self.ratio_max), *self.seconds.values()], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
+        ratio_max, *seconds = maxima.tolist()
+        per_token = {name: value if name == "loss" else value / max(1, self.tokens)
+                     for name, value in zip(names, sums.tolist(), strict=True)}
+        times = {f"seconds_{phase}": s for phase, s in zip(self.seconds, seconds, strict=True)}
+        return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": float(self.tokens)}
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.time()
+        with self.recorder.timed(name, step=self.number):
+            yield
+        self.seconds[name] += time.time() - start

@@ -1,0 +1,104 @@
+"""The main job with real MPI, vLLM and DeepSpeed: whole steps, faults, interruption, resume."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from job import Job  # noqa: E402
+
+from rose import config as cfg  # noqa: E402
+from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
+from rose.roles import journal  # noqa: E402
+from rose.rollout import replay  # noqa: E402
+from rose.scheduler import build  # noqa: E402
+from rose.trainer import checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+TIMELESS = ("reward_mean", "success", "response_tokens_mean", "turns_mean", "loss", "grad_norm", "entropy", "mismatch_kl")
+
+
+def trained_on(run: Path, steps: int) -> list[str]:
+    """Ids of the trajectories of each step, members by their first name."""
+    return [t.id.split("r")[0] for step in range(1, steps + 1) for group in replay.load(run, step) for t in group]
+
+
+def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
+    job = Job(tmp_path, "trainer.ranks=2", "rollout.environment_hosts=2")
+    assert job.wait() == 0, job.said + job.logs()
+    steps = job.steps()
+    assert [row["step"] for row in steps] == [1, 2, 3] and [row["version"] for row in steps] == [1, 2, 3]
+    assert all(row["sync_bytes"] > 0 and row["staleness_mean"] == 0 for row in steps)
+    assert all(row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps)
+    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "engine and trainer must agree in float32"
+    assert [row["eval_n"] for row in rows_of(read_metrics(job.run), "eval")] == [16, 16]
+    assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
+    assert (job.run / "report.html").stat().st_size > 10_000
+    assert job.orphans() == []
+    replayed = build(cfg.load(job.run / "config.json").scheduler, cfg.load(job.run / "config.json").rollout.turn_timeout_s)
+    assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
+    again = Job(tmp_path, "trainer.ranks=2", "rollout.environment_hosts=2")
+    assert again.wait(60) == 0 and "finished" in again.said
+
+
+def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
+    job = Job(tmp_path, "trainer.steps=4", "trainer.batch_size=64")
+    job.until(lambda: job.phase() == ("rollout", 2) and job.steps(), "step 2")
+    engine = job.engine()
+    engine.kill()
+    assert job.wait() == 0, job.said + job.logs()
+    assert [fault["what"] for fault in job.faults()] == ["engine died"]
+    assert job.steps()[-1]["engine_restarts"] == 1
+    assert sum(row["migrations"] for row in job.steps()) > 0
+    assert trained_on(job.run, 4) == [f"g{g}.{m}" for g in range(64) for m in range(4)]
+    assert job.orphans() == []
+
+
+def test_killed_outright_it_resumes_to_the_same_metrics(tmp_path):
+    exact = ("deterministic=true", "rollout.workers=1", "trainer.steps=3")
+    whole = Job(tmp_path / "whole", *exact)
+    assert whole.wait() == 0, whole.said + whole.logs()
+    broken = Job(tmp_path / "broken", *exact)
+    broken.until(lambda: broken.phase() == ("rollout", 2), "the second step's rollout")
+    broken.kill_everything()
+    saved = checkpoint.step_of(checkpoint.latest(broken.run))
+    assert saved == 1
+    resumed = Job(tmp_path / "broken", *exact)
+    assert resumed.wait() == 0, resumed.said + resumed.logs()
+    for expected, got in zip(whole.steps(), resumed.steps(), strict=True):
+        assert {k: got[k] for k in TIMELESS} == {k: expected[k] for k in TIMELESS}
+    assert ([row["eval_successes"] for row in rows_of(read_metrics(resumed.run), "eval")]
+            == [row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")])
+
+
+def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
+    job = Job(tmp_path, "trainer.checkpoint_every=100")
+    job.until(lambda: job.phase() == ("rollout", 2), "the second step's rollout")
+    job.signal(signal.SIGINT)
+    assert job.wait(60) == 130, job.said + job.logs()
+    assert checkpoint.step_of(checkpoint.latest(job.run)) == 1, "the finished step is saved although none was due"
+    assert job.orphans() == []
+    again = Job(tmp_path, "trainer.checkpoint_every=100")
+    assert again.wait() == 0, again.said + again.logs()
+    assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
+
+
+def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
+    job = Job(tmp_path)
+    job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
+    os.kill(job.rank("trainer")["pid"], signal.SIGKILL)
+    assert job.wait(30) == 1
+    assert "trainer 0" in job.said and "SIGKILL" in job.said and "trainer-2.log" in job.said
+    assert job.orphans() == []
+
+
+def test_failing_environments_are_replaced_and_too_many_stop_the_run(tmp_path):
+    job = Job(tmp_path, "env.step_timeout_s=0.000001", "env.max_failures_in_row=5")
+    assert job.wait() == 1
+    assert "5 environments failed in a row" in job.said and "env.step_timeout_s" in job.said
+    assert job.orphans() == []

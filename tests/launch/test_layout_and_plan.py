@@ -1,0 +1,121 @@
+"""Who runs where, and whether it fits, before anything starts."""
+
+import pytest
+from rich.console import Console
+
+from rose.config import ConfigError
+from rose.launch import memory, plan
+from rose.launch.layout import layout
+from rose.protocol import Role
+
+QWEN3_8B = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
+GIB = 2**30
+
+
+def printed(made):
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))
+    plan.show(made, console)
+    return console.export_text()
+
+
+def test_ranks_are_numbered_by_role_and_each_gpu_belongs_to_one_rank(make_config):
+    c = make_config(*QWEN3_8B, "trainer.ranks=2", "rollout.workers=3", "rollout.tensor_parallel=2",
+                    "rollout.environment_hosts=2")
+    ranks = layout(c)
+    assert [(r.role.value, r.index) for r in ranks] == [
+        ("coordinator", 0), ("environment", 0), ("environment", 1), ("trainer", 0), ("trainer", 1),
+        ("rollout", 0), ("rollout", 1), ("rollout", 2)]
+    assert [r.rank for r in ranks] == list(range(8))
+    assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2, 3), (4, 5), (6, 7)]
+    assert ranks[5].environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
+    trainer = next(r for r in layout(make_config("trainer.threads=3")) if r.role is Role.TRAINER)
+    assert trainer.environment == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize("stage, weights, gradients, optimizer", [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)])
+def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, gradients, optimizer):
+    c = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}")
+    items, p = memory.trainer(c, c.model.shape).items, c.model.shape.parameters
+    assert items["weights"] == pytest.approx(2 * p / weights / GIB)
+    assert items["gradients"] == pytest.approx(2 * p / gradients / GIB)
+    assert items["optimizer"] == pytest.approx(12 * p / optimizer / GIB)
+    assert ("gathered parameters" in items) == (stage == 3)
+
+
+def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
+    c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
+    assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(8 * c.model.shape.parameters / GIB)
+    c = make_config(*QWEN3_8B, "trainer.offload_optimizer=true")
+    assert "optimizer" not in memory.trainer(c, c.model.shape).items
+
+
+def test_checkpointing_keeps_one_vector_per_token_and_layer(make_config):
+    kept = {}
+    for on in ("true", "false"):
+        c = make_config(*QWEN3_8B, f"trainer.gradient_checkpointing={on}")
+        kept[on] = memory.trainer(c, c.model.shape).items["activations"]
+    assert kept["false"] > 10 * kept["true"]
+
+
+def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
+    tokens = {}
+    for tp in (1, 8, 16):
+        c = make_config(*QWEN3_8B, "rollout.workers=1", f"rollout.tensor_parallel={tp}", "rollout.kv_cache_gib=9",
+                        "cluster.gpus=24")
+        tokens[tp] = memory.rollout(c, c.model.shape).kv_tokens
+    assert tokens[1] == 9 * GIB // (2 * 2 * 36 * 8 * 128)
+    assert tokens[8] == tokens[16] == 8 * tokens[1]
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (["trainer.zero_stage=0"], ["cluster.gpu_memory_gib=80.0", "trainer.zero_stage"]),
+    (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
+    (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
+    (["model.max_context=400000", "trainer.micro_batch_tokens=400000"], ["model.max_context=400000"]),
+    (["rollout.tensor_parallel=3", "cluster.gpus=32"], ["rollout.tensor_parallel=3", "32 attention heads"]),
+])
+def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, words):
+    extra = ["trainer.ranks=2"] if overrides[0].startswith("cluster.gpu_memory") else []
+    c = make_config(*QWEN3_8B, *overrides, *extra)
+    with pytest.raises(ConfigError) as refused:
+        plan.make(c, c.model.shape)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_doubtful_activations_are_a_warning(make_config):
+    c = make_config(*QWEN3_8B, "trainer.gradient_checkpointing=false")
+    (warning,) = plan.make(c, c.model.shape).warnings
+    assert "trainer.gradient_checkpointing=true" in warning
+
+
+def test_parameters_of_the_published_models(make_config):
+    """Model cards: 7.62B, 8.19B (8.2B), 32.8B and 134.5M parameters."""
+    counts = {name: make_config(f"model={name}", "trainer=zero3_gpu").model.shape.parameters
+              for name in ("qwen2_5_7b", "qwen3_8b", "qwen3_32b", "smollm2")}
+    assert counts["qwen2_5_7b"] == pytest.approx(7.62e9, rel=1e-3)
+    assert counts["qwen3_8b"] == pytest.approx(8.19e9, rel=1e-3)
+    assert counts["qwen3_32b"] == pytest.approx(32.8e9, rel=2e-3)
+    assert counts["smollm2"] == 134_515_008
+
+
+@pytest.mark.parametrize("experiment, ranks, gpus, parameters", [
+    ("smollm", 5, 0, "134.52M"), ("qwen7b", 17, 16, "7.62B"), ("qwen8b_frozenlake", 21, 16, "8.19B"),
+    ("qwen32b", 33, 48, "32.76B")])
+def test_experiments_validate_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
+    c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")
+    made = plan.make(c, c.model.shape)
+    assert (len(made.ranks), made.gpus, made.warnings) == (ranks, gpus, ())
+    text = printed(made)
+    for words in (f"{c.name}: {ranks} ranks", parameters, "weights", "gradients", "optimizer", "KV cache"):
+        assert words in text
+
+
+def test_the_experiments_are_those_of_the_paper(make_config):
+    small, large = make_config("+experiment=qwen8b_frozenlake"), make_config("+experiment=qwen32b")
+    assert (small.trainer.batch_size, small.rollout.group_size, small.trainer.ranks) == (256, 16, 8)
+    assert small.rollout.workers * small.rollout.tensor_parallel == 8
+    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == (1024, 16, 16)
+    assert large.rollout.workers * large.rollout.tensor_parallel == 32

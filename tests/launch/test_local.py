@@ -1,0 +1,94 @@
+"""The mpiexec line, the ranks' environment, and the run's folder."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rose.config import ConfigError
+from rose.launch import local, logs, model, resume
+from rose.launch.layout import layout
+
+
+def blocks(argv):
+    """The MPMD blocks of an mpiexec line, without its options."""
+    return " ".join(argv).split("localhost ")[1].split(" : ")
+
+
+def test_one_block_per_role_in_the_order_of_the_ranks(make_config, tmp_path):
+    c = make_config("rollout.workers=3", "trainer.threads=2", "rollout.threads=1")
+    assert blocks(local.mpiexec_argv("mpiexec", layout(c), tmp_path, 4, ["rank"])) == [
+        f"-n 1 -env OMP_NUM_THREADS 1 rank --role coordinator --run {tmp_path} --attempt 4",
+        f"-n 1 -env OMP_NUM_THREADS 1 rank --role environment --run {tmp_path} --attempt 4",
+        f"-n 1 -env OMP_NUM_THREADS 2 rank --role trainer --run {tmp_path} --attempt 4",
+        f"-n 3 -env OMP_NUM_THREADS 1 rank --role rollout --run {tmp_path} --attempt 4"]
+
+
+def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
+    c = make_config("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "trainer.ranks=2",
+                    "rollout.workers=2", "rollout.tensor_parallel=2")
+    found = [block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0]
+             for block in blocks(local.mpiexec_argv("mpiexec", layout(c), tmp_path, 1)) if "CUDA" in block]
+    assert found == ["0", "1", "2,3", "4,5"]
+
+
+def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
+    env = local.environment(make_config("+cluster.env.MINE=yes"))
+    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == ("yes", "tcp;ofi_rxm", "passive")
+    done = subprocess.run([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, capture_output=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_hub_models_may_reach_the_network(make_config, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert local.environment(make_config())["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in local.environment(make_config("model=qwen3_8b", "trainer=zero3_gpu"))
+
+
+def test_a_held_lock_names_its_holder(tmp_path):
+    with local.locked(tmp_path / "run"):
+        with pytest.raises(ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"):
+            with local.locked(tmp_path / "run"):
+                pass
+    with local.locked(tmp_path / "run"):
+        pass  # free again
+
+
+def test_attempts_count_up_and_latest_points_at_the_last(tmp_path):
+    assert [logs.new_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert (tmp_path / "logs" / "latest").resolve() == logs.attempt_folder(tmp_path, 3).resolve()
+
+
+def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
+    local.write_config(make_config(), tmp_path)
+    resume.check(tmp_path / "config.json", make_config("trainer.steps=90", "rollout.workers=1", "eval.episodes=8",
+                                                       "observe.trace=false", "cluster.stop_timeout_s=1"))
+
+
+@pytest.mark.parametrize("override", ["seed=2", "trainer.batch_size=32", "env.max_turns=3", "algorithm.name=rloo",
+                                      "rollout.temperature=0.7", "model.recipe.seed=2", "+env.args.more=1"])
+def test_what_changes_the_training_is_another_run(make_config, tmp_path, override):
+    local.write_config(make_config(), tmp_path)
+    with pytest.raises(ConfigError, match=override.split("=")[0].lstrip("+")):
+        resume.check(tmp_path / "config.json", make_config(override))
+
+
+def test_an_earlier_run_is_moved_aside_not_lost(tmp_path):
+    for content in "ab":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics").write_text(content)
+        resume.move_aside(tmp_path / "run")
+    assert [(tmp_path / f"run.old-{n}" / "metrics").read_text() for n in (1, 2)] == ["a", "b"]
+
+
+def test_a_finished_run_with_more_steps_asked_for_is_not_finished(tmp_path):
+    resume.mark_finished(tmp_path, 30)
+    assert resume.is_finished(tmp_path, 30) and not resume.is_finished(tmp_path, 31)
+
+
+def test_a_recipe_has_its_own_folder_in_the_cache(make_config, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = (model.folder(make_config(f"model.recipe.seed={seed}")) for seed in (1, 2))
+    assert first != second and first.parent == second.parent == tmp_path / "rose" / "models"
+    assert model.shape(make_config()) is None  # not made yet: the plan is printed without memory

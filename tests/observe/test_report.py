@@ -1,0 +1,106 @@
+"""The report's numbers, that it is one safe file of bounded size, and that a real browser draws it."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from rose.observe import series, timeline
+from rose.observe.report import build_report
+from rose.observe.trace import Span
+from tests.observe.run_folder import write_run
+
+CHROMIUM = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--virtual-time-budget=4000")
+
+
+def test_unaccounted_time_is_shown_as_other():
+    (bar,) = series.phase_bars([{"step": 1, "time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}])
+    assert bar == {"rollout": 5.0, "train": 3.0, "sync": 0.0, "idle": 0.0, "other": 2.0, "first": 1, "last": 1}
+
+
+def test_long_curves_become_means_of_neighbours():
+    steps = [{"step": i, "success": float(i)} for i in range(1000)]
+    curves = series.curves(steps)
+    assert len(curves["x"]) == len(curves["success"]) == 334 <= series.MAX_POINTS
+    assert curves["x"][0] == curves["success"][0] == 1.0 and "loss" not in curves
+
+
+def test_histograms_with_different_edges_keep_their_mass():
+    same = series.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
+    assert same["edges"] == [0, 8, 16] and same["sides"][0]["shares"] == [0.25, 0.75]
+    mixed = series.length_histogram([{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}])
+    early, late = (side["shares"] for side in mixed["sides"])
+    assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(1, abs=1e-3)
+    assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_occupancy_is_the_mean_number_of_running_turns():
+    spans = [Span(0, 10, "turn", "a", {}), Span(5, 10, "turn", "b", {}), Span(0, 20, "load_version", None, {})]
+    assert timeline.occupancy(spans, 0, 20, 4) == [1.0, 2.0, 0.0, 0.0]
+
+
+def test_a_long_run_keeps_whole_steps_within_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "MAX_MARKS", 500)
+    data = timeline.build_timeline(write_run(tmp_path / "run", steps=30, turns=40))
+    assert 3 <= len(data["kept"]) < 30 and len(data["steps"]) == 30
+    starts = np.array(data["marks"]["start"])
+    turns = np.array(data["marks"]["kind"]) == data["marks"]["kinds"].index("turn")
+    for low, high in data["kept"]:
+        assert np.sum(turns & (starts >= low) & (starts <= high)) == 80
+    assert turns.sum() == 80 * len(data["kept"])
+
+
+def test_one_step_larger_than_the_budget_shows_its_beginning(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "MAX_MARKS", 50)
+    data = timeline.build_timeline(write_run(tmp_path / "run", steps=1, turns=200))
+    rows = {data["rows"][row]["name"] for row in data["marks"]["row"]}
+    assert 40 <= len(data["marks"]["row"]) <= 60 and {"rollout-0", "rollout-1"} <= rows
+
+
+def test_text_of_the_run_cannot_become_markup(tmp_path):
+    html = build_report(write_run(tmp_path / "a<b>&run", steps=4)).read_text()
+    assert "<img" not in html and "&lt;img src=x" in html and "<b>lost" not in html
+    assert "<title>a&lt;b&gt;&amp;run" in html and html.count("</script>") == 2
+
+
+def test_a_large_run_stays_below_five_megabytes(tmp_path):
+    path = build_report(write_run(tmp_path / "run", steps=300, engines=8, turns=30))
+    assert path.stat().st_size < 5e6
+
+
+def _dom(path, profile) -> str:
+    """The page's DOM after its scripts ran, from file:// in headless Chromium."""
+    browser = shutil.which("chromium")
+    assert browser, "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
+    command = [browser, *CHROMIUM, f"--user-data-dir={profile}", "--window-size=1280,2000", "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.slow
+def test_chromium_draws_every_figure_offline(tmp_path):
+    path = build_report(write_run(tmp_path / "run", steps=12))
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|XMLHttp""", path.read_text())
+    dom = _dom(path, tmp_path / "profile")
+    assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
+    figures = dict(re.findall(r'<figure id="(fig-\w+)">(.*?)</figure>', dom, re.S))
+    for name in ("success", "reward", "throughput", "tokens", "mismatch", "ratio", "entropy", "grad"):
+        lines = re.findall(r'class="line[^"]*" d="([^"]*)"', figures[f"fig-{name}"])
+        assert lines and all(line.count("L") >= 11 for line in lines), name
+    assert figures["fig-success"].count('class="held-out"') == 2
+    assert len(re.findall(r"<rect[^>]*style=\"fill", figures["fig-phases"])) == 12 * 5
+    assert len(re.findall(r"<rect[^>]*style=\"fill", figures["fig-lengths"])) == 10 * 2
+    drawn = int(re.search(r'data-drawn="(\d+)"', figures["fig-timeline"]).group(1))
+    assert drawn >= 80 + 3 and figures["fig-timeline"].count("<option") >= 12
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.S)
+
+
+@pytest.mark.slow
+def test_chromium_opens_the_report_of_a_run_that_has_not_begun(tmp_path):
+    (tmp_path / "run").mkdir()
+    dom = _dom(build_report(tmp_path / "run"), tmp_path / "profile")
+    assert "data-error" not in dom and dom.count("Nothing was recorded yet.") >= 8
+    assert "No held-out evaluation has finished yet." in dom

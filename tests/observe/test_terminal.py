@@ -1,0 +1,71 @@
+"""The terminal shows a run from its files: lines when piped, a live screen on a terminal, a table at the end."""
+
+import io
+import time
+
+from rich.console import Console
+
+from rose.observe import terminal
+from rose.observe.metrics import MetricsWriter, read_metrics
+from rose.observe.report import build_report
+from rose.observe.status import LiveStatus, Status, WorkerStatus
+from tests.observe.run_folder import write_run
+
+
+def _console(**options) -> Console:
+    return Console(file=io.StringIO(), width=100, **options)
+
+
+def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    live = LiveStatus(run)
+    live.update(steps=5, phase="train")
+    console = _console()
+    asked = []
+
+    def stop() -> bool:
+        if asked:
+            writer = MetricsWriter(run, tensorboard=False)
+            writer.write(4, {"success": 0.5})
+            writer.close()
+        asked.append(True)
+        return len(asked) == 2
+
+    terminal.follow(run, stop, console)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == len(read_metrics(run)) == 7
+    assert lines[0] == "step 0: held-out success 24.2% (95% 17.6% to 32.3%, 31 of 128)"
+    assert lines[1].startswith("step 1/5: success ") and "tokens/s" in lines[1]
+    assert "<b>lost</b>" in lines[4] and lines[-1] == "step 4/5: success 50.0%"
+
+
+def test_the_live_screen_names_what_is_waited_for(tmp_path):
+    rows = read_metrics(write_run(tmp_path / "run", steps=8))
+    status = Status(phase="rollout", step=9, steps=20, waiting_for="3 turns [of] rollout-1", finished=13, total=64,
+                    workers={"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)},
+                    started=time.time() - 65)
+    console = _console()
+    console.print(terminal.screen("my [run]", status, rows))
+    text = console.file.getvalue()
+    for part in ("my [run]", "step 9/20", "13/64 trajectories", "3 turns [of] rollout-1", "310", "1:05 elapsed", "left", "step 8/20"):
+        assert part in text
+    console.print(terminal.screen("new", Status(), []))
+    terminal.follow(tmp_path / "absent", lambda: True, _console(force_terminal=True))
+
+
+def test_the_final_table_compares_before_and_after(tmp_path):
+    run = write_run(tmp_path / "run", steps=8)
+    build_report(run)
+    console = _console()
+    terminal.final_table(run, console)
+    text = console.file.getvalue()
+    for part in ("before (step 0)", "24.2%", "17.6% to 32.3%", "after (step 8)", "75.8%", "+51.6 pp", "report.html"):
+        assert part in text
+    terminal.final_table(tmp_path / "absent", console)
+
+
+def test_the_curve_rises_with_the_values():
+    lines = terminal.curve([0.0, 1.0], width=4, height=2, dots=False)
+    assert lines == ["100% +  **", "  0% +**  "]
+    top, bottom = terminal.curve([0.0, 1.0, 1.0], width=2, height=2)
+    assert bottom[-2] != "\u2800" and bottom[-1] == "\u2800" and top[-1] != "\u2800"

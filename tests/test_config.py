@@ -1,0 +1,83 @@
+"""The one typed tree: what is refused, and how it is said."""
+
+import json
+
+import pytest
+
+from rose import config as configuration
+from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape
+
+
+def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path):
+    c = make_config()
+    configuration.save(c, tmp_path / "config.json")
+    assert configuration.load(tmp_path / "config.json") == c
+
+
+@pytest.mark.parametrize("override, words", [
+    ("trainer.batch_size=63", ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"]),
+    ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
+    ("trainer.steps=0", ["trainer.steps=0", "at least 1"]),
+    ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "greater than 0"]),
+    ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
+    ("trainer.zero_stage=4", ["trainer.zero_stage=4"]),
+    ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context=768"]),
+    ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
+    ("rollout.top_p=1.5", ["rollout.top_p=1.5", "(0, 1]"]),
+    ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context=768"]),
+    ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
+    ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
+    ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
+    ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
+    ("name=../up", ["name='../up'", "letters"]),
+    ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
+    ("~trainer.steps", ["trainer.steps", "missing"]),
+])
+def test_impossible_values_are_named_with_their_remedy(tree, override, words):
+    with pytest.raises(ConfigError) as refused:
+        from_dict(tree(override))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def shape(**changes):
+    usual = dict(layers=2, hidden=64, intermediate=128, heads=8, kv_heads=2, head_dim=8, vocab=256,
+                 tied_embeddings=True)
+    return ModelShape(**usual | changes)
+
+
+def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
+    on_gpus = "cluster.gpus=64"
+    check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape())  # 2 key-value heads are replicated
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=3: must divide the 8 attention heads"):
+        check_model(make_config("rollout.tensor_parallel=3", on_gpus), shape())
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=4: .* 3 key-value heads"):
+        check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape(heads=12, kv_heads=3))
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: needs GPUs"):
+        check_model(make_config("rollout.tensor_parallel=2"), shape())
+
+
+def test_shape_comes_from_the_models_folder(tmp_path):
+    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_shape(tmp_path) == shape()
+
+
+@pytest.mark.parametrize("content", [None, "not json", '{"model_type": "clip"}'])
+def test_a_folder_without_a_decoder_is_refused_by_name(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"model.path='{tmp_path}'"):
+        read_shape(tmp_path)
+
+
+def test_every_key_is_known(tree):
+    """`keys`, which near matches come from, names everything that conf/ sets."""
+    def dotted(branch, prefix=""):
+        for name, value in branch.items():
+            yield prefix + name
+            if isinstance(value, dict) and name not in ("args", "env", "recipe", "engine_args", "chat_template_args",
+                                                        "shape") or prefix + name == "env":
+                yield from dotted(value, f"{prefix}{name}.")
+
+    assert set(dotted(tree())) <= set(configuration.keys())
