@@ -4,7 +4,7 @@
 
 The warm start imitates a weak demonstrator on FrozenLake, in the very conversation format of a
 rollout, so that the model knows how to call a tool and plays badly: the rest is left to RL. The
-demonstrator takes a shortest path's step with probability 1 - noise and a random one otherwise.
+demonstrator avoids holes, but steps towards the goal with probability 1 - noise only.
 Its maps come from seeds >= 2**63, which no run uses (training and held-out seeds are int64).
 Same arguments on the same machine -> bit-identical files. Left out: any pretraining on text.
 """
@@ -82,15 +82,18 @@ def distances(rows: list[list[str]]) -> dict[tuple[int, int], int]:
 
 
 def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
-    """The weak demonstrator's direction for a rendered map."""
-    if rng.random() < noise:
-        return rng.choice(DIRECTIONS)
+    """The demonstrator's direction for a rendered map: a shortest path's, or with probability `noise`
+    any that is no hole, walls included: cautious, but aimless."""
     rows = [line.split(" ") for line in picture.split("\n")[:-1]]
-    steps = distances(rows)
     r, c = next((r, c) for r, row in enumerate(rows) for c, cell in enumerate(row) if cell == "P")
-    around = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c))))
-    best = min(steps.get(cell, 10**6) for cell in around.values())
-    return rng.choice([d for d, cell in around.items() if steps.get(cell) == best])
+    beside = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c))))
+    inside = range(len(rows))
+    safe = [d for d, (y, x) in beside.items() if y not in inside or x not in inside or rows[y][x] != "H"]
+    if rng.random() < noise:
+        return rng.choice(safe)
+    steps = distances(rows)
+    best = min(steps.get(beside[d], math.inf) for d in safe)
+    return rng.choice([d for d in safe if steps.get(beside[d]) == best])
 
 
 async def episode(seed: int, lake: dict, noise: float, rng: random.Random) -> tuple[list[dict], list[dict], bool]:
@@ -127,9 +130,9 @@ def demonstrations(count: int, lake: dict, noise: float, seed: int) -> tuple[lis
 
 def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
     """Byte-level BPE, so any text round-trips; merges are trained on demonstrations and cross words,
-    so that a prompt is a few tokens. Cells of a map and directions stay apart: one token each."""
+    so that a prompt is a few tokens. A cell of the map, a direction, and a neighbour (`right H`) stay one token each."""
     core = Tokenizer(models.BPE())
-    alone = Regex(r"[ \n]?\b(?:[PFHG]|wall|" + "|".join(DIRECTIONS) + r")\b")
+    alone = Regex(rf"[ \n]?\b(?:[PFHG]|(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?)\b")
     core.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(alone, "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -197,7 +200,7 @@ def warm_start(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tens
         optimizer.step()
         ramp.step()
         optimizer.zero_grad()
-        if (step + 1) % 20 == 0 or step + 1 == args.steps:
+        if (step + 1) % 60 == 0 or step + 1 == args.steps:
             print(f"  warm start: step {step + 1}/{args.steps}, loss {loss.item():.3f}, "
                   f"{time.monotonic() - began:.0f} s", flush=True)
 
@@ -225,12 +228,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", type=int, default=4, help="of the lakes demonstrated")
     parser.add_argument("--hole-probability", type=float, default=0.2)
-    parser.add_argument("--noise", type=float, default=0.5, help="probability of a random move")
+    parser.add_argument("--noise", type=float, default=0.7, help="probability of an aimless move")
     parser.add_argument("--hidden", type=int, default=64, help="multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16, help="demonstrations a step")
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2, help="part of the recipe: sums depend on it")
     return parser.parse_args(argv)
 

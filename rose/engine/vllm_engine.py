@@ -111,6 +111,9 @@ class Engine:
             _starter, build, engine_args(folder, rollout, model, deterministic), gpus)
         try:
             llm, latest = await asyncio.wait_for(asyncio.shield(building), rollout.engine_start_timeout_s)
+            # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs anything else,
+            # which `load_version` relies on.
+            await asyncio.wait_for(llm.get_supported_tasks(), RPC_TIMEOUT_S)
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
@@ -161,6 +164,7 @@ class Engine:
                       max_tokens: int) -> AsyncIterator[Chunk]:
         """One vLLM request, from start to its own end."""
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -171,7 +175,7 @@ class Engine:
             max_tokens=max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
             seed=(sampling.seed * 1_000_003 + len(prompt)) % 2**63, stop_token_ids=self._stop_tokens, logprobs=0,
             flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
-        request = {"prompt_token_ids": list(prompt), "cache_salt": f"v{version}"}
+        request = tokens_input(list(prompt), cache_salt=f"v{version}")  # a prefix cached by older weights never matches
         self._prompted += len(prompt)
         try:
             async for output in self._llm.generate(request, params, turn.request):

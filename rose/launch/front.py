@@ -68,7 +68,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
 
 
 def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
-    """Name of a sweep point: the run's name and the swept overrides, as in `frozenlake-seed=2,scheduler.routing=...`."""
+    """Name of a sweep point: the run's name and the swept overrides, as in `frozenlake-seed=2,algorithm=rloo`."""
     parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
     if not parts or any(part.startswith("name=") for part in parts):
         return name
@@ -107,11 +107,10 @@ def launch(made: plan.Plan, console: Console) -> int:
 
 
 def _run(c: Config, made: plan.Plan, console: Console) -> int:
+    c = model.prepare(c)
     attempt = logs.new_attempt(c.run_dir)
-    words = logs.attempt_folder(c.run_dir, attempt) / "model.log"
-    c = model.prepare(c, words)
     local.write_config(c, c.run_dir)
-    console.print(f"logs: {words.parent}", highlight=False)
+    console.print(f"logs: {logs.attempt_folder(c.run_dir, attempt)}", highlight=False)
     orphan.adopt_orphans()
     job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
                         c.cluster.stop_timeout_s)

@@ -23,7 +23,7 @@ from rose import config as configuration
 from rose.config import Config, ConfigError
 from rose.launch import logs, orphan
 from rose.launch.layout import Rank
-from rose.launch.model import REPOSITORY
+from rose.models import REPOSITORY
 
 RANK_COMMAND = (sys.executable, "-m", "rose.main")
 # Ours decides what a dead rank means, on this host only, even when started inside a Slurm allocation.

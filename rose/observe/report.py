@@ -88,7 +88,9 @@ def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> str:
 
 def _duration(seconds: float) -> str:
     hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.1f} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.1f} s"
 
 
 def _result(evals: list[dict[str, Any]]) -> str:

@@ -64,7 +64,7 @@ def describe(row: dict[str, Any], steps: int) -> str:
         return f"step {row['step']}: fault: {row.get('what', '')}: {row.get('detail', '')}"
     if row["kind"] == "eval":
         found = series.evaluations([row])
-        return f"step {row['step']}: held-out success {_rate(found[0])}" if found else f"step {row['step']}: no held-out task"
+        return f"step {row['step']}: held-out " + (f"success {_rate(found[0])}" if found else "set is empty")
     parts = [f"{name} {form.format(row[key])}" for name, key, form in (
         ("success", "success", "{:.1%}"), ("reward", "reward_mean", "{:.3f}"), ("tokens/s", "tokens_per_s", "{:,.0f}"),
         ("step", "time_step", "{:.1f} s"), ("rollout", "time_rollout", "{:.1f} s"), ("train", "time_train", "{:.1f} s"),

@@ -19,7 +19,7 @@ MAX_MARKS = 20_000  # at about 60 bytes each: 1.2 MB of the report
 MAX_ROWS = 300
 MAX_STEPS = 5_000  # in the page's step list; of longer runs those with single turns
 OCCUPANCY_NUMBERS = 120_000  # over all engines
-SHOWN = {"coordinator": ("rollout", "train", "sync", "evaluate"),
+SHOWN = {"coordinator": ("rollout", "train", "sync", "evaluate", "checkpoint"),
          "trainer": ("train_step", "forward_backward", "optimizer", "publish"),
          "rollout": ("turn", "load_version")}
 

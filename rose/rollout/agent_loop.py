@@ -60,7 +60,7 @@ async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFor
 
 def turn_seed(sampling_seed: int, turn: str) -> int:
     """The same on every machine and run; 31 bits."""
-    return xxhash.xxh3_64_intdigest(f"{sampling_seed}/{turn}") & 0x7FFFFFFF
+    return xxhash.xxh3_64_intdigest(f"{sampling_seed}/{turn}".encode()) & 0x7FFFFFFF
 
 
 class _Guard:

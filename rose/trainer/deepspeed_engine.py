@@ -69,8 +69,7 @@ def join_world(device: torch.device, rank: int, world: int, address: str, port: 
 
     # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed on one machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if device.type == "cuda":
-        os.environ["LOCAL_RANK"] = str(device.index)  # where DeepSpeed looks for its device
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # where DeepSpeed looks for its device
     torch.distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://{address}:{port}", rank=rank,
         world_size=world, timeout=timedelta(seconds=timeout_s))

@@ -1,10 +1,12 @@
 """The mpiexec line, the ranks' environment, and the run's folder."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from rose import models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
 from rose.launch.layout import layout
@@ -33,8 +35,8 @@ def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
 
 
 def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
-    env = local.environment(make_config("+cluster.env.MINE=yes"))
-    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == ("yes", "tcp;ofi_rxm", "passive")
+    env = local.environment(make_config("+cluster.env.MINE=mine"))
+    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == ("mine", "tcp;ofi_rxm", "passive")
     done = subprocess.run([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, capture_output=True,
                           timeout=60)
     assert done.returncode == 0, done.stderr
@@ -87,8 +89,16 @@ def test_a_finished_run_with_more_steps_asked_for_is_not_finished(tmp_path):
     assert resume.is_finished(tmp_path, 30) and not resume.is_finished(tmp_path, 31)
 
 
-def test_a_recipe_has_its_own_folder_in_the_cache(make_config, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, second = (model.folder(make_config(f"model.recipe.seed={seed}")) for seed in (1, 2))
-    assert first != second and first.parent == second.parent == tmp_path / "rose" / "models"
-    assert model.shape(make_config()) is None  # not made yet: the plan is printed without memory
+def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(make_config, monkeypatch, tmp_path):
+    monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
+    c = make_config()
+    assert model.shape(c) is None
+    folder = models.recipe_folder("tiny", c.model.recipe)
+    folder.mkdir(parents=True)
+    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+           "vocab_size": 256}
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert model.shape(c).layers == 2
+    prepared = model.prepare(c)
+    assert (prepared.model.path, prepared.model.shape.head_dim) == (str(folder), 16)

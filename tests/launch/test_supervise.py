@@ -46,8 +46,8 @@ def begin(run_dir):
 def of_run(run_dir):
     """Living processes of the job: everything with the run's folder on its command line, and the toy engines."""
     engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
-    return [p for p in psutil.process_iter(["cmdline", "status"])
-            if p.info["status"] != psutil.STATUS_ZOMBIE and (p.pid in engines or str(run_dir) in (p.info["cmdline"] or []))]
+    alive = [p for p in psutil.process_iter(["cmdline", "status"]) if p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if p.pid in engines or str(run_dir) in (p.info["cmdline"] or [])]
 
 
 def wait_until(true, seconds=30.0):

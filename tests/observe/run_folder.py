@@ -67,7 +67,8 @@ def _step(ranks, metrics, step, steps, engines, turns, start, draw) -> float:
     trainer.span("publish", trained, trained + 0.15, step=step)
     for engine in range(engines):
         ranks[f"rollout-{engine}"].span("load_version", trained + 0.15, end, version=step)
-    for name, a, b in (("step", start, end), ("rollout", start, rolled), ("train", rolled, trained), ("sync", trained, end)):
+    for name, a, b in (("step", start, end), ("rollout", start, rolled), ("train", rolled, trained),
+                       ("sync", trained, end)):
         boss.span(name, a, b, step=step)
     success = 0.25 + 0.5 / (1 + math.exp(-8 * (step / steps - 0.5))) + 0.06 * draw.gauss(0, 1)
     success = min(1.0, max(0.0, success))

@@ -32,7 +32,8 @@ def test_long_curves_become_means_of_neighbours():
 def test_histograms_with_different_edges_keep_their_mass():
     same = series.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
     assert same["edges"] == [0, 8, 16] and same["sides"][0]["shares"] == [0.25, 0.75]
-    mixed = series.length_histogram([{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}])
+    mixed = series.length_histogram([{"step": 1, "response_hist": [[10, 5]]},
+                                     {"step": 2, "response_hist": [[12, 1], [24, 1]]}])
     early, late = (side["shares"] for side in mixed["sides"])
     assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(1, abs=1e-3)
     assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)

@@ -47,7 +47,8 @@ def test_the_live_screen_names_what_is_waited_for(tmp_path):
     console = _console()
     console.print(terminal.screen("my [run]", status, rows))
     text = console.file.getvalue()
-    for part in ("my [run]", "step 9/20", "13/64 trajectories", "3 turns [of] rollout-1", "310", "1:05 elapsed", "left", "step 8/20"):
+    for part in ("my [run]", "step 9/20", "13/64 trajectories", "3 turns [of] rollout-1", "310",
+                 "1:05 elapsed", "left", "step 8/20"):
         assert part in text
     console.print(terminal.screen("new", Status(), []))
     terminal.follow(tmp_path / "absent", lambda: True, _console(force_terminal=True))
@@ -66,6 +67,6 @@ def test_the_final_table_compares_before_and_after(tmp_path):
 
 def test_the_curve_rises_with_the_values():
     lines = terminal.curve([0.0, 1.0], width=4, height=2, dots=False)
-    assert lines == ["100% +  **", "  0% +**  "]
+    assert lines == ["100% +  **", "  0% +*** "]  # the steep part is joined
     top, bottom = terminal.curve([0.0, 1.0, 1.0], width=2, height=2)
     assert bottom[-2] != "\u2800" and bottom[-1] == "\u2800" and top[-1] != "\u2800"

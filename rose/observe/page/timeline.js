@@ -6,7 +6,7 @@
   if (!T) { element(host, "p", {class: "empty"}, "No events were recorded (observe.trace)."); return; }
   const M = T.marks, KINDS = {rollout: "blue", train: "orange", sync: "green", evaluate: "purple", load_version: "green",
     train_step: "pale", forward_backward: "orange", optimizer: "red", publish: "green"};
-  const CYCLE = ["blue", "purple", "sky", "red"], GUTTER = innerWidth < 600 ? 86 : 104, AXIS = 26;
+  const CYCLE = ["blue", "purple", "sky"], GUTTER = innerWidth < 600 ? 86 : 104, AXIS = 26;
   const view = {from: 0, to: T.end}, colors = {};
   const byRow = T.rows.map(() => []);
   M.row.forEach((row, i) => byRow[row].push(i));

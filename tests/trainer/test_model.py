@@ -1,0 +1,79 @@
+"""Log-probabilities and entropy equal the plain computation, however the vocabulary is chunked."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rose.trainer import model
+from rose.trainer.collate import collate
+from tests.trainer import tiny_world
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request, tmp_path_factory):
+    return tiny_world.save_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rows, _ = tiny_world.make_batch(seed=1)
+    return collate(list(rows), rows, tiny_world.VOCABULARY)
+
+
+def naive(hf, batch):
+    attention = torch.arange(batch.inputs.shape[1]) < torch.tensor(tiny_world.LENGTHS)[:, None]
+    logp = hf(input_ids=batch.inputs, attention_mask=attention.long()).logits.log_softmax(-1)
+    entropy = -((logp.exp() * logp).sum(-1) * batch.mask).sum()
+    return logp.gather(2, batch.targets[..., None]).squeeze(2) * batch.mask, entropy
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 10_000])
+def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk):
+    policy = model.load(folder, torch.float32, gradient_checkpointing=False)
+    policy.head.chunk_rows = rows_per_chunk
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask)
+    expected, expected_entropy = naive(plain, batch)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-3, rtol=1e-5)
+    (logprobs ** 2).sum().backward()
+    (expected ** 2).sum().backward()
+    gradients = dict(plain.named_parameters())
+    for name, parameter in policy.named_weights():
+        expected_gradient = gradients[name].grad
+        torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-4,
+                                   atol=1e-5 * float(expected_gradient.abs().max()))
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder, batch):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = model.load(folder, torch.float32, checkpointing).train()
+        policy(batch.inputs, batch.targets, batch.mask)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_weights_have_the_folders_names_and_tied_ones_come_once(folder):
+    policy = model.load(folder, torch.float32, False)
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        assert sorted(name for name, _ in policy.named_weights()) == sorted(stored.keys())
+
+
+def test_a_row_without_policy_tokens_still_reaches_every_parameter(folder):
+    policy = model.load(folder, torch.float32, False)
+    batch = collate([], {}, tiny_world.VOCABULARY)
+    logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask)
+    logprobs.sum().backward()
+    assert entropy == 0
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_a_model_whose_logits_are_scaled_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text()) | {"logit_scale": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="logit_scale=0.5"):
+        model.load(tmp_path, torch.float32, False)

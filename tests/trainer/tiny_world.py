@@ -1,0 +1,120 @@
+"""A tiny random model, random trajectories, and a run of the real Trainer in processes of its own.
+
+As a program, `tiny_world.py JOB RANK` is one trainer rank; JOB is the JSON that `run_world` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCABULARY = 97
+DEADLINE_S = 240
+LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
+SILENT = 3  # the row of this batch in which the policy made no token
+SETTINGS = ["algorithm.args.scale_by_std=false", "algorithm.importance_cap=1.1", "trainer.optimizer.eps=1e-3",
+            "trainer.optimizer.lr=0.01", "trainer.optimizer.weight_decay=0.1", "trainer.threads=1", "deterministic=true",
+            "rollout.workers=1", "trainer.optimizer.grad_clip=0.05", "trainer.step_timeout_s=60"]
+
+
+def save_model(folder: Path, tied: bool = True) -> Path:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
+                         max_position_embeddings=256, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(seed: int):
+    """(trajectories by row, summary): two groups of four; behaviour near uniform, so off-policy as can be."""
+    from rose import protocol as p
+
+    random = np.random.default_rng(seed)
+    rows = {}
+    for row, length in enumerate(LENGTHS):
+        mask = (random.random(length) < 0.6).astype(np.uint8) if row != SILENT else np.zeros(length, np.uint8)
+        mask[0] = 0
+        rows[row] = p.Trajectory(
+            id=f"g{row // 4}.{row % 4}", group=f"g{row // 4}", phase=p.Phase.TRAIN,
+            tokens=p.pack_tokens(random.integers(0, VOCABULARY, length)), mask=mask.tobytes(),
+            logprobs=p.pack_floats(mask * random.uniform(-5, -4, length)),
+            versions=p.pack_tokens(np.where(mask, 0, -1)), reward=float(random.integers(0, 2)), success=False, turns=1,
+            response_tokens=int(mask.sum()))
+    rewards = [float(row % 3) for row in rows]
+    summary = p.BatchSummary(rewards, [row // 4 for row in rows], [t.response_tokens for t in rows.values()],
+                             [False] * len(rows))
+    return rows, summary
+
+
+def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
+    """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or hangs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
+    path = folder / f"job-{job['name']}.json"
+    path.write_text(json.dumps(job))
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, str(path), str(rank)], env=env, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(ranks)]
+    try:
+        words = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, text in zip(processes, words, strict=True):
+        assert process.returncode == 0, text[-6000:]
+    return [json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def settings(job: dict):
+    from rose import config
+    from tests.conftest import compose_tree
+
+    return config.from_dict(compose_tree(*SETTINGS, *job["settings"], f"trainer.ranks={job['ranks']}"))
+
+
+def main(job: dict, rank: int) -> None:
+    """Each action of the job in turn: ["train", seed, limit, updates], ["publish", version], ["save"], ["load"]."""
+    from rose import protocol as p
+    from rose.observe.recorder import NullRecorder
+    from rose.trainer.batching import plan_micro_batches
+    from rose.trainer.trainer import Trainer, TrainingDiverged
+
+    folder = Path(job["folder"])
+    trainer = Trainer(settings(job), rank, job["ranks"], "127.0.0.1", job["port"], folder / "model", NullRecorder())
+    report: dict = {"parameters": trainer.parameters, "metrics": [], "errors": []}
+    for number, (action, *args) in enumerate(job["actions"]):
+        if action == "train":
+            seed, limit, updates, reward_scale = args
+            rows, summary = make_batch(seed)
+            summary = p.BatchSummary([r * float(reward_scale) for r in summary.rewards], summary.groups,
+                                     summary.response_tokens, summary.truncated)
+            plan = plan_micro_batches(LENGTHS, job["ranks"], limit, updates)[rank]
+            mine = {row: rows[row] for update in plan for micro in update for row in micro}
+            try:
+                report["metrics"].append(trainer.train(p.TrainStep(number, summary, plan, 1), mine))
+            except TrainingDiverged as error:
+                report["errors"].append(str(error))
+        elif action == "publish":
+            trainer.publish(folder / job["name"], args[0])
+        elif action == "save":
+            trainer.save(folder / "checkpoint")
+        elif action == "load":
+            trainer.load(folder / "checkpoint")
+    (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
