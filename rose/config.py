@@ -357,4 +357,4 @@ def read_shape(folder: Path) -> ModelShape:
         raise ConfigError(f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
                           "model") from None
     except (KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model.path={str(folder)!r}: config.json is not one of a decoder model ({error!r})") from None
+        raise ConfigError(f"model.path={str(folder)!r}: config.json is no decoder model's ({error!r})") from None

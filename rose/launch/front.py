@@ -22,6 +22,8 @@ from rose import config as configuration
 from rose.config import Config, ConfigError
 from rose.launch import errors, local, logs, model, orphan, plan, resume, supervise
 from rose.observe import terminal
+from rose.observe.report import build_report
+from rose.observe.trace import build_trace
 
 NAME_LIMIT = 151  # characters of a run's name; rose/config.py refuses longer ones
 
@@ -115,6 +117,10 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
                         c.cluster.stop_timeout_s)
     outcome = _follow(job, c, console)
+    if c.observe.trace:
+        build_trace(c.run_dir)
+    if c.observe.report:
+        build_report(c.run_dir)
     if outcome.failure:
         Console(stderr=True).print(f"[red]{c.name} failed:[/] ", outcome.failure, highlight=False, sep="")
     elif outcome.interrupted:

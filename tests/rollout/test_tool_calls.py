@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rose.envs.base import Action, ToolCall
 from rose.rollout.tool_calls import BadCall, parse
@@ -55,14 +55,17 @@ def test_a_bad_call_is_explained(text, problem):
     assert len(result.message) < 200, "the message costs context"
 
 
-pieces = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "a", "arguments": {', "}}", "[", "]", "1"])
+pieces = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "a", "arguments": {', "}}", "[",
+                          "]", "1"])
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(pieces, st.text())).map("".join))
 def test_no_text_raises(text):
     assert isinstance(parse(text), Action | BadCall)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none(), st.booleans())))
 def test_every_well_formed_call_arrives_as_it_was_written(name, arguments):
     text = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}).replace('<', chr(92) + 'u003c')}</tool_call>"
