@@ -200,7 +200,7 @@ def warm_start(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tens
         optimizer.step()
         ramp.step()
         optimizer.zero_grad()
-        if (step + 1) % 60 == 0 or step + 1 == args.steps:
+        if (step + 1) % 100 == 0 or step + 1 == args.steps:
             print(f"  warm start: step {step + 1}/{args.steps}, loss {loss.item():.3f}, "
                   f"{time.monotonic() - began:.0f} s", flush=True)
 
@@ -228,13 +228,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", type=int, default=4, help="of the lakes demonstrated")
     parser.add_argument("--hole-probability", type=float, default=0.2)
-    parser.add_argument("--noise", type=float, default=0.7, help="probability of an aimless move")
+    parser.add_argument("--noise", type=float, default=0.6, help="probability of an aimless move")
     parser.add_argument("--hidden", type=int, default=64, help="multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--threads", type=int, default=2, help="part of the recipe: sums depend on it")
+    parser.add_argument("--threads", type=int, default=1, help="part of the recipe: sums depend on it")
     return parser.parse_args(argv)
 
 

@@ -49,7 +49,8 @@ def _find(name: str) -> type:
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"env.name={name!r}: needs the Python package {error.name!r}, which is not installed") from error
+        raise ConfigError(f"env.name={name!r}: needs the Python package {error.name!r}, "
+                          "which is not installed") from error
     cls = name.title().replace("_", "")
     try:
         return getattr(module, cls)

@@ -19,11 +19,14 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from rose import config as configuration
+from rose import envs, scheduler
 from rose.config import Config, ConfigError
 from rose.launch import errors, local, logs, model, orphan, plan, resume, supervise
 from rose.observe import terminal
 from rose.observe.report import build_report
 from rose.observe.trace import build_trace
+from rose.rollout import replay
+from rose.trainer import algorithms
 
 NAME_LIMIT = 151  # characters of a run's name; rose/config.py refuses longer ones
 
@@ -80,6 +83,11 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
     c = configuration.from_dict(tree)
+    envs.check(c.env)
+    scheduler.build(c.scheduler, c.rollout.turn_timeout_s)
+    algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.rollout.replay is not None:
+        replay.check(Path(c.rollout.replay), c.trainer.steps)
     made = plan.make(c, model.shape(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:

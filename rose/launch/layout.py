@@ -32,11 +32,12 @@ class Rank:
 def layout(c: Config) -> tuple[Rank, ...]:
     """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker."""
     on_gpu = c.cluster.gpus > 0
+    rolls = int(c.rollout.replay is None)  # a run that trains from saved trajectories needs no engine
     roles = (
         (Role.COORDINATOR, 1, 1, 0),
-        (Role.ENVIRONMENT, c.rollout.environment_hosts, 1, 0),
+        (Role.ENVIRONMENT, rolls * c.rollout.environment_hosts, 1, 0),
         (Role.TRAINER, c.trainer.ranks, c.trainer.threads, int(on_gpu)),
-        (Role.ROLLOUT, c.rollout.workers, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0),
+        (Role.ROLLOUT, rolls * c.rollout.workers, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0),
     )
     return tuple(_number(roles))
 

@@ -19,6 +19,7 @@ from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
 from rose.launch import resume
+from rose.launch.layout import layout
 from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
@@ -116,16 +117,16 @@ class Coordinator:
     async def _bring_up(self) -> None:
         """Wait for every rank, the trainer's first version, and every engine holding it."""
         c = self.config
-        wanted = {p.Role.TRAINER: c.trainer.ranks, p.Role.ENVIRONMENT: c.rollout.environment_hosts,
-                  p.Role.ROLLOUT: self._workers_wanted}
+        wanted = {role: sum(rank.role is role for rank in layout(c)) for role in p.Role if role is not p.Role.COORDINATOR}
         self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
         await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()), c.cluster.start_timeout_s,
                           lambda: "ranks to say hello: " + ", ".join(
                               f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
         await self._until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
                           lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
-        await self._until(lambda: len(self.hub.workers) >= self._workers_wanted, c.rollout.engine_start_timeout_s,
-                          lambda: f"engines to start: {len(self.hub.workers)} of {self._workers_wanted} are up")
+        engines = wanted[p.Role.ROLLOUT]
+        await self._until(lambda: len(self.hub.workers) >= engines, c.rollout.engine_start_timeout_s,
+                          lambda: f"engines to start: {len(self.hub.workers)} of {engines} are up")
         first = self.trainers[0]
         if first.step != self.step:
             raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
@@ -227,10 +228,6 @@ class Coordinator:
 
     # ----------------------------------------------------------------- waiting
 
-    @property
-    def _workers_wanted(self) -> int:
-        return 0 if self.config.rollout.replay is not None else self.config.rollout.workers
-
     async def _until(self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
         """Wait for a state. Raises `RunFailed` with what it waited for."""
         end = time.monotonic() + deadline_s
@@ -246,8 +243,9 @@ class Coordinator:
                 continue  # the loop's head decides and says why
 
     async def _workers_loaded(self) -> None:
-        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for w in self.hub.workers.values())
-                          or self._workers_wanted == 0,
+        if self.config.rollout.replay is not None:
+            return
+        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for w in self.hub.workers.values()),
                           self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
                           lambda: f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}")
 

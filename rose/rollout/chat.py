@@ -18,10 +18,12 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from rose.config import ConfigError
-from rose.rollout.tool_calls import FORM
+from rose.rollout.tool_calls import CLOSE, FORM, OPEN
 
 ANSWER, OBSERVATION = "ROSE-ANSWER-7f3a", "ROSE-OBSERVATION-7f3a"
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
+
+RESPONSE = {"<tool_response>", "</tool_response>"}
 
 Observer = Literal["tool", "user"]
 
@@ -37,9 +39,10 @@ class ChatFormat:
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(self._find_eos())
-        # a token of the vocabulary beyond plain text, written by an environment, must not act as one
-        marks = sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
-        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
+        # marks of turns and responses must not act as such in what an environment says; those of calls, which
+        # the loop's own messages show to the model, begin nothing there
+        marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
+        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self.native_tools = self._has_tools()
         self._between = {role: self._text_between(role) for role in ("tool", "user")}
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
@@ -103,8 +106,7 @@ class ChatFormat:
     def _observation_tokens(self, text: str, role: Observer, closed: bool) -> list[int]:
         end, before, after = self._between[role]
         text = text.encode("utf-8", "replace").decode()  # lone surrogates, from JSON that the model wrote
-        if self._marks:
-            text = self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
+        text = self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
         tokens = self._encode(end + before + text + after)
         return tokens[1:] if closed else tokens
 
@@ -128,8 +130,8 @@ class ChatFormat:
                               f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated")
         end = next((token for token in self._eos_texts() if between.startswith(token)), None)
         if end is None:
-            raise self._error(f"its chat template ends an answer with {between[:30]!r}, which is none of its end-of-turn "
-                              f"tokens {self._eos_texts()}; set eos_token_id in generation_config.json")
+            raise self._error(f"its chat template ends an answer with {between[:30]!r}, which is none of its "
+                              f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in generation_config.json")
         before, _, after = between[len(end):].partition(OBSERVATION)
         return end, before, after
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose.config import ConfigError
 from rose.protocol import BatchSummary, Trajectory
 
 _decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
@@ -35,10 +36,17 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
     try:
         return _decoder.decode(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"rollout.replay: {path} is missing; that run saved fewer steps, or ran with "
-                         "observe.save_trajectories=false") from None
+        raise ValueError(f"rollout.replay: {path} is missing") from None
     except msgspec.DecodeError as error:
         raise ValueError(f"rollout.replay: {path} holds no trajectories: {error}") from None
+
+
+def check(run_dir: Path, steps: int) -> None:
+    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved."""
+    missing = next((path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()), None)
+    if missing is not None:
+        raise ConfigError(f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
+                          f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)")
 
 
 def summarise(groups: list[list[Trajectory]]) -> BatchSummary:

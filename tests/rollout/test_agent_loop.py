@@ -71,8 +71,9 @@ def run(chats):
         limits = config.Env(name="walk", args={}, max_turns=max_turns, max_new_tokens=max_new_tokens,
                             step_timeout_s=step_timeout_s, max_failures_in_row=1)
         ticks = iter([100.0, 103.0])
-        return await run_trajectory(START, env, chats["tiny"], source, limits, max_context,
-                                    Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5), lambda: next(ticks))
+        sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
+        return await run_trajectory(START, env, chats["tiny"], source, limits, max_context, sampling,
+                                    lambda: next(ticks))
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
 
 
@@ -239,7 +240,7 @@ async def hangs(*_):
 async def hangs_and_ignores_cancellation(*_):
     for _ in range(3):
         try:
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.3)
         except asyncio.CancelledError:
             pass
 
@@ -357,6 +358,8 @@ def test_a_calculator_episode(run, tokenizer):
     question = asyncio.run(env.reset(START.env_seed)).messages[1]["content"]
     asked = question.removeprefix("What is ").removesuffix("?")
     answer = sum(map(int, asked.split(" + ")))
-    trajectory = run(env, Script(tokenizer, f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{asked}"}}}}</tool_call>',
-                                 f'<tool_call>{{"name": "answer", "arguments": {{"value": {answer}}}}}</tool_call>'), max_new_tokens=200)
+    script = Script(tokenizer,
+                    f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{asked}"}}}}</tool_call>',
+                    f'<tool_call>{{"name": "answer", "arguments": {{"value": {answer}}}}}</tool_call>')
+    trajectory = run(env, script, max_new_tokens=200)
     assert (trajectory.success, trajectory.reward, trajectory.turns) == (True, 1.0, 2)

@@ -55,8 +55,8 @@ def test_a_bad_call_is_explained(text, problem):
     assert len(result.message) < 200, "the message costs context"
 
 
-pieces = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "a", "arguments": {', "}}", "[",
-                          "]", "1"])
+pieces = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "a", "arguments": {', "}}",
+                          "[", "]", "1"])
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,5 +68,5 @@ def test_no_text_raises(text):
 @settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none(), st.booleans())))
 def test_every_well_formed_call_arrives_as_it_was_written(name, arguments):
-    text = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}).replace('<', chr(92) + 'u003c')}</tool_call>"
-    assert parse(text).call == ToolCall(name, arguments)
+    written = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    assert parse(f"<tool_call>{written}</tool_call>").call == ToolCall(name, arguments)

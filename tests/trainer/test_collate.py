@@ -8,13 +8,12 @@ from rose import protocol as p
 from rose.trainer.collate import collate
 
 
-def trajectory(tokens, mask, logprobs=None, **changes):
-    made = sum(mask)
-    t = p.Trajectory(
+def trajectory(tokens, mask, logprobs=None):
+    return p.Trajectory(
         id="g0.0", group="g0", phase=p.Phase.TRAIN, tokens=p.pack_tokens(tokens), mask=bytes(mask),
         logprobs=p.pack_floats(logprobs if logprobs is not None else [-0.5 * m for m in mask]),
-        versions=p.pack_tokens([3 if m else -1 for m in mask]), reward=0.0, success=False, turns=1, response_tokens=made)
-    return msgspec.structs.replace(t, **changes)
+        versions=p.pack_tokens([3 if m else -1 for m in mask]), reward=0.0, success=False, turns=1,
+        response_tokens=sum(mask))
 
 
 def test_shift_and_right_padding():
@@ -47,7 +46,7 @@ def test_what_the_engine_says_of_others_tokens_is_ignored():
 ])
 def test_a_trajectory_that_contradicts_itself_is_named(bad, words):
     with pytest.raises(ValueError, match=f"trajectory g0.0: .*{words}"):
-        collate([0], {0: trajectory([1, 2, 3], [0, 0, 1], **bad)}, vocabulary=10)
+        collate([0], {0: msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)}, vocabulary=10)
 
 
 def test_the_first_token_cannot_be_the_policys():

@@ -1,0 +1,64 @@
+"""What of the DeepSpeed adapter can be said without starting it."""
+
+import fcntl
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from rose.trainer import deepspeed_engine
+from rose.trainer.deepspeed_engine import share, zero_config
+
+
+def test_published_bytes_are_shared_evenly():
+    sizes = [1000, 10, 500, 490, 5, 5]
+    owners = share(sizes, 2)
+    loads = [sum(size for size, owner in zip(sizes, owners) if owner == rank) for rank in range(2)]
+    assert loads == [1005, 1005]
+    assert owners == share(sizes, 2)
+
+
+def test_a_world_of_one_owns_everything():
+    assert share([3, 1, 2], 1) == [0, 0, 0]
+
+
+def test_buckets_are_no_larger_than_the_model(make_config):
+    zero = zero_config(make_config().trainer, parameters=500_000)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 500_000
+
+
+def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
+    settings = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000)
+    assert settings["bf16"]["enabled"] and settings["communication_data_type"] == "fp32"
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_a_dead_builders_lock_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    stale = tmp_path / "cpu_adam" / "lock"
+    stale.parent.mkdir()
+    stale.touch()
+    with deepspeed_engine._build_lock():
+        assert not stale.exists()
+
+
+def test_a_living_builder_is_waited_for_and_the_wait_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(deepspeed_engine, "BUILD_DEADLINE_S", 0.3)
+    theirs = tmp_path / "cpu_adam" / "lock"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with (tmp_path / "rose.lock").open("w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="rose.lock: held for over"), deepspeed_engine._build_lock():
+            pass
+    assert theirs.exists()
+
+
+def test_random_states_come_back(tmp_path):
+    cpu = torch.device("cpu")
+    torch.save(deepspeed_engine._random_states(cpu), tmp_path / "random.pt")
+    expected = torch.rand(3)
+    torch.rand(7)
+    deepspeed_engine._restore_random_states(torch.load(tmp_path / "random.pt", weights_only=True), cpu)
+    assert torch.equal(torch.rand(3), expected)

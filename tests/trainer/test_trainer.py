@@ -1,0 +1,155 @@
+"""The real trainer (DeepSpeed, gloo, 1 and 2 processes) equals a plain PyTorch loop, resumes bit for bit, publishes
+exactly its weights, and refuses what is not finite."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rose.protocol import unpack_floats, unpack_tokens
+from rose.trainer.algorithms import build
+from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.batching import plan_micro_batches
+from rose.trainer.importance import importance_weights
+from rose.transfer import open_version
+from tests.trainer import tiny_world
+
+pytestmark = pytest.mark.slow
+
+# seed of the batch, padded tokens of a micro-batch, updates, scale of the rewards
+STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
+LAST = [4, 64, 1, 1]
+JOB = {
+    "name": "run", "settings": [],
+    "actions": [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"], ["train", *LAST],
+                ["publish", 4], ["train", 5, 64, 1, "inf"], ["train", 6, 64, 1, 1e38], ["publish", 5]],
+}
+RESUMED = {"name": "resumed", "settings": [], "actions": [["load"], ["train", *LAST], ["publish", 4]]}
+WORLDS = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)]
+
+
+class World:
+    def __init__(self, folder, stage, ranks):
+        self.folder, self.stage, self.ranks = folder, stage, ranks
+        self.model = tiny_world.save_model(folder / "model")
+        self.reports = self.run(JOB)
+
+    def run(self, job):
+        job = job | {"settings": [*job["settings"], f"trainer.zero_stage={self.stage}"]}
+        return tiny_world.run_world(job, self.folder, self.ranks)
+
+    def version(self, number, name="run"):
+        with open_version(self.folder / name / f"v{number:06d}" / "manifest.json") as version:
+            return dict(version.tensors())
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"zero{world[0]}-ranks{world[1]}")
+def world(request, tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"), *request.param)
+
+
+class Plain:
+    """The same steps, one trajectory at a time, without DeepSpeed, padding, chunks or shares."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.algorithm = build("grpo", {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3,
+                                           weight_decay=0.1)
+        self.applied = 0
+
+    def logprobs(self, t):
+        tokens = torch.tensor(unpack_tokens(t.tokens)).long()
+        logp = self.model(input_ids=tokens[None, :-1]).logits.log_softmax(-1)
+        return logp.gather(2, tokens[None, 1:, None]).squeeze(2)  # (1, T)
+
+    def loss(self, t, row, proximal, advantages, weights):
+        mask = torch.tensor(np.frombuffer(t.mask, np.uint8)[1:].astype(np.float32))[None]
+        behaviour = torch.tensor(unpack_floats(t.logprobs))[None, 1:]
+        batch = TokenBatch(self.logprobs(t), proximal, behaviour, advantages[row:row + 1], mask)
+        losses, _ = self.algorithm.token_loss(batch)
+        return (weights[row] * importance_weights(proximal, behaviour, mask, 1.1) * losses).sum()
+
+    def train(self, seed, limit, updates, _):
+        """Returns (loss, mean gradient norm)."""
+        rows, summary = tiny_world.make_batch(seed)
+        whole = Summary(*(torch.tensor(getattr(summary, field)) for field in Summary.__dataclass_fields__))
+        advantages, weights = self.algorithm.advantages(whole), self.algorithm.token_weights(whole)
+        with torch.no_grad():
+            proximal = {row: self.logprobs(t) for row, t in rows.items()}
+        total, norms = 0.0, []
+        for update in plan_micro_batches(tiny_world.LENGTHS, 1, limit, updates)[0]:
+            self.optimizer.zero_grad()
+            loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for micro in update for r in micro)
+            (loss * updates).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)))
+            self.applied += 1
+            self.optimizer.param_groups[0]["lr"] = 0.01 * min(1, self.applied / 2)
+            self.optimizer.step()
+            total += loss.item()
+        return total, sum(norms) / len(norms)
+
+
+def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
+    plain = Plain(world.model)
+    for step, metrics in zip(STEPS, world.reports[0]["metrics"]):
+        loss, norm = plain.train(*step)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    trained, start = world.version(3), world.version(0)
+    parameters = dict(plain.model.named_parameters())
+    assert trained.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        moved = np.abs(trained[name] - start[name]).max()
+        assert moved > 1e-3
+        np.testing.assert_allclose(trained[name], parameter.detach().numpy(), rtol=0, atol=2e-3 * moved, err_msg=name)
+
+
+def test_metrics_are_of_the_whole_batch_on_every_rank(world):
+    for metrics in zip(*(report["metrics"] for report in world.reports), strict=True):
+        assert all(m == metrics[0] for m in metrics)
+    first = world.reports[0]["metrics"][0]
+    _, summary = tiny_world.make_batch(1)
+    assert first["tokens"] == sum(summary.response_tokens)
+    assert 0 < first["importance_capped"] < 1 < first["mismatch_max_ratio"]
+    assert first["ratio"] == pytest.approx(1)  # before the first update, policy and proximal are one
+    assert first["lr"] == pytest.approx(0.005)  # second of two warm-up updates comes with the next step
+
+
+def test_publishing_reproduces_the_models_bytes(world):
+    stored, published = load_file(world.model / "model.safetensors"), world.version(0)
+    assert stored.keys() == published.keys()
+    for name, tensor in stored.items():
+        assert tensor.numpy().tobytes() == published[name].tobytes(), name
+    assert world.reports[0]["parameters"] == sum(tensor.numel() for tensor in stored.values())
+
+
+def test_what_is_not_finite_is_refused_on_every_rank_and_nothing_applied(world):
+    for report in world.reports:
+        loss, gradient = report["errors"]
+        assert "step 8, update 0, micro-batch 0: the loss is not finite" in loss
+        assert "step 9, update 0, after its last micro-batch: the gradient is not finite" in gradient
+    before, after = world.version(4), world.version(5)
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_a_resumed_run_continues_bit_for_bit(world):
+    reports = world.run(RESUMED)
+    expected, resumed = world.version(4), world.version(4, "resumed")
+    assert all(expected[name].tobytes() == resumed[name].tobytes() for name in expected)
+    for key in ("loss", "grad_norm", "entropy", "lr"):
+        assert reports[0]["metrics"][0][key] == world.reports[0]["metrics"][3][key]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
+    tiny_world.save_model(tmp_path / "model")
+    job = {"name": "run", "actions": [["train", *STEPS[0]], ["publish", 1]],
+           "settings": [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16",
+                        "deterministic=false"]}
+    metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
+    _, norm = Plain(tmp_path / "model").train(*STEPS[0])
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)
+    with open_version(tmp_path / "run" / "v000001" / "manifest.json") as version:
+        assert {entry.dtype for entry in version.entries.values()} == {"bfloat16"}
