@@ -162,7 +162,8 @@ def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausa
         vocab_size=vocab, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
         num_key_value_heads=max(1, args.hidden // 64), head_dim=32, max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0}, tie_word_embeddings=True, dtype="float32", attn_implementation="sdpa"))
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0}, tie_word_embeddings=True, dtype="float32", attn_implementation="sdpa",
+        initializer_range=0.08))  # 0.02 is too small for this width: the warm start then never reads the map
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +201,7 @@ def warm_start(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tens
         optimizer.step()
         ramp.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0 or step + 1 == args.steps:
+        if (step + 1) % 60 == 0 or step + 1 == args.steps:
             print(f"  warm start: step {step + 1}/{args.steps}, loss {loss.item():.3f}, "
                   f"{time.monotonic() - began:.0f} s", flush=True)
 
@@ -231,7 +232,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.6, help="probability of an aimless move")
     parser.add_argument("--hidden", type=int, default=64, help="multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=1, help="part of the recipe: sums depend on it")

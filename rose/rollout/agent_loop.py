@@ -204,6 +204,6 @@ def _checked(result: TurnResult, turn: str, most: int):
     lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
     if result.turn != turn or result.finish is FinishReason.ABORT or lengths != {TOKEN_BYTES * len(tokens)} \
             or not 1 <= len(tokens) <= most:
-        raise ValueError(f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens of "
-                         f"at most {most}, {len(result.logprobs)} bytes of logprobs, {len(result.versions)} of versions")
+        raise ValueError(f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens "
+                         f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of versions")
     return tokens

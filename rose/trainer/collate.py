@@ -62,8 +62,9 @@ def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.
         raise ValueError(f"trajectory {t.id}: token ids from {tokens.min()} to {tokens.max()}; "
                          f"the model has 0 to {vocabulary - 1}")
     if mask[0] or int(mask.sum()) != t.response_tokens or mask.max() > 1:
-        raise ValueError(f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), response_tokens "
-                         f"is {t.response_tokens}; they must agree, and the first token is always the prompt's")
+        raise ValueError(f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), "
+                         f"response_tokens is {t.response_tokens}; they must agree, and the first token is always "
+                         "the prompt's")
     if not np.isfinite(logprobs[mask == 1]).all():
         raise ValueError(f"trajectory {t.id}: an engine's log-probability is not finite")
     return tokens, mask, logprobs, versions

@@ -8,6 +8,7 @@ driven from outside and the average over ranks is multiplied away. Left out: fp1
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import time
@@ -27,6 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
+STATE = "trainer.json"  # ours, beside it
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -164,27 +166,38 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, update count and random states into `folder`; whole when every rank has returned."""
-        shape = {"ranks": self.world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False,
-                                    client_state={"rose": {"updates": self.updates, "shape": shape}})
+        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         torch.save(_random_states(self.device), folder / f"random-{self.rank}.pt")
+        if self.rank == 0:
+            state = {"updates": self.updates, "ranks": self.world, "zero_stage": self.settings.zero_stage,
+                     "dtype": self.settings.dtype}
+            (folder / STATE).write_text(json.dumps(state) + "\n")
         torch.distributed.barrier()
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""
-        if not (folder / TAG).is_dir():
-            raise ValueError(f"{folder}: no trainer state there (no folder {TAG!r})")
-        files = len(list(folder.glob("random-*.pt")))
-        if files != self.world:
-            raise ValueError(f"{folder}: saved by {files} trainer ranks, trainer.ranks={self.world}; set it to {files}")
-        _, state = self.engine.load_checkpoint(str(folder), tag=TAG)
-        shape = state["rose"]["shape"]
-        for key in ("zero_stage", "dtype"):
-            if shape[key] != getattr(self.settings, key):
-                raise ValueError(f"{folder}: saved with trainer.{key}={shape[key]}, now {getattr(self.settings, key)}; "
-                                 f"set it to {shape[key]}")
-        self.updates = state["rose"]["updates"]
+        state = read_state(folder, self.settings, self.world)
+        path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
+        if path is None:
+            raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
+        self.updates = state["updates"]
         _restore_random_states(torch.load(folder / f"random-{self.rank}.pt", weights_only=True), self.device)
+
+
+def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict[str, Any]:
+    """What `save` noted beside DeepSpeed's files: updates applied, and the shape of the run that saved.
+
+    Raises `ValueError` when it is absent or the run has another shape: ZeRO's shares fit no other.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        raise ValueError(f"{path}: absent; {folder} is not a checkpoint of a trainer")
+    state = json.loads(path.read_text())
+    for key, now in {"ranks": ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}.items():
+        if state[key] != now:
+            raise ValueError(f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to {state[key]}, "
+                             "or begin a run of another name")
+    return state
 
 
 def share(sizes: list[int], world: int) -> list[int]:

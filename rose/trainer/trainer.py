@@ -135,7 +135,8 @@ class _Step:
             return {(u, m): self.engine(batch.inputs, batch.targets, batch.mask)[0]
                     for u, update in enumerate(self.updates) if u for m, batch in enumerate(update)}
 
-    def _accumulate(self, update: int, micro_batches: list[MicroBatch], proximal: dict[tuple[int, int], Tensor]) -> None:
+    def _accumulate(self, update: int, micro_batches: list[MicroBatch],
+                    proximal: dict[tuple[int, int], Tensor]) -> None:
         """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
@@ -146,8 +147,8 @@ class _Step:
             self.sums["loss"] += loss.detach()
         torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MIN)
         if int(bad) != NEVER:
-            raise TrainingDiverged(f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not finite; "
-                                   "nothing of this update was applied")
+            raise TrainingDiverged(f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not "
+                                   "finite; nothing of this update was applied")
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
         """This micro-batch's part of the batch's loss; adds its statistics to the sums."""

@@ -20,8 +20,8 @@ DEADLINE_S = 240
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
 SETTINGS = ["algorithm.args.scale_by_std=false", "algorithm.importance_cap=1.1", "trainer.optimizer.eps=1e-3",
-            "trainer.optimizer.lr=0.01", "trainer.optimizer.weight_decay=0.1", "trainer.threads=1", "deterministic=true",
-            "rollout.workers=1", "trainer.optimizer.grad_clip=0.05", "trainer.step_timeout_s=60"]
+            "trainer.optimizer.lr=0.01", "trainer.optimizer.weight_decay=0.1", "trainer.threads=1",
+            "deterministic=true", "rollout.workers=1", "trainer.optimizer.grad_clip=0.05", "trainer.step_timeout_s=60"]
 
 
 def save_model(folder: Path, tied: bool = True) -> Path:
