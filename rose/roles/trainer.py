@@ -51,6 +51,7 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
                 mailbox.send(COORDINATOR, p.CheckpointSaved(message.step, index))
                 continue
             case p.Shutdown():
+                trainer.close()
                 return
             case _:
                 raise ValueError(f"a trainer rank has no use for {type(message).__name__}")

@@ -215,7 +215,8 @@ def _load_policy(trainer: configuration.Trainer, folder: Path | str) -> Policy:
         return load(folder, dtype, trainer.gradient_checkpointing)
     from transformers.integrations import HfDeepSpeedConfig
 
-    split = HfDeepSpeedConfig(zero_config(trainer, LARGEST_BUCKET))  # noqa: F841 - while this lives, from_pretrained splits what it reads
+    # While this object lives, from_pretrained splits what it reads over the ranks.
+    split = HfDeepSpeedConfig(zero_config(trainer, LARGEST_BUCKET))  # noqa: F841
     return load(folder, dtype, trainer.gradient_checkpointing)
 
 
