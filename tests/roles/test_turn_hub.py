@@ -1,0 +1,145 @@
+"""Turns survive their workers, and each one is closed once, with each of its tokens once."""
+
+import time
+
+from rose import protocol as p
+from rose.scheduler import events as ev
+from tests.roles.conftest import HOST, TURN_TIMEOUT_S
+
+
+def tokens(message):
+    return p.unpack_tokens(message.tokens).tolist()
+
+
+def test_a_turn_goes_to_a_worker_and_its_result_to_the_host_that_asked(world):
+    world.request()
+    [(rank, asked)] = world.taken(p.GenerateTurn)
+    assert rank == 10 and tokens(asked) == [1, 2, 3] and asked.attempt == 1
+    world.progress([4, 5])
+    world.finish([6])
+    [(host, result)] = world.taken(p.TurnResult)
+    assert host == HOST and tokens(result) == [4, 5, 6] and result.migrations == 0
+    assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
+    assert world.hub.workers["rollout-0"].tokens == 3
+
+
+def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world):
+    world.request()
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.down("rollout-0")
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5]
+    assert again.sampling.max_new_tokens == 8
+    world.finish([6], attempt=2, rank=11)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5, 6] and result.migrations == 1
+    assert world.hub.engine_restarts == 1 and world.faults[0][0] == "engine died"
+
+
+def test_a_late_word_of_the_attempt_that_was_moved_adds_nothing(world):
+    world.request()
+    world.ready("rollout-1")
+    world.down("rollout-0")
+    world.progress([9, 9], attempt=1)
+    world.finish([9], attempt=1)
+    assert world.taken(p.TurnResult) == []
+    world.finish([4], attempt=2, rank=11)
+    assert [tokens(m) for _, m in world.taken(p.TurnResult)] == [[4]]
+
+
+def test_a_late_word_while_the_turn_waits_in_the_queue_adds_nothing(world):
+    world.request()
+    world.down("rollout-0")  # nobody else is there: the turn waits, still known by attempt 1
+    world.progress([9, 9], attempt=1)
+    world.finish([9], attempt=1)
+    assert world.taken(p.TurnResult) == []
+    world.taken(p.GenerateTurn)
+    world.ready("rollout-0", incarnation=2)
+    [(_, again)] = world.taken(p.GenerateTurn)
+    assert again.attempt == 2 and tokens(again) == [1, 2, 3]
+
+
+def test_a_stalled_turn_is_aborted_and_moved(world):
+    world.request()
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.hub.feed(ev.Tick(at=time.time() + TURN_TIMEOUT_S + 1))
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2
+
+
+def test_a_second_end_of_the_same_turn_changes_nothing(world):
+    world.request()
+    world.finish([4])
+    world.finish([4])
+    world.progress([5])
+    assert len(world.taken(p.TurnResult)) == 1
+    assert world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_a_turn_whose_tokens_are_all_here_is_closed_when_its_worker_dies_before_saying_so(world):
+    world.request(new=2)
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.down("rollout-0")
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
+    assert world.taken(p.GenerateTurn) == []
+
+
+def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
+    world.down("rollout-0")
+    world.ready("rollout-0", incarnation=2, version=-1)
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(0, "v0/manifest.json"))]
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 0, 0.1, 0.1, 10))
+    world.hub.handle(10, p.WorkerLoad("rollout-0", 1, 3, 2, 0.5, 0, 0, 0))
+    assert world.hub.stale_workers() == ["rollout-0"] and world.hub.workers["rollout-0"].running == 0
+    world.down("rollout-0", incarnation=1)
+    assert world.hub.workers["rollout-0"].alive
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
+    assert world.hub.stale_workers() == []
+
+
+def test_a_worker_gets_no_turn_before_it_holds_the_newest_version(world):
+    world.hub.publish(1, "v1/manifest.json")
+    world.request()
+    assert world.taken(p.GenerateTurn) == []
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 1, 0.1, 0.2, 10))
+    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [10]
+    assert world.hub.sync_bytes == 10 and world.hub.sync_pause_s == 0.2
+
+
+def test_cancelling_a_trajectory_aborts_its_turn_and_frees_its_place(world):
+    world.request()
+    world.hub.cancel("g0.0")
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    world.finish([4])
+    assert world.taken(p.TurnResult) == [] and len(world.hub.ledger) == 0
+    assert world.scheduler.cluster.turns == {} and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_cancelling_a_turn_that_waits_tells_no_worker(world):
+    world.down("rollout-0")
+    world.request()
+    world.hub.cancel("g0.0")
+    assert world.taken(p.AbortTurn) == [] and world.scheduler.waiting == 0
+
+
+def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 3, "tensor 'x' is corrupted"))
+    [action] = world.actions
+    assert isinstance(action, ev.GiveUp) and "rollout-0" in action.reason and "tensor 'x'" in action.reason
+
+
+def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
+    world.down("rollout-0", restarting=False)
+    [action] = world.actions
+    assert isinstance(action, ev.GiveUp) and "no rollout worker is left" in action.reason
+
+
+def test_messages_of_others_are_left_to_others(world):
+    assert not world.hub.handle(0, p.Goodbye(3))

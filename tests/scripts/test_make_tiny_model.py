@@ -1,0 +1,85 @@
+"""The tiny model's recipe: a tokenizer that loses nothing, labels on the policy's own tokens, equal files by seed."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import make_tiny_model as recipe  # noqa: E402
+
+LAKE = {"size": 4, "hole_probability": 0.2}
+
+
+@pytest.fixture(scope="module")
+def shown():
+    return recipe.demonstrations(200, LAKE, 0.6, seed=1)[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shown):
+    return recipe.make_tokenizer(shown)
+
+
+@pytest.mark.parametrize("text", ["move right", "héllo ☃\n\t\x00 {\"a\": [1]}", "P  F\nH", "<tool_call>x</tool_call>", "wallpaper"])
+def test_any_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_call_is_six_tokens_and_a_prompt_is_short(tokenizer, shown):
+    text = '<tool_call>\n{"name": "move", "arguments": {"direction": "down"}}\n</tool_call><|im_end|>'
+    assert len(tokenizer.encode(text)) == 6
+    messages, tools = shown[0]
+    assert len(tokenizer.apply_chat_template(messages[:2], tools=tools, add_generation_prompt=True)["input_ids"]) < 80
+
+
+def test_directions_share_no_token_with_what_surrounds_them(tokenizer):
+    calls = [tokenizer.encode(f'\n{{"name": "move", "arguments": {{"direction": "{d}"}}}}\n') for d in recipe.DIRECTIONS]
+    assert [len({call[i] for call in calls}) for i in range(len(calls[0]))].count(4) == 1
+
+
+def test_the_vocabulary_suits_vllm_and_ends_turns_with_im_end(tokenizer):
+    assert len(tokenizer) <= recipe.VOCABULARY and recipe.VOCABULARY % 64 == 0
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_labels_are_exactly_the_assistant_turns(tokenizer, shown):
+    tokens, labels = recipe.encode(tokenizer, shown[:20])
+    for conversation, ids, row in zip(shown, tokens, labels):
+        assert (ids[row != -100] == row[row != -100]).all()
+        said = [f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{m["tool_calls"][0]["function"]["arguments"]["direction"]}"}}}}'
+                "\n</tool_call><|im_end|>" for m in conversation[0] if m["role"] == "assistant"]
+        assert tokenizer.decode(row[row != -100]) == "".join(said)
+
+
+def test_the_demonstrator_never_steps_into_a_hole_and_without_noise_takes_a_shortest_path():
+    picture = "P H F\nF H F\nF F G\nleft wall down F right H up wall"
+    rng = random.Random(0)
+    assert {recipe.demonstrate(picture, 0.0, rng) for _ in range(20)} == {"down"}
+    assert {recipe.demonstrate(picture, 1.0, rng) for _ in range(100)} == {"down", "left", "up"}
+
+
+def test_demonstration_maps_come_from_seeds_that_no_run_can_use(monkeypatch):
+    seeds = []
+    reset = recipe.FrozenLake.reset
+    monkeypatch.setattr(recipe.FrozenLake, "reset", lambda self, seed: seeds.append(seed) or reset(self, seed))
+    recipe.demonstrations(20, LAKE, 0.6, seed=1)
+    assert len(seeds) == 20 and min(seeds) >= 2**63
+
+
+@pytest.mark.slow
+def test_the_same_seed_makes_bit_identical_files_and_another_seed_others(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        recipe.main(["--seed", str(seed), "--steps", "3", "--out", str(tmp_path / name)])
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= set(files)
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() != (tmp_path / "c" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_an_existing_folder_is_never_overwritten(tmp_path):
+    with pytest.raises(SystemExit, match="exists already"):
+        recipe.main(["--out", str(tmp_path)])

@@ -1,0 +1,91 @@
+"""Where the model is: folders are checked, recipes run once, and a failing recipe is named."""
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from rose import models
+from rose.config import ConfigError, Model
+
+
+def model(source="folder", path=None, recipe=None):
+    return Model(name="m", source=source, path=path, recipe=recipe or {}, dtype="float32", max_context=512, shape=None,
+                 chat_template_args={})
+
+
+def fill(folder: Path, *names):
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def counting_recipe(tmp_path, monkeypatch):
+    """A recipe that notes each of its runs; the real ones are tested in tests/scripts."""
+    monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
+    script = tmp_path / "recipe.py"
+    script.write_text(f"""
+import argparse, pathlib, time
+p = argparse.ArgumentParser(); p.add_argument("--out", type=pathlib.Path); p.add_argument("--hole-probability")
+a = p.parse_args(); time.sleep(0.5)
+open({str(tmp_path / 'runs')!r}, "a").write(str(a.hole_probability) + "\\n")
+a.out.mkdir()
+for name in ("config.json", "tokenizer_config.json"): (a.out / name).write_text("{{}}")
+""")
+    monkeypatch.setattr(models, "RECIPES", {"tiny": (str(script),)})
+    return tmp_path / "runs"
+
+
+def test_a_complete_folder_is_taken_as_it_is(tmp_path):
+    folder = fill(tmp_path / "m", "config.json", "tokenizer_config.json")
+    assert models.resolve(model(path=str(folder))) == folder
+
+
+def test_a_hub_id_is_handed_on():
+    assert str(models.resolve(model("hub", "Qwen/Qwen2.5-7B-Instruct"))) == "Qwen/Qwen2.5-7B-Instruct"
+
+
+@pytest.mark.parametrize("names, missing", [((), "config.json"), (("config.json",), "tokenizer_config.json")])
+def test_an_incomplete_folder_is_named_with_what_it_lacks(tmp_path, names, missing):
+    folder = fill(tmp_path / "m", *names)
+    with pytest.raises(ConfigError, match=f"model.path=.*{folder}.*no {missing}"):
+        models.resolve(model(path=str(folder)))
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="model.path=.*no such folder"):
+        models.resolve(model(path=str(tmp_path / "nowhere")))
+
+
+def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_folder(counting_recipe):
+    first = models.resolve(model("tiny", recipe={"hole_probability": 0.1}))
+    assert models.resolve(model("tiny", recipe={"hole_probability": 0.1})) == first
+    assert models.resolve(model("tiny", recipe={"hole_probability": 0.3})) != first
+    assert counting_recipe.read_text().split() == ["0.1", "0.3"]
+
+
+def test_two_launches_at_once_build_it_once(counting_recipe):
+    context = multiprocessing.get_context("fork")
+    launches = [context.Process(target=models.resolve, args=(model("tiny"),)) for _ in range(2)]
+    for launch in launches:
+        launch.start()
+    for launch in launches:
+        launch.join(30)
+    assert [launch.exitcode for launch in launches] == [0, 0]
+    assert len(counting_recipe.read_text().split()) == 1
+
+
+def test_waiting_for_another_launch_has_a_deadline(tmp_path):
+    with models._locked(tmp_path / "lock", 1.0):
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="held by another launch"), models._locked(tmp_path / "lock", 0.3):
+            pass
+        assert time.monotonic() - began < 5
+
+
+def test_a_failing_recipe_is_reported_with_its_command(counting_recipe):
+    with pytest.raises(ConfigError, match="ended with code 2"):
+        models.resolve(model("tiny", recipe={"no_such_option": 1}))

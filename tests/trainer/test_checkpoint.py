@@ -1,0 +1,64 @@
+"""A checkpoint is whole or absent, and never more are kept than asked for."""
+
+import json
+
+import pytest
+
+from rose.trainer import checkpoint
+
+
+def saved(run_dir, step, keep=2):
+    folder = checkpoint.begin(run_dir, step)
+    (folder / "deepspeed").mkdir()
+    (folder / "deepspeed" / "model.pt").write_bytes(b"weights")
+    return checkpoint.commit(folder, {"step": step, "scheduler": {"batching": {"next": 8 * step}}}, keep)
+
+
+def test_a_run_without_checkpoints_has_no_latest(tmp_path):
+    assert checkpoint.complete(tmp_path) == [] and checkpoint.latest(tmp_path) is None
+
+
+def test_a_folder_still_being_written_is_never_a_checkpoint(tmp_path):
+    whole = saved(tmp_path, 5)
+    unfinished = checkpoint.begin(tmp_path, 10)
+    (unfinished / checkpoint.COORDINATOR_STATE).write_text("{}")
+    assert checkpoint.complete(tmp_path) == [whole] and checkpoint.latest(tmp_path) == whole
+
+
+def test_a_committed_checkpoint_holds_the_trainers_files_and_the_coordinators_state(tmp_path):
+    final = saved(tmp_path, 5)
+    assert final == tmp_path / "checkpoints" / "step-000005" and checkpoint.step_of(final) == 5
+    assert checkpoint.read_state(final) == {"step": 5, "scheduler": {"batching": {"next": 40}}}
+    assert (final / "deepspeed" / "model.pt").read_bytes() == b"weights"
+    assert not list(final.parent.glob("*.tmp"))
+
+
+def test_begin_forgets_what_an_interrupted_attempt_left_of_the_same_step(tmp_path):
+    (checkpoint.begin(tmp_path, 5) / "torn.pt").write_bytes(b"half")
+    assert list(checkpoint.begin(tmp_path, 5).iterdir()) == []
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (2, 9, 10, 100):
+        saved(tmp_path, step, keep=2)
+    assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [10, 100]
+
+
+def test_the_latest_is_the_greatest_step_not_the_last_name(tmp_path):
+    saved(tmp_path, 999_999), saved(tmp_path, 1_000_000)  # one digit more: sorts before it as text
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1_000_000
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path):
+    (saved(tmp_path, 5) / "old").write_text("")
+    assert not (saved(tmp_path, 5) / "old").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"step": 5, "sch'),
+                                    lambda path: path.write_text("")], ids=["missing", "torn", "empty"])
+def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, damage):
+    final = saved(tmp_path, 5)
+    damage(final / checkpoint.COORDINATOR_STATE)
+    with pytest.raises(ValueError, match=r"step-000005 is damaged \(coordinator.json: .*remove that folder") as raised:
+        checkpoint.read_state(final)
+    assert not isinstance(raised.value, json.JSONDecodeError)
