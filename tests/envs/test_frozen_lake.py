@@ -19,7 +19,7 @@ def call(env, name="move", **arguments):
 
 
 def test_the_seed_determines_the_map():
-    maps = [start(seed)[1].messages[1]["content"] for seed in (1, 1, 2, 3)]
+    maps = [start(seed, size=8)[1].messages[1]["content"] for seed in (1, 1, 2, 3)]
     assert maps[0] == maps[1]
     assert len(set(maps)) == 3
 
