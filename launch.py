@@ -23,6 +23,8 @@ def start():
         if (error.name or "").split(".")[0] == "rose":
             raise
         return refuse("the package %s is not installed for %s" % (error.name, sys.executable))
+    except KeyboardInterrupt:  # importing takes seconds; SIGTERM still has its default effect
+        return 130
     return main(HERE / "conf", sys.argv[1:])
 
 

@@ -1,19 +1,28 @@
 """One typed tree for all of conf/, validated once, before anything starts.
 
 `from_dict` turns the composed Hydra tree into a frozen `Config` or raises `ConfigError`, whose text
-names the key, its value and what would be right. Nothing else in ROSE reads YAML or has defaults of
-its own: every default stands in conf/. Checks that need the model's shape are in `check_model`.
+names the key, its value and what would be right. Nothing else reads the YAML of conf/, and no key has a default
+outside it. What the arguments of an environment, algorithm, policy or recipe may be, those say themselves.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class ConfigError(ValueError):
@@ -59,7 +68,7 @@ class Model(Section):
     path: str | None
     recipe: dict[str, Any]
     dtype: Literal["float32", "bfloat16"]
-    max_context: int
+    max_context: Count
     shape: ModelShape | None
     chat_template_args: dict[str, Any]
 
@@ -67,10 +76,10 @@ class Model(Section):
 class Env(Section):
     name: str
     args: dict[str, Any]
-    max_turns: int
-    max_new_tokens: int  # per turn
-    step_timeout_s: float
-    max_failures_in_row: int
+    max_turns: Count
+    max_new_tokens: Count  # per turn
+    step_timeout_s: Positive
+    max_failures_in_row: Count
 
 
 class Algorithm(Section):
@@ -78,70 +87,69 @@ class Algorithm(Section):
 
     name: str
     args: dict[str, Any]
-    importance_cap: float | None  # truncated importance sampling between engine and trainer; null: off
+    importance_cap: Positive | None  # truncated importance sampling between engine and trainer; null: off
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
 
 
 class Optimizer(Section):
-    lr: float
+    lr: Positive
     betas: list[float]
-    eps: float
-    weight_decay: float
-    warmup_steps: int
-    grad_clip: float
+    eps: Positive
+    weight_decay: NotNegative
+    warmup_steps: Natural
+    grad_clip: Positive
 
 
 class Trainer(Section):
-    ranks: int
-    steps: int
-    batch_size: int  # trajectories per training step
+    ranks: Count
+    steps: Count
+    batch_size: Count  # trajectories per training step
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
-    updates_per_step: int  # optimizer updates per batch (PPO mini-batches)
-    micro_batch_tokens: int  # padded tokens of one forward pass
+    updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
+    micro_batch_tokens: Count  # padded tokens of one forward pass
     gradient_checkpointing: bool
-    step_timeout_s: float  # one training step, or one checkpoint, of every rank
-    checkpoint_every: int
-    checkpoint_keep: int
-    threads: int | None
+    step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
+    checkpoint_every: Count
+    checkpoint_keep: Count
+    threads: Count | None
 
 
 class Rollout(Section):
-    workers: int
-    tensor_parallel: int
-    group_size: int
-    max_sequences: int  # running at once in one engine
-    max_batched_tokens: int
-    kv_cache_gib: float | None  # null: what gpu_memory_utilization leaves
-    gpu_memory_utilization: float
+    workers: Count
+    tensor_parallel: Count
+    group_size: Count
+    max_sequences: Count  # running at once in one engine
+    max_batched_tokens: Count
+    kv_cache_gib: Positive | None  # null: what gpu_memory_utilization leaves
+    gpu_memory_utilization: Share
     prefix_caching: bool
     enforce_eager: bool
-    stream_interval: int  # tokens between two words about a running turn
-    environment_hosts: int
+    stream_interval: Count  # tokens between two words about a running turn
+    environment_hosts: Count
     temperature: float
-    top_p: float
-    top_k: int
-    threads: int | None
-    engine_start_timeout_s: float
-    turn_timeout_s: float
-    engine_restarts: int  # of one worker, over the run
+    top_p: Share
+    top_k: Natural
+    threads: Count | None
+    engine_start_timeout_s: Positive
+    turn_timeout_s: Positive
+    engine_restarts: Natural  # of one worker, over the run
     replay: str | None  # train from the trajectories saved by another run instead of rolling out
     engine_args: dict[str, Any]  # passed to vLLM as they are
 
 
 class Eval(Section):
-    episodes: int
-    every: int  # steps; 0: only before and after
-    temperature: float
+    episodes: Natural
+    every: Natural  # steps; 0: only before and after
+    temperature: NotNegative
     seed: int
 
 
 class Transfer(Section):
-    full_every: int
-    keep_versions: int
-    load_timeout_s: float
+    keep_versions: Count
+    load_timeout_s: Positive
 
 
 class Policy(Section):
@@ -154,7 +162,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    queue_depth: float  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
+    queue_depth: NotNegative  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
 
 
 class Mpi(Section):
@@ -168,10 +176,10 @@ class Cluster(Section):
     kind: Literal["local"]
     dry_run: bool
     slots: int | None  # ranks that may run here; null: no limit
-    gpus: int  # GPUs that the run may use; 0: it runs on CPUs
-    gpu_memory_gib: float | None  # of each; null: memory is not checked
-    start_timeout_s: float
-    stop_timeout_s: float
+    gpus: Natural  # GPUs that the run may use; 0: it runs on CPUs
+    gpu_memory_gib: Positive | None  # of each; null: memory is not checked
+    start_timeout_s: Positive
+    stop_timeout_s: Positive
     env: dict[str, str]
     mpi: Mpi
 
@@ -254,7 +262,25 @@ def _explain(message: str, tree: dict[str, Any]) -> str:
         return f"{full}={_value(tree, full)!r}: no such key; {meant}"
     if missing:
         return f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in conf/"
-    return f"{key}={_value(tree, key)!r}: {text[0].lower()}{text[1:]}"
+    if text.startswith("Invalid enum value"):
+        return f"{key}={_value(tree, key)!r}: no such choice; one of {', '.join(map(str, get_args(_type_of(key))))}"
+    if key.endswith("[...]"):
+        return _explain_texts(key.removesuffix("[...]"), tree)
+    null = ", or null" if " >" in text and type(None) in get_args(_type_of(key)) else ""
+    return f"{key}={_value(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
+
+
+def _explain_texts(section: str, tree: dict[str, Any]) -> str:
+    """msgspec doesn't name the entry of a `dict[str, str]` (cluster.env) that is something else."""
+    full, value = next((f"{section}.{n}", v) for n, v in _value(tree, section).items() if not isinstance(v, str))
+    return f"{full}={value!r}: must be text; put it in quotes: '+{full}=\"{value}\"'"
+
+
+def _type_of(dotted: str) -> Any:
+    found: Any = Config
+    for part in dotted.split("."):
+        found = next(field.type for field in msgspec.structs.fields(found) if field.name == part)
+    return found
 
 
 def _value(tree: Any, dotted: str) -> Any:
@@ -268,39 +294,46 @@ def _value(tree: Any, dotted: str) -> Any:
     return tree
 
 
+Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
+
+
 def _check(c: Config) -> None:
     """Everything that can be said without looking at the machine or the model."""
+    tree = to_dict(c)
 
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
-            raise ConfigError(f"{key}={_value(to_dict(c), key)!r}: {remedy}")
+            raise ConfigError(f"{key}={_value(tree, key)!r}: {remedy}")
 
+    for key, value in _leaves(tree):
+        need(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
+    _check_values(c, need)
+    _check_batch(c, need)
+    _check_machine(c, need)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of the tree with its dotted key."""
+    if isinstance(tree, (dict, list)):
+        for name, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(branch, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, tree
+
+
+def _check_values(c: Config, need: Need) -> None:
+    """Single values that their types don't bound."""
     need(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None, "name",
          "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder")
-    for key in ("trainer.ranks", "trainer.steps", "trainer.batch_size", "trainer.updates_per_step",
-                "trainer.micro_batch_tokens", "trainer.checkpoint_every", "trainer.checkpoint_keep",
-                "rollout.workers", "rollout.tensor_parallel", "rollout.group_size", "rollout.max_sequences",
-                "rollout.max_batched_tokens", "rollout.stream_interval", "rollout.environment_hosts",
-                "env.max_turns", "env.max_new_tokens", "env.max_failures_in_row", "model.max_context",
-                "transfer.full_every", "transfer.keep_versions"):
-        need(_value(to_dict(c), key) >= 1, key, "must be at least 1")
-    for key in ("trainer.optimizer.lr", "trainer.optimizer.eps", "trainer.optimizer.grad_clip",
-                "env.step_timeout_s", "rollout.engine_start_timeout_s", "rollout.turn_timeout_s",
-                "cluster.start_timeout_s", "cluster.stop_timeout_s", "transfer.load_timeout_s", 
-                "trainer.step_timeout_s"):
-        need(_value(to_dict(c), key) > 0, key, "must be greater than 0")
-    for key in ("eval.episodes", "eval.every", "eval.temperature", "rollout.engine_restarts", "cluster.gpus",
-                "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
-        need(_value(to_dict(c), key) >= 0, key, "must not be negative")
     need(len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
          "trainer.optimizer.betas", "two numbers in [0, 1)")
-    need(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be in (0, 1]")
-    need(c.rollout.top_k >= 0, "rollout.top_k", "0 for all tokens, or how many")
     need(c.rollout.temperature > 0, "rollout.temperature", "must be greater than 0: greedy rollouts teach nothing")
-    need(0 < c.rollout.gpu_memory_utilization <= 1, "rollout.gpu_memory_utilization", "must be in (0, 1]")
-    need(c.rollout.kv_cache_gib is None or c.rollout.kv_cache_gib > 0, "rollout.kv_cache_gib", "GiB > 0, or null")
-    need(c.algorithm.importance_cap is None or c.algorithm.importance_cap > 0, "algorithm.importance_cap",
-         "greater than 0, or null to switch truncated importance sampling off")
+    need(c.model.source != "folder" or c.model.path is not None, "model.path",
+         "the model's folder is needed (model.source=folder)")
+
+
+def _check_batch(c: Config, need: Need) -> None:
+    """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns and passes."""
     need(c.trainer.batch_size % c.rollout.group_size == 0, "trainer.batch_size",
          f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
          f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}")
@@ -311,26 +344,29 @@ def _check(c: Config) -> None:
          f"one turn must fit into model.max_context={c.model.max_context}")
     need(c.trainer.micro_batch_tokens >= c.model.max_context, "trainer.micro_batch_tokens",
          f"must hold one trajectory of model.max_context={c.model.max_context} tokens")
-    need(c.model.source != "folder" or c.model.path is not None, "model.path",
-         "the model's folder is needed (model.source=folder)")
+
+
+def _check_machine(c: Config, need: Need) -> None:
+    """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment hosts."""
+    rolls = c.rollout.replay is None
+    engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
     if c.deterministic:
-        need(c.rollout.workers == 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
+        need(engines <= 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
-    need(c.cluster.gpu_memory_gib is None or c.cluster.gpu_memory_gib > 0, "cluster.gpu_memory_gib",
-         "GiB > 0, or null")
-    gpus = c.trainer.ranks + c.rollout.workers * c.rollout.tensor_parallel
+    gpus = c.trainer.ranks + engines * c.rollout.tensor_parallel
     need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus",
-         f"the run needs {gpus} (trainer.ranks={c.trainer.ranks} + rollout.workers={c.rollout.workers} x "
-         f"rollout.tensor_parallel={c.rollout.tensor_parallel}); raise it or run fewer")
-    ranks = 1 + c.rollout.environment_hosts + c.trainer.ranks + c.rollout.workers
-    if c.cluster.slots is not None:
-        need(ranks <= c.cluster.slots, "cluster.slots",
-             f"the run has {ranks} ranks (1 coordinator + {c.rollout.environment_hosts} environment hosts + "
-             f"{c.trainer.ranks} trainer + {c.rollout.workers} rollout); raise it or run fewer")
+         f"the run needs {gpus} (trainer.ranks={c.trainer.ranks} + {engines} engines x rollout.tensor_parallel="
+         f"{c.rollout.tensor_parallel}); raise it or run fewer")
+    ranks = 1 + hosts + c.trainer.ranks + engines
+    need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
+         f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
+         f"{engines} rollout); raise it or run fewer")
 
 
 def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
+    if c.rollout.replay is not None:
+        return  # no engines, and all of them are about engines
     tp = c.rollout.tensor_parallel
     if shape.heads % tp:
         raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model "
@@ -338,6 +374,9 @@ def check_model(c: Config, shape: ModelShape) -> None:
     if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
         raise ConfigError(f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
                           f"key-value heads of model {c.model.name}")
+    if shape.intermediate % tp:
+        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} of "
+                          f"model {c.model.name}")
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")
 

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rose import processes
 from rose.config import ConfigError, Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -73,8 +75,20 @@ def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
     return cache_dir() / "models" / f"{source}-{digest.hexdigest()[:16]}"
 
 
+def check_recipe(source: str, recipe: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a key that the recipe's script has no option for. Read from its text: the script
+    itself would import torch."""
+    script = RECIPES[source][0]
+    options = re.findall(r"""add_argument\(["']--([\w-]+)["']""", (REPOSITORY / script).read_text())
+    known = [name.replace("-", "_") for name in options if name != "out"]
+    for key, value in recipe.items():
+        if key.replace("-", "_") not in known:
+            raise ConfigError(f"model.recipe.{key}={value!r}: {script} has no such option; it has {', '.join(known)}")
+
+
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
-    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder into place."""
+    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder into place. It
+    ends with this process, and Ctrl-C reaches this process alone, which ends it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock"), BUILD_DEADLINE_S):
         if folder.exists():  # made by whoever held the lock before
@@ -82,9 +96,12 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
         print(f"model {source} is not in the cache yet; making it in {folder}", file=sys.stderr, flush=True)
         options = [part for key, value in recipe.items() for part in (f"--{key.replace('_', '-')}", str(value))]
         command = [sys.executable, str(REPOSITORY / RECIPES[source][0]), *options, "--out", str(folder)]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        launcher = os.getpid()
         try:
-            done = subprocess.run(command, env=env, stdout=sys.stderr, timeout=BUILD_DEADLINE_S)
+            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=sys.stderr,
+                                  timeout=BUILD_DEADLINE_S, start_new_session=True,
+                                  preexec_fn=lambda: processes.die_with_parent(launcher))
         except subprocess.TimeoutExpired:
             raise ConfigError(f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} s; "
                               "run it by hand once") from None

@@ -256,7 +256,6 @@ class TurnFinished(Message):
     version: int
     finish: FinishReason
     cached_tokens: int = 0
-    queued_s: float = 0.0
     ttft_s: float = 0.0
     started: float = 0.0  # wall clock, seconds: when the worker got it
     finished: float = 0.0

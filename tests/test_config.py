@@ -17,13 +17,22 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
 @pytest.mark.parametrize("override, words", [
     ("trainer.batch_size=63", ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"]),
     ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
-    ("trainer.steps=0", ["trainer.steps=0", "at least 1"]),
-    ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "greater than 0"]),
+    ("trainer.steps=0", ["trainer.steps=0", ">= 1"]),
+    ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "> 0"]),
+    ("trainer.optimizer.lr=.inf", ["trainer.optimizer.lr=inf", "finite"]),
+    ("trainer.optimizer.lr=.nan", ["trainer.optimizer.lr=nan"]),
+    ("env.args.hole_probability=.nan", ["env.args.hole_probability=nan", "finite"]),
+    ("trainer.threads=0", ["trainer.threads=0", ">= 1", "or null"]),
+    ("rollout.threads=-1", ["rollout.threads=-1", ">= 1", "or null"]),
+    ("scheduler.queue_depth=-0.1", ["scheduler.queue_depth=-0.1", ">= 0"]),
+    ("cluster.kind=slurm", ["cluster.kind='slurm'", "one of local"]),
+    ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
+    ("+transfer.full_every=1", ["transfer.full_every=1", "no such key"]),
     ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
-    ("trainer.zero_stage=4", ["trainer.zero_stage=4"]),
+    ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
     ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context="]),
     ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
-    ("rollout.top_p=1.5", ["rollout.top_p=1.5", "(0, 1]"]),
+    ("rollout.top_p=1.5", ["rollout.top_p=1.5", "<= 1"]),
     ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context="]),
     ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
     ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
@@ -54,6 +63,14 @@ def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
         check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape(heads=12, kv_heads=3))
     with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: needs GPUs"):
         check_model(make_config("rollout.tensor_parallel=2"), shape())
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: must divide the intermediate size 129"):
+        check_model(make_config("rollout.tensor_parallel=2", on_gpus), shape(intermediate=129))
+
+
+def test_a_replay_has_no_engines_and_no_environment_hosts_to_count(make_config):
+    make_config("rollout.replay=earlier", "cluster.gpus=1", "cluster.slots=2", "deterministic=true")
+    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=2"):
+        make_config("rollout.replay=earlier", "trainer.ranks=2", "cluster.gpus=1")
 
 
 def test_shape_comes_from_the_models_folder(tmp_path):

@@ -13,7 +13,7 @@ from collections import deque
 
 from mpi4py import MPI
 
-from rose.comm.wire import decode, encode
+from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message, Role
 
 _TAG = 7
@@ -46,7 +46,10 @@ class Mailbox:
         buffer = bytearray(self._status.Get_count(MPI.BYTE))
         self._comm.Recv([buffer, MPI.BYTE], source=source, tag=_TAG)
         self._pause_s = _FIRST_PAUSE_S
-        return source, decode(buffer)
+        try:
+            return source, decode(buffer)
+        except WireError as error:
+            raise WireError(f"from rank {source}: {error}") from None
 
     async def receive(self) -> tuple[int, Message]:
         """Next message, cooperating with other tasks of the loop; cancel it to stop waiting."""

@@ -1,11 +1,5 @@
-"""One system call that keeps engine processes from outliving their rank."""
+"""What keeps engine processes from outliving their rank, under the name by which the engine's modules import it."""
 
-import ctypes
-import signal
+from rose.processes import die_with_parent
 
-_prctl = ctypes.CDLL(None).prctl
-
-
-def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that made it ends (Linux PR_SET_PDEATHSIG)."""
-    _prctl(1, signal.SIGKILL)
+__all__ = ["die_with_parent"]

@@ -108,7 +108,7 @@ def build(args: dict, gpus: bool):
 def _in_engine_process() -> None:
     """First thing after the fork: don't outlive the rank, don't write signals into its event loop."""
     if _forking:
-        from rose.engine.process import die_with_parent
+        from rose.processes import die_with_parent
 
         signal.set_wakeup_fd(-1)
         die_with_parent()

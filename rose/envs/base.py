@@ -55,7 +55,11 @@ class Environment(Protocol):
     requires_tool: bool  # a turn without a call is answered by the loop with a reminder
 
     async def reset(self, seed: int) -> Start:
-        """Begin the episode that `seed` determines completely."""
+        """Begin the episode that `seed` determines completely.
+
+        Training seeds are even and held-out seeds odd. An environment with so few tasks that different
+        seeds often give the same one should split its tasks by that parity, or "held-out" means little.
+        """
 
     async def step(self, action: Action) -> Step:
         """Act. Raises only when the environment itself is broken."""

@@ -13,6 +13,7 @@ from rose.config import ConfigError
 from rose.envs import _arithmetic
 from rose.envs.base import Action, Start, Step
 
+EXAMPLES_SEED = 7  # the same examples in every episode, so that engines cache them as a prefix
 OPERATORS = "+-*"  # of questions: their answers are integers
 
 SYSTEM = "Work out the question with the tool calculate, then give the result with the tool answer."
@@ -35,12 +36,14 @@ class Calculator:
 
     Reward 1 in all for the right answer, else 0; of that 1, `shaping` is paid at the first call of
     calculate that shows the right value, whatever is answered later. Success is the right answer.
-    Raises `ConfigError`.
+    `examples` solved questions of the same kind stand before the question as earlier turns, for models
+    that were never trained to call tools. Raises `ConfigError`.
     """
 
     requires_tool = True
 
-    def __init__(self, operations: int = 2, largest: int = 99, operators: str = OPERATORS, shaping: float = 0.0):
+    def __init__(self, operations: int = 2, largest: int = 99, operators: str = OPERATORS, shaping: float = 0.0,
+                 examples: int = 0):
         if type(operations) is not int or not 1 <= operations <= 12:
             raise ConfigError(f"env.args.operations={operations!r}: an integer from 1 to 12")
         if type(largest) is not int or not 1 <= largest <= 10**6:
@@ -49,7 +52,12 @@ class Calculator:
             raise ConfigError(f"env.args.operators={operators!r}: some of the characters {OPERATORS}")
         if isinstance(shaping, bool) or not isinstance(shaping, int | float) or not 0 <= shaping < 1:
             raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0 up to, but less than, 1")
+        if type(examples) is not int or not 0 <= examples <= 8:
+            raise ConfigError(f"env.args.examples={examples!r}: an integer from 0 to 8")
         self.operations, self.largest, self.operators, self.shaping = operations, largest, operators, float(shaping)
+        rng = random.Random(EXAMPLES_SEED)
+        solved = [example(expression(rng, operations, largest, operators)) for _ in range(examples)]
+        self._opening = [{"role": "system", "content": SYSTEM}, *(message for turns in solved for message in turns)]
         self._answer = Fraction(0)
         self._paid = 0.0
 
@@ -57,8 +65,7 @@ class Calculator:
         rng = random.Random(seed)
         question = expression(rng, self.operations, self.largest, self.operators)
         self._answer, self._paid = _arithmetic.evaluate(question), 0.0
-        return Start(messages=[{"role": "system", "content": SYSTEM},
-                               {"role": "user", "content": f"What is {question}?"}], tools=TOOLS)
+        return Start(messages=[*self._opening, ask(question)], tools=TOOLS)
 
     async def step(self, action: Action) -> Step:
         call = action.call
@@ -87,6 +94,20 @@ class Calculator:
         right = value == self._answer
         return Step(observation="Right." if right else "Wrong.", reward=1.0 - self._paid if right else 0.0,
                     done=True, success=right)
+
+
+def ask(question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {question}?"}
+
+
+def example(question: str) -> list[dict[str, str]]:
+    """The four messages of a solved question. Calls and responses are text, as templates that know tools write them."""
+    value = _arithmetic.format_number(_arithmetic.evaluate(question))
+    texts = [f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',
+             f"<tool_response>\n{value}\n</tool_response>",
+             f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>']
+    return [ask(question), *({"role": role, "content": text}
+                             for role, text in zip(("assistant", "user", "assistant"), texts))]
 
 
 def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:

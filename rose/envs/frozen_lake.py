@@ -11,15 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+import xxhash
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from rose.config import ConfigError
 from rose.envs.base import Action, Start, Step
 
+MOST_DRAWS = 100  # by then there is only one map (hole_probability 0, or size 2)
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
 
-SYSTEM = ("You are P on a frozen lake. F is ice, H is a hole. Reach G without falling into a hole: call move each turn. "
-          "The last line tells what is beside you.")
+SYSTEM = ("You are P on a frozen lake. F is ice, H is a hole. Reach G without falling into a hole: "
+          "call move each turn. The last line tells what is beside you.")
 SLIPPERY = " The ice is slippery: you may slide to a side."
 
 MOVE_TOOL = {
@@ -60,13 +62,22 @@ class FrozenLake:
         self._cell = 0  # row * size + column
 
     async def reset(self, seed: int) -> Start:
-        self._rows = generate_random_map(self.size, 1 - self.hole_probability, seed)
+        self._rows = self._draw_map(seed)
         self._lake = gymnasium.make("FrozenLake-v1", desc=self._rows, is_slippery=self.slippery,
                                     max_episode_steps=-1, disable_env_checker=True)
         self._cell = int(self._lake.reset(seed=seed)[0])
         system = SYSTEM + (SLIPPERY if self.slippery else "")
         return Start(messages=[{"role": "system", "content": system}, {"role": "user", "content": self.render()}],
                      tools=[MOVE_TOOL])
+
+    def _draw_map(self, seed: int) -> list[str]:
+        """A random solvable map, drawn again until the parity of its hash is the seed's: small lakes are few
+        (44% of 128 held-out 4x4 maps were among 240 training maps), and so no training map is held out."""
+        for draw in range(MOST_DRAWS):
+            rows = generate_random_map(self.size, 1 - self.hole_probability, seed + 2**32 * draw)
+            if xxhash.xxh3_64_intdigest("".join(rows).encode()) % 2 == seed % 2:
+                break
+        return rows
 
     async def step(self, action: Action) -> Step:
         problem = _problem(action)
@@ -88,7 +99,7 @@ class FrozenLake:
         grid = [list(row.replace("S", "F")) for row in self._rows]
         row, column = divmod(self._cell, self.size)
         grid[row][column] = "P"
-        beside = {"left": (row, column - 1), "down": (row + 1, column), "right": (row, column + 1), "up": (row - 1, column)}
+        beside = dict(zip(DIRECTIONS, ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column))))
         inside = range(self.size)
         words = [f"{d} {grid[r][c] if r in inside and c in inside else 'wall'}" for d, (r, c) in beside.items()]
         return "\n".join([*map(" ".join, grid), " ".join(words)])

@@ -9,9 +9,10 @@ import difflib
 import re
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
@@ -29,11 +30,19 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, conf)
     text = str(error)
+    if several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']*)'", text):
+        return _several_values(several.group(1))
     found = re.search(r"Could not (?:override|append|delete)[^']*'([^']*)'", text)
     if found:
         return _bad_key(found.group(1).split("@")[0].split("=")[0], text, conf, arguments)
     key = getattr(error, "full_key", None)
     return f"{key}: {_first_line(error)}" if key else text.strip().splitlines()[0]
+
+
+def _several_values(override: str) -> str:
+    key, _, values = override.partition("=")
+    return (f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' for one text and "
+            f"{key}=[{values}] for a list")
 
 
 def value_of(key: str, arguments: list[str]) -> str:
@@ -62,7 +71,25 @@ def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     if (conf / key).is_dir() and "No match in the defaults list" in text:
         return f"{key}={value}: {key} is not in the default configuration; add it with +{key}={value}"
     typed = f"{key}={value}" if value else key
-    return f"{typed}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
+    beside = _keys_beside(key, conf, arguments)
+    if beside is None:
+        return f"{typed}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
+    section = key.rpartition(".")[0]
+    there = f"{section} has {', '.join(beside)}" if beside else f"{section} is empty"
+    new = f"; a new one is added with +{key}={value}" if value else ""
+    return f"{typed}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
+
+
+def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None:
+    """The keys that a section of free keys (env.args, cluster.env) has with the chosen options; None when `key` is in
+    no such section."""
+    section = key.rpartition(".")[0]
+    if not section or any(known.startswith(f"{section}.") for known in configuration.keys()):
+        return None
+    chosen = [a for a in arguments if (conf / a.lstrip("+").split("=")[0]).is_dir() and not set(",(") & set(a)]
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        found = OmegaConf.select(compose("config", chosen), section)
+    return [str(name) for name in found] if isinstance(found, DictConfig) else None
 
 
 def _groups(conf: Path) -> list[str]:

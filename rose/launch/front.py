@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -19,41 +22,70 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from rose import config as configuration
-from rose import envs, scheduler
+from rose import envs, processes, scheduler
 from rose.config import Config, ConfigError
-from rose.launch import errors, local, logs, model, orphan, plan, resume, supervise
+from rose.launch import errors, local, logs, model, plan, resume, supervise
 from rose.observe import terminal
 from rose.observe.report import build_report
+from rose.observe.terminal import say
 from rose.observe.trace import build_trace
 from rose.rollout import replay
-from rose.trainer import algorithms
+from rose.trainer import algorithms  # imports torch (2 s): the algorithm's own checks are worth the wait
 
+INSTEAD_OF_RUNNING = frozenset(("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i",
+                                "--shell-completion", "-sc"))  # Hydra's flags that compose no point
 NAME_LIMIT = 151  # characters of a run's name; rose/config.py refuses longer ones
 
 
 def main(conf: Path, arguments: list[str]) -> int:
     """Run the command line `arguments` on the Hydra folder `conf`; the process's exit code."""
-    console, complaints = Console(), Console(stderr=True)
+    complaints = Console(stderr=True)
     try:
-        plans = [check(tree) for tree in compose(conf, arguments)]
-        names = [p.config.name for p in plans]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ConfigError(f"name={twice!r}: two points of the sweep have this name; give them different ones")
-        for number, each in enumerate(plans, 1):
-            if len(plans) > 1:
-                console.rule(f"{number} of {len(plans)}: {each.config.name}")
-            if code := launch(each, console):
-                return code
+        with _signals_raise():
+            return _main(conf, arguments, Console())
     except errors.COMPLAINTS as error:
         return _refuse(complaints, errors.explain(error, conf, arguments))
     except ConfigError as error:
         return _refuse(complaints, str(error))
+    except KeyboardInterrupt as interrupt:
+        (number,) = interrupt.args
+        say(complaints, f"ended by {signal.Signals(number).name}")
+        return 128 + number
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt(number), which unlocks and ends what was begun. While a job runs,
+    supervise.py handles them instead."""
+
+    def interrupt(number: int, _) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _main(conf: Path, arguments: list[str], console: Console) -> int:
+    plans = [check(tree) for tree in compose(conf, arguments)]
+    names = [p.config.name for p in plans]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(f"name={twice!r}: two points of the sweep have this name; give them different ones")
+    for number, each in enumerate(plans, 1):
+        if len(plans) > 1:
+            console.rule(f"{number} of {len(plans)}: {each.config.name}")
+        if code := launch(each, console):
+            return code
     return 0
 
 
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
-    """One resolved tree per point of the sweep; one without -m; none for --help and the like."""
+    """One resolved tree per point of the sweep; one without -m; none for --help and the like. Raises `ConfigError`
+    for a sweep without points."""
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
 
@@ -69,6 +101,9 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         os.environ["ROSE_HYDRA_SCRATCH"] = scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
     sys.argv = program
+    if swept and not trees and not INSTEAD_OF_RUNNING.intersection(a.split("=")[0] for a in arguments):
+        values = ", ".join(f"{key}={errors.value_of(key, arguments)}" for key in swept)
+        raise ConfigError(f"{values}: a sweep over no values; range(1,4) is 1, 2, 3")
     return trees
 
 
@@ -93,7 +128,7 @@ def check(tree: dict) -> plan.Plan:
     if not c.cluster.dry_run:
         local.find_mpiexec()
         local.check_gpus(c)
-        if stored.exists() and not c.fresh:
+        if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made
 
@@ -105,11 +140,11 @@ def launch(made: plan.Plan, console: Console) -> int:
         return 0
     if c.fresh and c.run_dir.exists():
         with local.locked(c.run_dir):
-            console.print(f"the earlier run is now {resume.move_aside(c.run_dir)}", highlight=False)
+            say(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     with local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c.trainer.steps):
-            console.print(f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
-                          "fresh=true to start over", highlight=False)
+            say(console, f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
+                         "fresh=true to start over")
             terminal.final_table(c.run_dir, console)
             return 0
         plan.show(made, console)
@@ -120,19 +155,19 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     c = model.prepare(c)
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
-    console.print(f"logs: {logs.attempt_folder(c.run_dir, attempt)}", highlight=False)
-    orphan.adopt_orphans()
+    say(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
+    processes.adopt_orphans()
     job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
-                        c.cluster.stop_timeout_s)
+                        c.cluster)
     outcome = _follow(job, c, console)
     if c.observe.trace:
         build_trace(c.run_dir)
     if c.observe.report:
         build_report(c.run_dir)
     if outcome.failure:
-        Console(stderr=True).print(f"[red]{c.name} failed:[/] ", outcome.failure, highlight=False, sep="")
+        say(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:
-        console.print(f"{c.name}: stopped; the same command continues it", highlight=False)
+        say(console, f"{c.name}: stopped; the same command continues it")
     elif resume.is_finished(c.run_dir, c.trainer.steps):
         terminal.final_table(c.run_dir, console)
     return outcome.code
@@ -153,6 +188,5 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
 
 
 def _refuse(complaints: Console, message: str) -> int:
-    complaints.print("[red]bad configuration:[/] ", end="")
-    complaints.print(message, markup=False, highlight=False, soft_wrap=True)
+    say(complaints, message, label="[red]bad configuration:[/]")
     return 2

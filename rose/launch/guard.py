@@ -19,7 +19,8 @@ from typing import NoReturn
 import msgspec
 
 from rose import config as configuration
-from rose.launch import logs, orphan, rank_status
+from rose import processes
+from rose.launch import logs, rank_status
 from rose.launch.layout import Rank, layout
 from rose.protocol import Role
 
@@ -45,13 +46,13 @@ def run(run_dir: Path, attempt: int, role: Role, body: Callable[[Rank], None]) -
     me = layout(configuration.load(Path(run_dir) / "config.json"))[number]
     if me.role != role:
         raise RuntimeError(f"rank {number} was started as {Role(role).value}, and the plan says {me.role.value}")
-    orphan.die_with_parent()
+    processes.die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec sends it to the others when a rank has ended
     guard = os.getpid()
     child = os.fork()
     if child:
         os._exit(_watch(run_dir, attempt, number, child))
-    orphan.die_with_parent(guard)
+    processes.die_with_parent(guard)
     os._exit(_body(run_dir, attempt, me, body))
 
 

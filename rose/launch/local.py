@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import IO
 
 import yaml
 
 from rose import config as configuration
+from rose import processes
 from rose.config import Config, ConfigError
-from rose.launch import logs, orphan
+from rose.launch import logs
 from rose.launch.layout import Rank
 from rose.models import REPOSITORY
 
@@ -74,19 +76,34 @@ def environment(c: Config) -> dict[str, str]:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / "lock", "a+") as file:
+    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or when it can't
+    be made or locked."""
+    with _lock_file(run_dir) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
                               f"{file.read().strip()}); wait for it, stop it, or give another name") from None
+        except OSError as error:  # a file system without locks
+            raise _unusable(run_dir, error) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def _lock_file(run_dir: Path) -> IO[str]:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return open(run_dir / "lock", "a+")
+    except OSError as error:
+        raise _unusable(run_dir, error) from None
+
+
+def _unusable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made or locked ({error.strerror}); "
+                       "give a folder that you may write, on a file system with locks")
 
 
 def write_config(c: Config, run_dir: Path) -> None:
@@ -105,4 +122,4 @@ def start(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT,
                                 env=environment(c), start_new_session=True,
-                                preexec_fn=lambda: orphan.die_with_parent(launcher))
+                                preexec_fn=lambda: processes.die_with_parent(launcher))

@@ -15,18 +15,22 @@ from rose.config import Config, ConfigError, ModelShape, read_shape
 
 def shape(c: Config) -> ModelShape | None:
     """The model's shape: from its folder, else model.shape; None if only making the model will tell. Makes and
-    loads nothing. Raises `ConfigError` when the folder should be there and isn't (a dry run does without it)."""
+    loads nothing. Raises `ConfigError` when the folder should be there and isn't (a dry run with model.shape does
+    without it), and for a recipe's unknown option."""
     if c.model.source == "hub":
+        models.resolve(c.model)
         if c.model.shape is None:
             raise ConfigError(f"model.shape=None: model.source=hub needs it to plan; copy it from the config.json "
                               f"of {c.model.path}")
         return c.model.shape
-    folder = _folder(c)
-    if folder.exists() and not (c.cluster.dry_run and c.model.shape):
-        return read_shape(models.check_folder(folder))
-    if c.model.source == "folder" and not c.cluster.dry_run:
-        models.check_folder(folder)
-    return c.model.shape
+    if c.model.source in models.RECIPES:
+        models.check_recipe(c.model.source, c.model.recipe)
+    if c.cluster.dry_run and c.model.shape is not None:
+        return c.model.shape
+    if c.model.path is not None:
+        return read_shape(models.check_folder(Path(c.model.path).expanduser()))
+    folder = models.recipe_folder(c.model.source, c.model.recipe)
+    return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
 
 
 def prepare(c: Config) -> Config:
@@ -37,9 +41,3 @@ def prepare(c: Config) -> Config:
     folder = models.resolve(c.model).resolve()
     made = msgspec.structs.replace(c.model, path=str(folder), shape=read_shape(folder))
     return msgspec.structs.replace(c, model=made)
-
-
-def _folder(c: Config) -> Path:
-    if c.model.path is not None:
-        return Path(c.model.path).expanduser()
-    return models.recipe_folder(c.model.source, c.model.recipe)

@@ -14,14 +14,16 @@ from rich.table import Table
 from rose.config import Config, ConfigError, ModelShape, check_model
 from rose.launch import memory
 from rose.launch.layout import Rank, layout
+from rose.observe.terminal import say
 from rose.protocol import Role
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
+    shape: ModelShape | None  # None: the model isn't made yet, and nothing tells its shape
     ranks: tuple[Rank, ...]
-    memory: dict[Role, memory.Estimate]  # empty when the model's shape isn't known yet
+    memory: dict[Role, memory.Estimate]  # of the roles that load the model; empty without its shape
     warnings: tuple[str, ...]
 
     @property
@@ -32,31 +34,39 @@ class Plan:
 def make(c: Config, shape: ModelShape | None) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts become `Plan.warnings`."""
     if shape is None:
-        return Plan(c, layout(c), {}, ("memory is not estimated: the model is not made yet and model.shape is null",))
+        doubt = "memory is not estimated: the model is not made yet and model.shape is null"
+        return Plan(c, None, layout(c), {}, (doubt,))
     check_model(c, shape)
-    estimates = {Role.TRAINER: memory.trainer(c, shape), Role.ROLLOUT: memory.rollout(c, shape)}
-    return Plan(c, layout(c), estimates, tuple(_check_memory(c, estimates)))
+    estimates = {Role.TRAINER: memory.trainer(c, shape)}
+    if c.rollout.replay is None:
+        estimates[Role.ROLLOUT] = memory.rollout(c, shape)
+    return Plan(c, shape, layout(c), estimates, tuple(_check_memory(c, estimates)))
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
-    trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
+    trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
             f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone take "
             f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or set "
             "trainer.offload_optimizer=true")
-    budget = limit * c.rollout.gpu_memory_utilization
+    if Role.ROLLOUT in estimates:
+        _check_engines(c, estimates[Role.ROLLOUT], limit * c.rollout.gpu_memory_utilization)
+    if trainer.total > limit:
+        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; lower trainer.micro_batch_tokens="
+               f"{c.trainer.micro_batch_tokens} or set trainer.gradient_checkpointing=true")
+
+
+def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
+    """`budget`: GiB of each GPU that an engine may take."""
     if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
         raise ConfigError(
             f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} GiB) and the KV cache "
             f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into {budget:.1f} GiB of "
             "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or model.max_context")
-    if trainer.total > limit:
-        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; lower trainer.micro_batch_tokens="
-               f"{c.trainer.micro_batch_tokens} or set trainer.gradient_checkpointing=true")
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -68,15 +78,18 @@ def show(plan: Plan, console: Console) -> None:
         table.add_column(column)
     for role in Role:
         members = [rank for rank in plan.ranks if rank.role == role]
+        if not members:
+            continue  # a replay has no environment hosts and no engines
         table.add_row(role.value, _span(members), str(members[0].threads or "library's choice"),
                       str(len(members[0].gpus)), _memory_cell(plan.memory.get(role)))
     console.print(table)
-    console.print(f"model {c.model.name}: {_size(c.model.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
-                  f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
-                  f"ZeRO stage {c.trainer.zero_stage}, {c.rollout.workers} engines with tensor parallel "
-                  f"{c.rollout.tensor_parallel}", highlight=False)
+    source = (f"{c.rollout.workers} engines with tensor parallel {c.rollout.tensor_parallel}"
+              if c.rollout.replay is None else f"trajectories saved in {c.rollout.replay}")
+    say(console, f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
+                 f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
+                 f"ZeRO stage {c.trainer.zero_stage}, {source}")
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+        say(console, warning, label="[yellow]warning:[/]")
 
 
 def _span(members: list[Rank]) -> str:

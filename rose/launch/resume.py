@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
+from rose import models
 from rose.config import Config, ConfigError
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
@@ -19,15 +20,19 @@ MAY_CHANGE = (
     "eval.every", "fresh", "output_dir", "transfer.*", "rollout.workers", "rollout.threads",
     "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
-    "model.path", "model.shape", "model.shape.*",
+    "model.shape", "model.shape.*",
 )
+RECIPES_MAY_CHANGE = ("model.path",)  # where the cache is; the model is named by the recipe's arguments
 
 
 def check(stored: Path, new: Config) -> None:
     """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued with `new`."""
     before, now = _flatten(json.loads(Path(stored).read_text())), _flatten(configuration.to_dict(new))
+    rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
+    if new.model.source == "folder":
+        now["model.path"] = str(models.resolve(new.model).resolve())  # as it is stored
     changed = [key for key in sorted(before.keys() | now.keys())
-               if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in MAY_CHANGE)]
+               if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in rules)]
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
         raise ConfigError(f"name={new.name!r}: {Path(stored).parent} holds a run with another configuration:\n{lines}\n"

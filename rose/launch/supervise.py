@@ -1,7 +1,10 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job; SIGINT or SIGTERM asks the coordinator to stop at a step boundary; a second one kills.
-Every wait has a deadline. Left out: deciding about anything inside the run; that is the coordinator's.
+A dead rank ends the job. SIGINT or SIGTERM asks the coordinator to stop, which it does at once: during a rollout
+or an evaluation it saves the last finished step first; during training or weight sync nothing is saved, and the
+run continues from its last checkpoint. From the signal on it has cluster.stop_timeout_s for this and for dismissing
+the other ranks; then everything is killed, as after a second signal. Every wait has a deadline. Left out: deciding
+about anything inside the run; that is the coordinator's.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from rose.config import Cluster
 from rose.launch import logs, rank_status
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
@@ -24,7 +28,6 @@ from rose.protocol import Role
 POLL_S = 0.2
 SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
-APPEAR_S = 60.0  # mpiexec starts a rank's Python in seconds, on a busy laptop too
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
 TAIL_LINES = 15
 
@@ -43,13 +46,13 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A running mpiexec. This process must be a subreaper (`orphan.adopt_orphans`) before it starts."""
+    """A running mpiexec. This process must be a subreaper (`processes.adopt_orphans`) before it starts."""
 
     process: subprocess.Popen
     ranks: Sequence[Rank]
     run_dir: Path
     attempt: int
-    stop_timeout_s: float
+    cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
     signals: list[int] = field(default_factory=list)
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
 
@@ -68,10 +71,10 @@ class Job:
                 signal.signal(number, handler)
 
     def _watch(self, poll: Callable[[], None]) -> Outcome:
-        deadlines = {"appear": time.monotonic() + APPEAR_S}
+        deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
         while True:
             failure = self._failure(deadlines)
-            if failure and self._stopped_early():
+            if failure and self._stopped():
                 return Outcome(interrupted=self._interrupted())
             if failure:
                 self._end_ranks(FAILURE_GRACE_S)
@@ -82,10 +85,10 @@ class Job:
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
             if self.signals and "stop" not in deadlines and self._signal_coordinator(states):
-                deadlines["stop"] = time.monotonic() + self.stop_timeout_s
+                deadlines["stop"] = time.monotonic() + self.cluster.stop_timeout_s
             coordinator = states.get(0)
             if coordinator and coordinator.state == "done":
-                deadlines.setdefault("leave", time.monotonic() + self.stop_timeout_s)
+                deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
                     return Outcome(interrupted=self._interrupted())  # all is saved; the laggards are ended
             poll()
@@ -94,10 +97,11 @@ class Job:
     def _interrupted(self) -> int:
         return self.signals[0] if self.signals else 0
 
-    def _stopped_early(self) -> bool:
-        """Asked to stop, the coordinator ended of SIGTERM itself: it had nothing to save yet."""
+    def _stopped(self) -> bool:
+        """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could handle it and had
+        anything to save. How the others end no longer matters: they may be slow, or miss it."""
         coordinator = self.statuses().get(0)
-        return bool(self.signals) and coordinator is not None and coordinator.exit_code == -signal.SIGTERM
+        return bool(self.signals) and coordinator is not None and coordinator.exit_code in (0, -signal.SIGTERM)
 
     def _failure(self, deadlines: dict[str, float]) -> str:
         states, now = self.statuses(), time.monotonic()
@@ -111,9 +115,10 @@ class Job:
             return self._describe(min(dead, key=lambda s: s.since)) if dead else self._mpiexec_failure(states)
         if len(states) < len(self.ranks) and now > deadlines["appear"]:
             missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
-            return f"{', '.join(missing)} did not start within {APPEAR_S:.0f} s\n{self._words('mpiexec.log')}"
+            return (f"{', '.join(missing)} did not start within cluster.start_timeout_s="
+                    f"{self.cluster.start_timeout_s:g}\n{self._words('mpiexec.log')}")
         if now > deadlines.get("stop", now):
-            return f"the coordinator did not stop within cluster.stop_timeout_s={self.stop_timeout_s:g}"
+            return f"the coordinator did not stop within cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
         return ""
 
     def _dead(self, states: dict[int, RankStatus], mpiexec_gone: bool = False) -> list[RankStatus]:

@@ -39,6 +39,13 @@ def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> N
         _follow_lines(Path(run_dir), stop, console)
 
 
+def say(console: Console, text: str, label: str = "", style: str | None = None) -> None:
+    """Print `text` as it stands, whatever brackets and however long lines it has, after `label` (rich markup)."""
+    if label:
+        console.print(label, end=" ")
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
 def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
     shown = 0
     stopped = False
@@ -47,7 +54,7 @@ def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> 
         rows = read_metrics(run_dir)
         shown = min(shown, len(rows))  # a resume cuts the file back
         for row in rows[shown:]:
-            console.print(describe(row, _steps(run_dir)), markup=False, highlight=False, soft_wrap=True)
+            say(console, describe(row, _steps(run_dir)))
         shown = len(rows)
         if not stopped:
             time.sleep(POLL_SECONDS)
@@ -185,12 +192,12 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     if len(values) > 1:
         utf = "utf" in (console.encoding or "").lower()
         for line in ["", "Success of the training episodes", *curve(values, min(60, console.width - 8), 6, dots=utf)]:
-            console.print(line, markup=False, highlight=False, style="blue" if "│" in line or "┤" in line else None)
+            say(console, line, style="blue" if "│" in line or "┤" in line else None)
         first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
         console.print(f"      {first}{last:>{max(1, min(60, console.width - 8) - len(first))}}", highlight=False)
     path = Path(run_dir) / report.FILE
     if path.exists():
-        console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"\nReport: {path}")
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ from rose.comm.tasks import Tasks
 from rose.config import Config
 from rose.launch import resume
 from rose.launch.layout import layout
-from rose.observe.metrics import MetricsWriter
+from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.journal import Journal
@@ -33,12 +33,12 @@ from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 from rose.trainer.batching import plan_micro_batches
 
-TICK_S = 0.25  # the scheduler's clock and the live display: well under any deadline
+TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
 PART_BYTES = 16 * 2**20  # of trajectories in one message to a trainer rank
 
 
 class Stopped(Exception):
-    """The user or the system asked the run to end; everything up to the last step is kept."""
+    """The user or the system asked the run to end."""
 
 
 class RunFailed(RuntimeError):
@@ -55,7 +55,6 @@ class Coordinator:
         if state:
             scheduler.restore(state["scheduler"])
         self.scheduler = scheduler
-        self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.live = LiveStatus(run_dir)
@@ -72,6 +71,11 @@ class Coordinator:
         self.trained: dict[int, p.TrainDone] = {}
         self.saved: set[int] = set()
         self.gone: set[int] = set()
+        self.groups.failed = state.get("failed_trajectories", 0)
+        self.hub.engine_restarts = state.get("engine_restarts", 0)
+        self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
+        self.at_boundary = True  # the trainer's weights are those of `step`
+        self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -82,12 +86,13 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         tasks = Tasks()
-        receiving = tasks.spawn(self._receive())
+        tasks.spawn(self._receive())
+        self._stepping = tasks.spawn(self._steps())
         try:
-            await tasks.run_until(self._tick(), self._steps(), self._stopped())
+            await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
-            if not receiving.done():
-                await self._save_if_idle()
+            self._stepping.cancel()
+            await self._save_if_idle()
             raise
         finally:
             await tasks.close(1.0)
@@ -97,9 +102,11 @@ class Coordinator:
 
     async def _steps(self) -> None:
         await self._bring_up()
-        if self.step == 0:
-            await self._evaluate()
-        while self.step < self.config.trainer.steps:
+        while True:
+            if self._evaluation_due():
+                await self._evaluate()
+            if self.step >= self.config.trainer.steps:
+                break
             began = time.time()
             groups = await self._rollout()
             rolled_out = time.time()
@@ -108,10 +115,7 @@ class Coordinator:
             await self._sync(done)
             self._record(groups, done, began, rolled_out, trained, time.time())
             if self.step % self.config.trainer.checkpoint_every == 0 or self.step == self.config.trainer.steps:
-                await self._checkpoint()
-            if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < self.config.trainer.steps:
-                await self._evaluate()
-        await self._evaluate()
+                await self._checkpoint(self.config.trainer.step_timeout_s)
         self.live.update(phase="done", waiting_for="")
 
     async def _bring_up(self) -> None:
@@ -119,8 +123,8 @@ class Coordinator:
         c = self.config
         wanted = {role: sum(rank.role is role for rank in layout(c)) for role in p.Role if role is not p.Role.COORDINATOR}
         self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
-        await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()), c.cluster.start_timeout_s,
-                          lambda: "ranks to say hello: " + ", ".join(
+        await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
+                          c.cluster.start_timeout_s, lambda: "ranks to say hello: " + ", ".join(
                               f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
         await self._until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
                           lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
@@ -156,6 +160,7 @@ class Coordinator:
         c = self.config.trainer
         plan = plan_micro_batches(lengths, c.ranks, c.micro_batch_tokens, c.updates_per_step)
         summary = replay.summarise(groups)
+        self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         with self.recorder.timed("train", step=self.step + 1):
@@ -188,10 +193,18 @@ class Coordinator:
             self.hub.publish(done[0].version, done[0].manifest)
             await self._workers_loaded()
         self.step += 1
-        self.boundary = self._state()
+        self.boundary, self.at_boundary = self._state(), True
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "scheduler": self.scheduler.snapshot()}
+        return {"step": self.step, "scheduler": self.scheduler.snapshot(), "failed_trajectories": self.groups.failed,
+                "engine_restarts": self.hub.engine_restarts}
+
+    def _evaluation_due(self) -> bool:
+        """Before the first step, after the last, and each `eval.every`; not if a run that was interrupted
+        right afterwards has it already."""
+        every = self.config.eval.every
+        due = self.step == 0 or self.step >= self.config.trainer.steps or (every > 0 and self.step % every == 0)
+        return due and self.step not in [row["step"] for row in rows_of(read_metrics(self.run_dir), "eval")]
 
     async def _evaluate(self) -> None:
         """Success on the held-out tasks, each once."""
@@ -207,13 +220,13 @@ class Coordinator:
             await self._rollouts_until(lambda: all(name in self.finished for name in names))
         self.metrics.write(self.step, evaluation_row([self.finished.pop(name)[0] for name in names]))
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, deadline_s: float) -> None:
         folder = checkpoint.begin(self.run_dir, self.step)
         self.saved.clear()
         with self.recorder.timed("checkpoint", step=self.step):
             for rank in self.ranks[p.Role.TRAINER].values():
                 self.mailbox.send(rank, p.SaveCheckpoint(self.step, str(folder)))
-            await self._until(lambda: len(self.saved) == self.config.trainer.ranks, self.config.trainer.step_timeout_s,
+            await self._until(lambda: len(self.saved) == self.config.trainer.ranks, deadline_s,
                               lambda: f"trainer ranks to save step {self.step}: {len(self.saved)} saved")
             checkpoint.commit(folder, self.boundary, self.config.trainer.checkpoint_keep)
 
@@ -265,22 +278,27 @@ class Coordinator:
             except TimeoutError:
                 continue  # look at the silence again
 
+    async def _ended(self) -> None:
+        await asyncio.wait({self._stepping})
+
     async def _stopped(self) -> None:
         await self._stop.wait()
         raise Stopped("asked to end by a signal")
 
     async def _save_if_idle(self) -> None:
-        """Between training steps the trainer can still save the step that is done."""
+        """Between training steps the trainer can still save the last one, within half of the time to stop."""
         newest = checkpoint.latest(self.run_dir)
         saved = checkpoint.step_of(newest) if newest else 0
-        if self.live.status.phase in ("rollout", "evaluating") and self.step > saved:
-            await self._checkpoint()
+        if self.at_boundary and self.step > saved and len(self.trainers) == self.config.trainer.ranks:
+            await self._checkpoint(self.config.cluster.stop_timeout_s / 2)
 
     # ----------------------------------------------------------------- messages and actions
 
     async def _receive(self) -> None:
         while True:
             source, message = await self.mailbox.receive()
+            if isinstance(message, p.TurnRequest) and message.trajectory not in self.host_of:
+                continue  # cancelled while this was on its way
             if not self.hub.handle(source, message):
                 getattr(self, f"_on_{type(message).__name__}")(source, message)
             self._changed.set()
@@ -289,8 +307,10 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
-            workers = {name: WorkerStatus(tokens_per_s=0.0, running=w.running, waiting=w.waiting, version=w.version)
+            workers = {name: WorkerStatus(tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
+                                          running=w.running, waiting=w.waiting, version=w.version)
                        for name, w in self.hub.workers.items()}
+            self._tokens = {name: w.total_tokens for name, w in self.hub.workers.items()}
             self.live.update(workers=workers, finished=self.progress[0], total=self.progress[1])
 
     def _act(self, action: ev.Action) -> None:
@@ -334,6 +354,7 @@ class Coordinator:
         self.gone.add(m.rank)
 
     def _on_RankFailed(self, source: int, m: p.RankFailed) -> None:
+        self.gone.add(m.rank)
         raise RunFailed(f"rank {m.rank}: {m.error}")
 
     def _on_TrajectoryFinished(self, source: int, m: p.TrajectoryFinished) -> None:
@@ -367,11 +388,11 @@ class Coordinator:
         print(f"{what}: {detail}", flush=True)
 
     async def dismiss(self, reason: str) -> None:
-        """Tell every rank to leave and wait for their goodbyes until cluster.stop_timeout_s."""
+        """Tell every rank to leave and wait for their goodbyes; the launcher ends the laggards."""
         others = set(range(self.mailbox.size)) - {self.mailbox.rank}
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))
-        end = time.monotonic() + self.config.cluster.stop_timeout_s
+        end = time.monotonic() + self.config.cluster.stop_timeout_s / 3
         while self.gone < others and time.monotonic() < end:
             got = self.mailbox.poll()
             if got is None:

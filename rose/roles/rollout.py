@@ -20,6 +20,7 @@ from rose.observe.recorder import NullRecorder
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
+DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
 class RolloutWorker:
@@ -86,11 +87,16 @@ class RolloutWorker:
                 case _:
                     raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
+    async def _died(self, engine: Engine) -> bool:
+        """Whether an error of `engine` was its death: vLLM's own threads may notice that before we do."""
+        await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
+        return not engine.alive
+
     async def _generate(self, m: p.GenerateTurn) -> None:
         """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says all)."""
-        began, first, made, cached = time.time(), 0.0, 0, 0
+        engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
         try:
-            async for delta in self.engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
+            async for delta in engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
                 first = first or time.time()
                 made += len(delta.tokens)
                 cached = max(cached, delta.cached_tokens)
@@ -103,18 +109,19 @@ class RolloutWorker:
                                               cached_tokens=cached, ttft_s=first - began, started=began, finished=ended))
                     self.recorder.span("turn", began, ended, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
                                        tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
-        except EngineDied:
-            return
+        except Exception:
+            if not await self._died(engine):
+                raise
         finally:
             self._turns.pop((m.turn, m.attempt), None)
 
     async def _load(self, m: p.LoadVersion) -> None:
-        began, incarnation = time.time(), self.incarnation
+        engine, began, incarnation = self.engine, time.time(), self.incarnation
         try:
-            loaded = await self.engine.load_version(m.manifest, self.config.transfer.load_timeout_s)
-        except EngineDied:
-            return
+            loaded = await engine.load_version(m.manifest, self.config.transfer.load_timeout_s)
         except Exception as error:  # whatever the engine process raised; the coordinator ends the run with it
+            if await self._died(engine):
+                return
             self._send(p.VersionFailed(self.name, incarnation, m.version, f"{type(error).__name__}: {error}"))
             return
         seconds = time.time() - began

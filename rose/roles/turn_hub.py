@@ -23,14 +23,11 @@ class Worker:
     rank: int
     incarnation: int
     version: int
-    kv_tokens: int
     alive: bool = True
-    tokens: int = 0  # received from it
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    tokens: int = 0  # received from it since `begin_step`
+    total_tokens: int = 0
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0
     open_turns: int = 0
     busy_s: float = 0.0  # with at least one turn, since `begin_step`
     busy_since: float = 0.0
@@ -94,7 +91,8 @@ class TurnHub:
         """Tell the scheduler; do what it says."""
         actions = self._scheduler.handle(event)
         self._journal.write(event, actions)
-        for action in actions:
+        # Assignments first: what drops a group must find its turns where the scheduler believes them.
+        for action in sorted(actions, key=lambda a: not isinstance(a, ev.AssignTurn)):
             match action:
                 case ev.AssignTurn(turn, worker, attempt):
                     self.workers[worker].turn_opened(event.at)
@@ -130,15 +128,20 @@ class TurnHub:
         if self._count(m) is None:
             return
         worker = self.workers[self._scheduler.cluster.turns[m.turn].worker]
-        worker.cached_tokens += m.cached_tokens
         worker.turn_closed(time.time())
         self._close_turn(m.turn, m.finish)
 
     def _count(self, m: p.TurnProgress | p.TurnFinished) -> int | None:
+        """Take the tokens of a word; None if it is about an attempt that was given up."""
+        state = self._scheduler.cluster.turns.get(m.turn)
+        if state is not None and state.worker is None:
+            return None  # taken back and waiting in the queue
         count = self.ledger.add(m)
         if count:
             now = self.heard_at = time.time()
-            self.workers[self._scheduler.cluster.turns[m.turn].worker].tokens += count
+            worker = self.workers[state.worker]
+            worker.tokens += count
+            worker.total_tokens += count
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
@@ -149,8 +152,11 @@ class TurnHub:
 
     def _on_WorkerReady(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
-        self.workers[m.worker] = Worker(source, m.incarnation, m.version, m.kv_tokens,
-                                        tokens=before.tokens if before else 0)
+        self.workers[m.worker] = Worker(source, m.incarnation, m.version)
+        if before is not None:  # a restart: what it did in this step still counts
+            self.workers[m.worker].tokens = before.tokens
+            self.workers[m.worker].total_tokens = before.total_tokens
+            self.workers[m.worker].busy_s = before.busy_s
         print(f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
               flush=True)
         self.feed(ev.WorkerJoined(at=time.time(), worker=m.worker, kind="dedicated", max_sequences=m.max_sequences,
@@ -165,10 +171,12 @@ class TurnHub:
         lost = [t.turn for t in self._scheduler.cluster.turns.values() if t.worker == m.worker]
         self._on_fault("engine died", f"{m.worker}: {m.error}; {len(lost)} turns go elsewhere"
                        + (", the engine is restarted" if m.restarting else ""))
-        for turn in lost:
-            if self.ledger.complete(turn):
-                self._close_turn(turn, p.FinishReason.LENGTH)
-        self.feed(ev.WorkerLost(at=time.time(), worker=m.worker, reason=m.error))
+        if worker.open_turns:
+            worker.busy_s += time.time() - worker.busy_since
+        ended = [turn for turn in lost if self.ledger.complete(turn)]
+        for turn in ended:
+            self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
+        self.feed(ev.WorkerLost(at=time.time(), worker=m.worker, reason=m.error, ended=ended))
         if not m.restarting:
             del self.workers[m.worker]
             if not self.workers:
@@ -177,7 +185,8 @@ class TurnHub:
     def _on_WorkerLoad(self, source: int, m: p.WorkerLoad) -> None:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.incarnation == m.incarnation:
-            worker.running, worker.waiting, worker.kv_usage = m.running, m.waiting, m.kv_usage
+            worker.running, worker.waiting = m.running, m.waiting
+            self._recorder.counter(f"{m.worker}/kv_usage", m.kv_usage)
 
     def _on_VersionLoaded(self, source: int, m: p.VersionLoaded) -> None:
         worker = self.workers.get(m.worker)

@@ -84,19 +84,16 @@ class Groups:
         group = self._groups.pop(name, None)
         return sorted(group.running) if group else []
 
-    def drop_all(self) -> list[str]:
-        return [t for name in list(self._groups) for t in self.drop(name)]
-
     @property
     def running(self) -> int:
         return sum(len(g.running) for g in self._groups.values())
 
 
 def train_seed(run_seed: int, index: int) -> int:
-    """Environment seed of training group `index`; disjoint from evaluation's by name."""
-    return seed_of(run_seed, "train", index)
+    """Environment seed of training group `index`: even, as no held-out task's is (see `rose.envs.base`)."""
+    return seed_of(run_seed, "train", index) & ~1
 
 
 def eval_seed(seed: int, index: int) -> int:
-    """Environment seed of held-out task `index`: the same in every run with the same eval.seed."""
-    return seed_of(seed, "eval", index)
+    """Environment seed of held-out task `index`, odd: the same in every run with the same eval.seed."""
+    return seed_of(seed, "eval", index) | 1

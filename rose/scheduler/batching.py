@@ -19,7 +19,8 @@ class Synchronous:
 
     def __init__(self, oversample: float, max_admitted: float) -> None:
         if oversample < 1 or max_admitted < oversample:
-            raise ValueError(f"oversample={oversample:g} must be at least 1 and max_admitted={max_admitted:g} no smaller")
+            raise ValueError(f"oversample={oversample:g} must be at least 1, and max_admitted={max_admitted:g} "
+                             "no smaller than it")
         self.oversample, self.max_admitted = oversample, max_admitted
         self._next = 0  # index of the next group of the prompt stream
         self._step = 0

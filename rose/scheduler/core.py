@@ -77,6 +77,8 @@ class Scheduler:
         return self._load_if_stale(worker)
 
     def _on_WorkerLost(self, e: ev.WorkerLost) -> list[Action]:
+        for turn in e.ended:
+            self._on_TurnEnded(ev.TurnEnded(at=e.at, turn=turn))
         self._forget_worker(e.worker)
         return []
 
@@ -91,7 +93,7 @@ class Scheduler:
         self.cluster.version = e.version
         self.cluster.home.clear()  # cached prefixes belong to the old weights
         self.cluster.group_home.clear()
-        return [a for w in sorted(self.cluster.workers.values(), key=lambda w: w.worker) for a in self._load_if_stale(w)]
+        return [a for _, w in sorted(self.cluster.workers.items()) for a in self._load_if_stale(w)]
 
     def _load_if_stale(self, worker: WorkerState) -> list[Action]:
         if worker.loading or self.cluster.version < 0 or worker.version == self.cluster.version:

@@ -33,8 +33,11 @@ class WorkerJoined(Event):
 
 
 class WorkerLost(Event):
+    """`ended`: turns of it whose every token had arrived; the others go elsewhere."""
+
     worker: str
     reason: str
+    ended: list[str] = []
 
 
 class WorkerLoaded(Event):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from rose import config as cfg
@@ -27,8 +28,14 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
     known = POLICIES[kind]
     if chosen.name not in known:
-        raise cfg.ConfigError(f"scheduler.{kind}.name={chosen.name!r}: unknown policy; one of {', '.join(sorted(known))}")
+        raise cfg.ConfigError(f"scheduler.{kind}.name={chosen.name!r}: unknown policy; "
+                              f"one of {', '.join(sorted(known))}")
+    policy = known[chosen.name]
+    takes = list(inspect.signature(policy).parameters)
+    for key in [k for k in chosen.args if k not in takes] + [k for k in takes if k not in chosen.args]:
+        raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
+                              f"{', '.join(takes) or 'no arguments'}")
     try:
-        return known[chosen.name](**chosen.args)
+        return policy(**chosen.args)
     except (TypeError, ValueError) as error:
         raise cfg.ConfigError(f"scheduler.{kind}.args={chosen.args}: {error}") from None

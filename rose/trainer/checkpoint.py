@@ -47,7 +47,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def begin(run_dir: Path, step: int) -> Path:
     """An empty folder for the trainer ranks to write into."""
     folder = _folder(run_dir) / f"step-{step:06d}.tmp"
-    shutil.rmtree(folder, ignore_errors=True)
+    for left in _folder(run_dir).glob("step-*.tmp"):  # of an attempt that was interrupted
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
@@ -66,7 +67,7 @@ def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
     os.rename(folder, final)
     _fsync(final.parent)
     for old in complete(final.parent.parent)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
     return final
 
 

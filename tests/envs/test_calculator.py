@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from rose.envs import _arithmetic
 from rose.envs.base import Action, ToolCall
 from rose.envs.calculator import Calculator, expression
+from rose.rollout.tool_calls import parse
 
 
 def play(env, *calls):
@@ -51,6 +52,19 @@ def test_shaping_pays_the_right_result_once_and_the_whole_is_one():
     calls = [("calculate", "1 + 0"), ("calculate", asked), ("calculate", asked), ("answer", eval(asked))]
     assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == [0.0, 0.25, 0.0, 0.75]
     assert [step.reward for step in play(Calculator(shaping=0.25), calls[-1])] == [1.0]
+
+
+def test_examples_are_solved_questions_in_the_form_that_is_read():
+    start = asyncio.run(Calculator(examples=3).reset(3))
+    assert start.messages[-1] == asyncio.run(Calculator().reset(3)).messages[-1]
+    assert asyncio.run(Calculator(examples=3).reset(4)).messages[:-1] == start.messages[:-1]
+    shown = [message["content"] for message in start.messages[1:-1]]
+    for asked, calculate, response, answer in zip(*(shown[i::4] for i in range(4)), strict=True):
+        expected = asked.removeprefix("What is ").removesuffix("?")
+        call, final = parse(calculate).call, parse(answer).call
+        assert (call.name, call.arguments) == ("calculate", {"expression": expected})
+        assert (final.name, final.arguments) == ("answer", {"value": eval(expected)})
+        assert response == f"<tool_response>\n{eval(expected)}\n</tool_response>"
 
 
 @pytest.mark.parametrize("bad", ["two plus two", "1 / 0", "2 ** 1000", "__import__('os')", ""])

@@ -24,6 +24,13 @@ def test_the_seed_determines_the_map():
     assert len(set(maps)) == 3
 
 
+def test_no_map_of_an_even_seed_is_one_of_an_odd_seed():
+    def maps(seeds):
+        return {start(seed)[1].messages[1]["content"] for seed in seeds}
+    even, odd = maps(range(0, 600, 2)), maps(range(1, 601, 2))
+    assert len(even) > 100 and len(odd) > 100 and not even & odd
+
+
 def test_seeds_beyond_int64_are_taken_since_demonstrations_use_them():
     assert start(2**63 + 1)[1].messages[1]["content"] != start(1)[1].messages[1]["content"]
 

@@ -4,18 +4,19 @@ import sys
 from pathlib import Path
 
 from rose import config as configuration
-from rose.launch import local, logs, orphan, supervise
+from rose import processes
+from rose.launch import local, logs, supervise
 from rose.launch.layout import layout
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
     config = configuration.load(run_dir / "config.json")
     attempt = logs.new_attempt(run_dir)
-    orphan.adopt_orphans()
+    processes.adopt_orphans()
     command = [sys.executable, str(Path(__file__).with_name("toy_rank.py"))]
     ranks = layout(config)
     with local.locked(run_dir):
         process = local.start(config, ranks, run_dir, attempt, command)
-        outcome = supervise.Job(process, ranks, run_dir, attempt, config.cluster.stop_timeout_s).wait()
+        outcome = supervise.Job(process, ranks, run_dir, attempt, config.cluster).wait()
     print(outcome.failure)
     sys.exit(outcome.code)

@@ -1,15 +1,21 @@
 """`python launch.py`: a bad word on the command line costs nothing, a good one says what will run."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from rich.console import Console
 
 from rose import config as configuration
-from rose.launch import front, resume
+from rose.launch import front, plan, resume, supervise
+from rose.rollout import replay
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -44,7 +50,19 @@ def launch(tmp_path, monkeypatch, capsys):
     (["cluster.slots=3"], ["cluster.slots=3", "5 ranks"]),
     (["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=2"],
      ["rollout.tensor_parallel=3", "28 attention"]),
+    (["trainer.steps=3", "seed=1,2"], ["seed=1,2", "add -m", "'seed=\"1,2\"'"]),
+    (["seed=range(1,3)"], ["seed=range(1,3)", "add -m"]),
+    (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "no values"]),
+    (["env.args.sizee=3"], ["env.args.sizee=3", "did you mean env.args.size?", "hole_probability", "slippery"]),
+    (["env=calculator", "env.args.size=3"], ["env.args.size=3", "operations, largest"]),
+    (["cluster.env.A=x"], ["cluster.env.A=x", "OMP_WAIT_POLICY", "+cluster.env.A=x"]),
+    (["cluster.kind=slurm"], ["cluster.kind='slurm'", "one of local"]),
     (["model.source=folder", "model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
+    (["model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
+    (["model.path=/nowhere", "cluster.dry_run=true"], ["model.path='/nowhere'", "no such folder"]),
+    (["model.source=hub"], ["model.path=None", "hub id"]),
+    (["+model.recipe.sizee=3"], ["model.recipe.sizee=3", "make_tiny_model.py", "size, hole_probability"]),
+    (["output_dir=/dev/null/runs"], ["output_dir='/dev/null/runs'", "Not a directory", "may write"]),
     (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
     (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
     (["name=a/b"], ["name='a/b'", "letters"]),
@@ -64,6 +82,62 @@ def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     assert code == 0 and not err
     assert "qwen32b: 33 ranks, 48 GPUs" in out and "KV cache" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
+    (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
+    for step in (1, 2):
+        replay.save(tmp_path / "earlier", step, [])
+    code, out, err = launch("rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true")
+    assert code == 0 and not err
+    assert "frozenlake: 2 ranks, no GPU" in out and "trajectories saved in earlier" in out
+    assert "environment" not in out and "engines" not in out
+
+
+def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+        "vocab_size": 256}))
+    code, out, _ = launch("model.source=folder", "model.path=m", "cluster.dry_run=true")
+    assert code == 0 and "model tiny: 0.12M parameters" in out
+
+
+def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(launch, monkeypatch, make_config, capsys):
+    """What a rank's log holds is no rich markup: `[/usr/bin]` would raise, `[red]` would vanish."""
+    words = "rank 2 failed\n  [/usr/lib] [red]list[int] " + "x" * 300
+    monkeypatch.setattr(front.model, "prepare", lambda c: c)
+    monkeypatch.setattr(front.local, "start", lambda *_: None)
+    monkeypatch.setattr(front.processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(front, "_follow", lambda *_: supervise.Outcome(words))
+    c = make_config("observe.trace=false", "observe.report=false")
+    c.run_dir.mkdir(parents=True)
+    assert front._run(c, plan.make(c, None), Console()) == 1
+    assert capsys.readouterr().err == f"frozenlake failed: {words}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, number):
+    """Real: scripts/make_tiny_model.py imports torch for seconds, which is when it is ended."""
+    env = os.environ | {"ROSE_CACHE": str(tmp_path / "cache")}
+    launcher = subprocess.Popen([sys.executable, str(REPOSITORY / "launch.py"), "name=x"], cwd=tmp_path, env=env,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (recipe := [child for child in psutil.Process(launcher.pid).children()
+                              if any(part.endswith("make_tiny_model.py") for part in child.cmdline())]):
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        out, _ = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + number
+    assert "Traceback" not in out and f"ended by {signal.Signals(number).name}" in out
+    assert not psutil.wait_procs(recipe, timeout=5)[1], "the recipe outlived its launcher"
+    assert not (tmp_path / "outputs" / "x" / "logs").exists()
 
 
 def test_a_sweep_plans_every_point_under_a_name_of_its_own(launch):
@@ -92,7 +166,7 @@ def test_the_run_of_another_configuration_is_not_continued(launch, make_config):
     configuration.save(c, c.run_dir / "config.json")
     code, _, err = launch("seed=2", "trainer.optimizer.lr=0.5")
     assert code == 2
-    assert "seed: 1 -> 2" in err and "trainer.optimizer.lr: 0.001 -> 0.5" in err and "fresh=true" in err
+    assert "seed: 1 -> 2" in err and f"trainer.optimizer.lr: {c.trainer.optimizer.lr} -> 0.5" in err and "fresh=true" in err
     assert json.loads((c.run_dir / "config.json").read_text())["seed"] == 1
 
 

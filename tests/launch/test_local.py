@@ -76,6 +76,20 @@ def test_what_changes_the_training_is_another_run(make_config, tmp_path, overrid
         resume.check(tmp_path / "config.json", make_config(override))
 
 
+def test_another_model_folder_is_another_run_and_another_cache_is_not(make_config, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for file in ("tokenizer_config.json", "config.json"):
+            (tmp_path / name / file).write_text("{}")
+    a, b = (f"model.path={tmp_path / name}" for name in "ab")
+    local.write_config(make_config("model.source=folder", a), tmp_path)
+    resume.check(tmp_path / "config.json", make_config("model.source=folder", f"model.path={tmp_path}/b/../a"))
+    with pytest.raises(ConfigError, match="model.path: .*/a' -> .*/b'"):
+        resume.check(tmp_path / "config.json", make_config("model.source=folder", b))
+    local.write_config(make_config(a), tmp_path)
+    resume.check(tmp_path / "config.json", make_config())
+
+
 def test_an_earlier_run_is_moved_aside_not_lost(tmp_path):
     for content in "ab":
         (tmp_path / "run").mkdir()

@@ -117,6 +117,24 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, run_di
     assert not of_run(run_dir)
 
 
+def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_others(begin, run_dir):
+    process = begin(TOY="rollout-1:hang", TOY_SECONDS="300")
+    wait_until(lambda: all_up(run_dir))
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, 30)
+    assert code == 143 and not output.strip(), output
+    assert (run_dir / "clean").exists()
+    assert not of_run(run_dir)
+
+
+def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_dir, make_config):
+    configuration.save(make_config("cluster.start_timeout_s=0.01"), run_dir / "config.json")
+    code, output = finish(begin(TOY_SECONDS="300"), 30)
+    assert code == 1 and "did not start within cluster.start_timeout_s=0.01" in output
+    assert "rollout rank 4" in output
+    assert not of_run(run_dir)
+
+
 def test_a_second_signal_kills_at_once(begin, run_dir):
     process = begin(TOY="coordinator-0:hang")
     wait_until(lambda: all_up(run_dir))

@@ -13,6 +13,10 @@ import make_tiny_model as recipe  # noqa: E402
 LAKE = {"size": 4, "hole_probability": 0.2}
 
 
+def call(direction):
+    return f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{direction}"}}}}\n</tool_call>'
+
+
 @pytest.fixture(scope="module")
 def shown():
     return recipe.demonstrations(200, LAKE, 0.6, seed=1)[0]
@@ -23,20 +27,20 @@ def tokenizer(shown):
     return recipe.make_tokenizer(shown)
 
 
-@pytest.mark.parametrize("text", ["move right", "héllo ☃\n\t\x00 {\"a\": [1]}", "P  F\nH", "<tool_call>x</tool_call>", "wallpaper"])
+@pytest.mark.parametrize("text", ["move right", "héllo ☃\n\t\x00 {\"a\": [1]}", "P  F\nH", "<tool_call>x</tool_call>",
+                                  "wallpaper"])
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_call_is_six_tokens_and_a_prompt_is_short(tokenizer, shown):
-    text = '<tool_call>\n{"name": "move", "arguments": {"direction": "down"}}\n</tool_call><|im_end|>'
-    assert len(tokenizer.encode(text)) == 6
+    assert len(tokenizer.encode(call("down") + "<|im_end|>")) == 6
     messages, tools = shown[0]
     assert len(tokenizer.apply_chat_template(messages[:2], tools=tools, add_generation_prompt=True)["input_ids"]) < 80
 
 
 def test_directions_share_no_token_with_what_surrounds_them(tokenizer):
-    calls = [tokenizer.encode(f'\n{{"name": "move", "arguments": {{"direction": "{d}"}}}}\n') for d in recipe.DIRECTIONS]
+    calls = [tokenizer.encode(call(d)) for d in recipe.DIRECTIONS]
     assert [len({call[i] for call in calls}) for i in range(len(calls[0]))].count(4) == 1
 
 
@@ -49,8 +53,8 @@ def test_labels_are_exactly_the_assistant_turns(tokenizer, shown):
     tokens, labels = recipe.encode(tokenizer, shown[:20])
     for conversation, ids, row in zip(shown, tokens, labels):
         assert (ids[row != -100] == row[row != -100]).all()
-        said = [f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{m["tool_calls"][0]["function"]["arguments"]["direction"]}"}}}}'
-                "\n</tool_call><|im_end|>" for m in conversation[0] if m["role"] == "assistant"]
+        moves = [m["tool_calls"][0]["function"]["arguments"]["direction"] for m in conversation[0] if "tool_calls" in m]
+        said = [call(direction) + "<|im_end|>" for direction in moves]
         assert tokenizer.decode(row[row != -100]) == "".join(said)
 
 

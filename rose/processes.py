@@ -1,6 +1,6 @@
 """No process outlives the one that started it: Linux's parent-death signal and the child subreaper.
 
-Left out: other systems than Linux; ROSE's engines and MPI settings need Linux anyway.
+Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need Linux anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """This process gets SIGKILL when its parent ends. `parent`: the pid that must still be the parent, for a
-    process that was just forked (the parent may have ended before this call)."""
+    """This process gets SIGKILL when the thread that made it ends. `parent`: the pid that must still be the parent,
+    for a process that was just forked (the parent may have ended before this call)."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
