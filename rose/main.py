@@ -51,7 +51,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
                  Path(resume_from) if resume_from else None)
     except Exception as error:
         if me.rank != COORDINATOR:
-            mailbox.send(COORDINATOR, p.RankFailed(me.rank, f"{me.role.value} {me.index}: {type(error).__name__}: {error}"))
+            cause = f"{me.role.value} {me.index}: {type(error).__name__}: {error}"
+            mailbox.send(COORDINATOR, p.RankFailed(me.rank, cause))
             mailbox.flush(SEND_DEADLINE_S)
         raise
     if me.rank != COORDINATOR:
@@ -59,7 +60,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     mailbox.flush(SEND_DEADLINE_S)
 
 
-def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers, resume_from: Path | None) -> None:
+def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers,
+             resume_from: Path | None) -> None:
     from rose.observe.recorder import NullRecorder, Recorder
 
     name = f"{me.role.value}-{me.index}"

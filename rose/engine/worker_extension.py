@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from rose.config import read_shape
 from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
-from rose.engine.process import die_with_parent
+from rose.processes import die_with_parent
 from rose.transfer import TransferError, Version, open_version
 from rose.transfer.codec import digest
 

@@ -121,7 +121,8 @@ class Coordinator:
     async def _bring_up(self) -> None:
         """Wait for every rank, the trainer's first version, and every engine holding it."""
         c = self.config
-        wanted = {role: sum(rank.role is role for rank in layout(c)) for role in p.Role if role is not p.Role.COORDINATOR}
+        planned = [rank.role for rank in layout(c)]
+        wanted = {role: planned.count(role) for role in p.Role if role is not p.Role.COORDINATOR}
         self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
         await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
                           c.cluster.start_timeout_s, lambda: "ranks to say hello: " + ", ".join(
@@ -270,8 +271,9 @@ class Coordinator:
         while not ready():
             silent = time.time() - self.hub.heard_at
             if silent > patience:
-                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {self.groups.running} trajectories "
-                                f"run; {len(self.hub.ledger)} turns are open, {self.scheduler.waiting} of them unassigned")
+                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {self.groups.running} "
+                                f"trajectories run; {len(self.hub.ledger)} turns are open, "
+                                f"{self.scheduler.waiting} of them unassigned")
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), 1.0)

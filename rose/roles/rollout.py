@@ -105,8 +105,8 @@ class RolloutWorker:
                     self._send(p.TurnProgress(m.turn, m.attempt, *packed, delta.version))
                 else:
                     ended = time.time()
-                    self._send(p.TurnFinished(m.turn, m.attempt, *packed, delta.version, delta.finish,
-                                              cached_tokens=cached, ttft_s=first - began, started=began, finished=ended))
+                    self._send(p.TurnFinished(m.turn, m.attempt, *packed, delta.version, delta.finish, cached,
+                                              ttft_s=first - began, started=began, finished=ended))
                     self.recorder.span("turn", began, ended, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
                                        tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
         except Exception:

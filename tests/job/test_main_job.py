@@ -40,7 +40,8 @@ def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
     assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
     assert (job.run / "report.html").stat().st_size > 10_000
     assert job.orphans() == []
-    replayed = build(cfg.load(job.run / "config.json").scheduler, cfg.load(job.run / "config.json").rollout.turn_timeout_s)
+    config = cfg.load(job.run / "config.json")
+    replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
     again = Job(tmp_path, "trainer.ranks=2", "rollout.environment_hosts=2")
     assert again.wait(60) == 0 and "finished" in again.said
