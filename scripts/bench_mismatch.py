@@ -23,8 +23,10 @@ import numpy as np
 import torch
 import yaml
 
-from rose import config, models, protocol
-from rose.engine.vllm_engine import Engine
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rose import config, models, protocol  # noqa: E402
+from rose.engine.vllm_engine import Engine  # noqa: E402
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FLOAT32_LIMIT = 1e-3

@@ -14,7 +14,8 @@ from rose.rollout.control import Groups
 def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: dict[str, float], hub: TurnHub,
              failed: Groups, dropped: int) -> dict[str, Any]:
     """Values of one training step; `times` in seconds, rates in tokens/s of the rollout phase.
-    `time_idle` is the part of the rollout phase in which an engine, on average, had no turn."""
+    `time_idle` is the part of the rollout phase in which an engine, on average, had no turn;
+    `time_rollout` is the rest of it."""
     all_of = [t for group in groups for t in group]
     lengths = np.array([t.response_tokens for t in all_of])
     rollout_s = max(times["rollout"], 1e-9)
@@ -24,7 +25,7 @@ def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: d
     return {
         "kind": "step",
         **{f"time_{phase}": value for phase, value in times.items()},
-        "time_idle": idle, "time_step": sum(times.values()),
+        "time_rollout": times["rollout"] - idle, "time_idle": idle, "time_step": sum(times.values()),
         "reward_mean": float(np.mean([t.reward for t in all_of])),
         "success": float(np.mean([t.success for t in all_of])),
         "response_tokens_mean": float(lengths.mean()), "response_tokens_max": int(lengths.max()),
