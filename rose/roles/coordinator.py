@@ -146,7 +146,7 @@ class Coordinator:
         wanted = self.config.trainer.batch_size // self.config.rollout.group_size
         self.batch, self.dropped, self.progress = None, 0, (0, wanted * self.config.rollout.group_size)
         self.hub.begin_step()
-        self.live.update(phase="rollout", step=self.step + 1)
+        self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
         with self.recorder.timed("rollout", step=self.step + 1):
             self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
             await self._rollouts_until(lambda: self.batch is not None)
@@ -212,7 +212,7 @@ class Coordinator:
         c = self.config
         if c.eval.episodes == 0 or c.rollout.replay is not None:
             return
-        self.live.update(phase="evaluating", step=self.step)
+        self.live.update(phase="evaluating", step=self.step, waiting_for="")
         self.progress = (0, c.eval.episodes)
         names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
         with self.recorder.timed("evaluate", step=self.step):
