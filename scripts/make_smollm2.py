@@ -55,8 +55,8 @@ def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     made = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1]:]
     answer = tokenizer.decode(made, skip_special_tokens=True)
     if "Paris" not in answer:
-        raise SystemExit(f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its weights were read "
-                         "wrongly; are gguf and transformers those of requirements/cpu.txt?")
+        raise SystemExit(f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its weights were "
+                         "read wrongly; are gguf and transformers those of requirements/cpu.txt?")
 
 
 def main(argv: list[str] | None = None) -> None:
