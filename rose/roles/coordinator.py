@@ -261,7 +261,8 @@ class Coordinator:
             return
         await self._until(lambda: not self.hub.stale_workers() and any(w.alive for w in self.hub.workers.values()),
                           self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
-                          lambda: f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}")
+                          lambda: f"version {self.hub.version} in "
+                                  f"{', '.join(self.hub.stale_workers()) or 'any engine'}")
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
         """Wait while rollouts make progress of any kind; only silence has a deadline."""
