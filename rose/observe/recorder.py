@@ -45,7 +45,7 @@ class NullRecorder:
 
 
 class Recorder(NullRecorder):
-    """One per rank; any thread may record. `attempt` counts the starts of this run (see `next_attempt`)."""
+    """One per rank; any thread may record. `attempt` counts the starts of this run."""
 
     def __init__(self, run_dir: Path | str, rank: int, role: str, name: str, attempt: int = 1):
         path = Path(run_dir) / "events" / str(attempt) / f"{role}-{rank}.jsonl"
@@ -89,12 +89,6 @@ class Recorder(NullRecorder):
 def _plain(value: Any) -> Any:
     """numpy scalars and arrays, paths and enums that turn up in args."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def next_attempt(run_dir: Path | str) -> int:
-    """Number of the start that is about to happen: one more than the greatest under events/."""
-    folders = (Path(run_dir) / "events").glob("*")
-    return 1 + max((int(folder.name) for folder in folders if folder.name.isdigit()), default=0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import math
 from typing import Any, Awaitable, Callable, Coroutine
 
 import msgspec
-import xxhash
 
 from rose import config
 from rose.envs.base import Action, Environment, Start, Step
@@ -21,6 +20,7 @@ from rose.protocol import (FinishReason, Sampling, StartTrajectory, Trajectory, 
                            pack_tokens, unpack_tokens)
 from rose.rollout import tool_calls
 from rose.rollout.chat import ChatFormat
+from rose.rollout.control import seed_of
 
 TOKEN_BYTES = 4
 REMINDER = f"Call a tool: write {tool_calls.FORM}"
@@ -60,7 +60,7 @@ async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFor
 
 def turn_seed(sampling_seed: int, turn: str) -> int:
     """The same on every machine and run; 31 bits."""
-    return xxhash.xxh3_64_intdigest(f"{sampling_seed}/{turn}".encode()) & 0x7FFFFFFF
+    return seed_of(sampling_seed, turn)
 
 
 class _Guard:

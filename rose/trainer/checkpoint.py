@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rose.transfer.store import sync
+
 COORDINATOR_STATE = "coordinator.json"
 
 
@@ -61,19 +63,11 @@ def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
         os.fsync(file.fileno())
     for path in folder.rglob("*"):
         if path.is_file():
-            _fsync(path)
+            sync(path)
     final = folder.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
     os.rename(folder, final)
-    _fsync(final.parent)
+    sync(final.parent)
     for old in complete(final.parent.parent)[:-keep]:
         shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
     return final
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

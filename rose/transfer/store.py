@@ -110,9 +110,9 @@ class VersionWriter:
         try:
             self._file.create_dataset(INDEX, data=np.frombuffer(index, dtype=np.uint8))
             self._file.close()
-            _sync(self._partial)
+            sync(self._partial)
             os.replace(self._partial, self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except (OSError, RuntimeError, ValueError) as error:
             self._discard()
             raise TransferError(f"{self.path}: not written: {error}") from error
@@ -160,10 +160,10 @@ def _write_manifest(path: Path, manifest: Manifest) -> Path:
     partial = path.with_name(".manifest.json.partial")
     try:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        _sync(partial)
+        sync(partial)
         os.replace(partial, path)
-        _sync(path.parent)
-        _sync(path.parent.parent)
+        sync(path.parent)
+        sync(path.parent.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise TransferError(f"{path}: not committed: {error}") from error
@@ -303,7 +303,8 @@ def _as_array(name: str, tensor, dtype: str | None) -> tuple[np.ndarray, str]:
     return array, dtype
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Until this file, or this folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
-from rose.observe.recorder import NullRecorder, Recorder, next_attempt, read_events
+from rose.observe.recorder import NullRecorder, Recorder, read_events
 from rose.observe.stats import difference_interval, wilson_interval
 from rose.observe.status import LiveStatus, read_status
 
@@ -40,7 +40,6 @@ def test_recorded_events_come_back_with_their_rank(tmp_path):
     assert turn["args"] == {"turn": "g1.0.t0", "tokens": 7, "name": "free"} and turn["end"] - turn["start"] == 1.5
     assert load["args"] == {"version": 4, "bytes": 12} and load["end"] >= load["start"]
     assert died["args"] == {"exit_code": -9} and usage["value"] == 0.5
-    assert next_attempt(tmp_path) == 3 and next_attempt(tmp_path / "new") == 1
 
 
 def test_events_reach_the_file_within_about_a_second_without_further_calls(tmp_path):
