@@ -69,13 +69,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Sampling(Record):
-    """How one turn is sampled. `seed` makes it reproducible whichever engine takes it."""
+    """How one turn is sampled. A `seed` makes it reproducible whichever engine takes it, at a price: vLLM then
+    draws row by row. None: from the engine's own stream of random numbers."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    seed: int = 0
+    seed: int | None = None
 
 
 class Trajectory(Record):
@@ -142,7 +143,7 @@ class StartTrajectory(Message):
     group: str
     phase: Phase
     env_seed: int  # the same for all members of a group
-    sampling_seed: int
+    sampling_seed: int | None  # of its turns; see `Sampling.seed`
 
 
 class TurnRequest(Message):

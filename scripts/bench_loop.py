@@ -113,7 +113,7 @@ async def drive_alone(run: Path, index: int, engines: int) -> int:
     for name, value in start.environment(config.cluster.gpus > 0, config.rollout.threads).items():
         os.environ.setdefault(name, value)
     folder = resolve(config.model)
-    llm, _ = start.build(start.engine_args(folder, config.rollout, config.model, False), config.cluster.gpus > 0)
+    llm, _ = start.build(start.engine_args(folder, config.rollout, config.model, False, index), config.cluster.gpus > 0)
     try:
         await play(llm, run, 1, index, engines)  # warm-up
         print("ready", flush=True)
@@ -137,7 +137,7 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
 
     made = 0
     for number, (context, count) in enumerate(turns_of(trajectory)):
-        params = SamplingParams(max_tokens=count, min_tokens=count, ignore_eos=True, temperature=1.0, logprobs=0,
+        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, logprobs=0,
                                 detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         request = {"prompt_token_ids": context, "cache_salt": str(step)}
         async for _ in llm.generate(request, params, f"{step}/{trajectory.id}/{number}"):

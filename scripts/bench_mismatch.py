@@ -40,11 +40,11 @@ async def sample(folder: Path, dtype: str, arguments) -> list[tuple[list[int], l
     vocab = config.read_shape(folder).vocab
     generator = np.random.default_rng(arguments.seed)
     prompts = [generator.integers(0, vocab, arguments.prompt_tokens).tolist() for _ in range(arguments.turns)]
-    engine = await Engine.start(folder, rollout, model, gpus=arguments.gpus)
+    engine = await Engine.start(folder, rollout, model, gpus=arguments.gpus, seed=arguments.seed)
 
     async def turn(i: int) -> tuple[list[int], list[int], list[float]]:
         tokens, logprobs = [], []
-        sampling = protocol.Sampling(max_new_tokens=arguments.new_tokens, seed=i)
+        sampling = protocol.Sampling(max_new_tokens=arguments.new_tokens)
         async for chunk in engine.generate(f"turn-{i}", protocol.pack_tokens(prompts[i]), sampling):
             tokens += chunk.tokens
             logprobs += chunk.logprobs

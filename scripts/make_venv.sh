@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes a virtual environment with Python 3.11, for which requirements/ is locked: PYTHON=python3.11 make_venv.sh DIR
-# Needs no root. An environment of Python 3.11 that is there already is kept.
+# Needs no root. An environment of Python 3.11 that is there already is kept, and gets what it lacks.
 set -eu
+build_tools="setuptools==78.1.1 wheel==0.48.0"  # packages that come as source are built with them
 venv=$1
 python=${PYTHON:-python3.11}
 
@@ -10,7 +11,7 @@ version() {
 }
 
 if [ -x "$venv/bin/python" ] && [ "$(version "$venv/bin/python")" = 3.11 ]; then
-    exit 0
+    exec "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps $build_tools
 fi
 found=$(version "$python")
 if [ "$found" != 3.11 ]; then
@@ -24,5 +25,4 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     exit 2
 fi
 "$python" -m venv --clear "$venv"
-# Packages that come as source are built with it.
-"$venv/bin/python" -m pip --disable-pip-version-check install --quiet setuptools wheel
+"$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps $build_tools

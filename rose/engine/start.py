@@ -67,7 +67,7 @@ def stop_tokens(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool) -> dict:
+def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int) -> dict:
     """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its first token."""
     args = dict(
         model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=model.dtype,
@@ -76,7 +76,9 @@ def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: boo
         enable_prefix_caching=rollout.prefix_caching and not deterministic, enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=rollout.tensor_parallel, gpu_memory_utilization=rollout.gpu_memory_utilization,
         stream_interval=rollout.stream_interval, logprobs_mode="raw_logprobs", use_tqdm_on_load=False,
-        worker_extension_cls="rose.engine.worker_extension.WorkerExtension")
+        worker_extension_cls="rose.engine.worker_extension.WorkerExtension", seed=seed)
+    if deterministic:
+        args["enable_chunked_prefill"] = False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     return args | rollout.engine_args

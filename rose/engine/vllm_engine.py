@@ -90,6 +90,9 @@ class Engine:
         self._open.set()
         self._loading = asyncio.Lock()
         self._generated = self._prompted = self._cached = 0
+        config = llm.vllm_config
+        self._takes_seeds = config.device_config.device_type != "cpu" \
+            or not config.scheduler_config.enable_chunked_prefill
         self.version = -1  # the folder's own weights
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         self._died = asyncio.get_running_loop().create_future()
@@ -97,8 +100,10 @@ class Engine:
 
     @classmethod
     async def start(cls, folder: str | Path, rollout: Rollout, model: Model, deterministic: bool = False,
-                    gpus: bool = False) -> Engine:
+                    gpus: bool = False, seed: int = 0) -> Engine:
         """Start the engine process and wait until it serves.
+
+        `seed`, of the turns without one; it must differ between engines, or they draw alike.
 
         Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left then.
         """
@@ -108,7 +113,7 @@ class Engine:
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
-            _starter, build, engine_args(folder, rollout, model, deterministic), gpus)
+            _starter, build, engine_args(folder, rollout, model, deterministic, seed), gpus)
         try:
             llm, latest = await asyncio.wait_for(asyncio.shield(building), rollout.engine_start_timeout_s)
             # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs anything else,
@@ -133,10 +138,14 @@ class Engine:
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn continued
         from partial tokens doesn't draw the same numbers again.
-        Raises `EngineDied`; `EngineError` if `turn_id` is already running here.
+        Raises `EngineDied`; `EngineError` if `turn_id` is already running here, or has a seed that would kill
+        this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
         """
         if turn_id in self._turns:
             raise EngineError(f"turn {turn_id} is already running on this engine")
+        if sampling.seed is not None and not self._takes_seeds:
+            raise EngineError(f"turn {turn_id} has a sampling seed, which vLLM on CPU takes only without chunked "
+                              "prefill; use deterministic=true or rollout.engine_args.enable_chunked_prefill=false")
         turn = self._turns[turn_id] = _Turn("")
         prompt = protocol.unpack_tokens(tokens).tolist()
         end = min(len(prompt) + sampling.max_new_tokens, self._max_context)
@@ -173,7 +182,7 @@ class Engine:
         version, first = self.version, True
         params = SamplingParams(
             max_tokens=max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            seed=(sampling.seed * 1_000_003 + len(prompt)) % 2**63, stop_token_ids=self._stop_tokens, logprobs=0,
+            seed=None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63, stop_token_ids=self._stop_tokens, logprobs=0,
             flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
         request = tokens_input(list(prompt), cache_salt=f"v{version}")  # a prefix cached by older weights never matches
         self._prompted += len(prompt)

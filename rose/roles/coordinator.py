@@ -60,7 +60,7 @@ class Coordinator:
         self.live = LiveStatus(run_dir)
         self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
         self.hub = TurnHub(scheduler, mailbox.send, self.journal, recorder, self._act, self._fault)
-        self.groups = control.Groups(config.seed, config.env.max_failures_in_row)
+        self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
         self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in
         self.host_of: dict[str, int] = {}  # trajectory -> rank of its environment host

@@ -14,13 +14,31 @@ from rose import protocol as p
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
-from rose.engine.vllm_engine import Engine, EngineDied
+from rose.engine.vllm_engine import Chunk, Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
+from rose.rollout.control import seed_of
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
+PROGRESS_S = 0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
+
+
+class _Word:
+    """Tokens of one version that the coordinator has not been told of."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+
+    def add(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+
+    def packed(self) -> tuple[bytes, bytes, int]:
+        return p.pack_tokens(self.tokens), p.pack_floats(self.logprobs), self.version
 
 
 class RolloutWorker:
@@ -47,7 +65,8 @@ class RolloutWorker:
     async def _keep_engine(self) -> None:
         for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
             self.engine = await Engine.start(self.folder, self.config.rollout, self.config.model,
-                                             deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0)
+                                             deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0,
+                                             seed=seed_of(self.config.seed, self.name, self.incarnation))
             self.incarnation += 1
             self._send(p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences,
                                      self.engine.kv_tokens, self.engine.version))
@@ -95,19 +114,26 @@ class RolloutWorker:
     async def _generate(self, m: p.GenerateTurn) -> None:
         """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says all)."""
         engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
+        word, told = _Word(engine.version), began
         try:
             async for delta in engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
-                first = first or time.time()
+                now = time.time()
+                first = first or now
                 made += len(delta.tokens)
                 cached = max(cached, delta.cached_tokens)
-                packed = p.pack_tokens(delta.tokens), p.pack_floats(delta.logprobs)
+                if delta.version != word.version:
+                    if word.tokens:
+                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                    word = _Word(delta.version)
+                word.add(delta)
                 if delta.finish is None:
-                    self._send(p.TurnProgress(m.turn, m.attempt, *packed, delta.version))
+                    if now - told >= PROGRESS_S:
+                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                        word, told = _Word(delta.version), now
                 else:
-                    ended = time.time()
-                    self._send(p.TurnFinished(m.turn, m.attempt, *packed, delta.version, delta.finish, cached,
-                                              ttft_s=first - began, started=began, finished=ended))
-                    self.recorder.span("turn", began, ended, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
+                    self._send(p.TurnFinished(m.turn, m.attempt, *word.packed(), delta.finish, cached,
+                                              ttft_s=first - began, started=began, finished=now))
+                    self.recorder.span("turn", began, now, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
                                        tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
         except Exception:
             if not await self._died(engine):

@@ -58,9 +58,9 @@ async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFor
     return trajectory
 
 
-def turn_seed(sampling_seed: int, turn: str) -> int:
-    """The same on every machine and run; 31 bits."""
-    return seed_of(sampling_seed, turn)
+def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
+    """The same on every machine and run; 31 bits. None stays None."""
+    return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
 class _Guard:

@@ -34,10 +34,10 @@ class _Group:
 
 
 class Groups:
-    """Groups in progress: which trajectories run, which are in."""
+    """Groups in progress: which trajectories run, which are in. `seeded`: their turns get sampling seeds."""
 
-    def __init__(self, run_seed: int, max_failures_in_row: int) -> None:
-        self._run_seed, self._max_failures = run_seed, max_failures_in_row
+    def __init__(self, run_seed: int, max_failures_in_row: int, seeded: bool) -> None:
+        self._run_seed, self._max_failures, self._seeded = run_seed, max_failures_in_row, seeded
         self._groups: dict[str, _Group] = {}
         self._failures_in_row = 0
         self.failed = 0  # over the run
@@ -49,7 +49,8 @@ class Groups:
 
     def _start(self, name: str, group: _Group, trajectory: str) -> StartTrajectory:
         group.running.add(trajectory)
-        return StartTrajectory(trajectory, name, group.phase, group.env_seed, seed_of(self._run_seed, trajectory))
+        return StartTrajectory(trajectory, name, group.phase, group.env_seed,
+                               seed_of(self._run_seed, trajectory) if self._seeded else None)
 
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
         """Count a trajectory; the whole group, ordered by id, once its last member is in. Words about

@@ -43,7 +43,7 @@ class Ledger:
         if entry.made:
             sampling = p.Sampling(max_new_tokens=sampling.max_new_tokens - entry.made, temperature=sampling.temperature,
                                   top_p=sampling.top_p, top_k=sampling.top_k,
-                                  seed=(sampling.seed + attempt) & 0x7FFFFFFF)
+                                  seed=None if sampling.seed is None else (sampling.seed + attempt) & 0x7FFFFFFF)
         return p.GenerateTurn(turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling)
 
     def add(self, message: p.TurnProgress | p.TurnFinished) -> int | None:

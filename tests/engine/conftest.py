@@ -67,8 +67,9 @@ def start(loop, folders, rollout, model_config):
 
     engines = []
 
-    def start(architecture: str, **kwargs) -> Engine:
-        engine = loop.run_until_complete(Engine.start(folders[architecture], rollout, model_config, **kwargs))
+    def start(architecture: str, engine_args: dict | None = None, **kwargs) -> Engine:
+        adapted = msgspec.structs.replace(rollout, engine_args=engine_args or {})
+        engine = loop.run_until_complete(Engine.start(folders[architecture], adapted, model_config, **kwargs))
         engines.append(engine)
         return engine
 

@@ -85,7 +85,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a
 
 def test_the_logprobs_are_the_models_whatever_the_sampling(start, loop, folders):
     """Temperature, top-p and top-k change what is drawn, not the reported log-probability."""
-    engine = start("Qwen3")
+    engine = start("Qwen3", engine_args={"enable_chunked_prefill": False})
     model = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
     sampling = protocol.Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=20, seed=3)
     results = loop.run_until_complete(turns(engine, sampling=sampling))
@@ -205,6 +205,19 @@ def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):
     loop.run_until_complete(engine.shutdown())
     again = start("Qwen3")
     assert loop.run_until_complete(turn(again, "t", PROMPTS[0]))["tokens"]
+
+
+def test_a_seeded_turn_that_would_kill_the_engine_is_refused(start, loop):
+    engine = start("Qwen3")
+    with pytest.raises(EngineError, match="deterministic=true"):
+        loop.run_until_complete(turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=8, seed=5)))
+    assert loop.run_until_complete(turn(engine, "t", PROMPTS[0]))["tokens"]
+
+
+def test_engines_with_different_seeds_draw_differently(start, loop):
+    sampling = protocol.Sampling(max_new_tokens=24)
+    first, second = (loop.run_until_complete(turn(start("Qwen3", seed=seed), "t", PROMPTS[0], sampling)) for seed in (1, 2))
+    assert first["tokens"] != second["tokens"]
 
 
 def test_deterministic_turns_do_not_depend_on_their_company(start, loop):

@@ -12,10 +12,11 @@ def trajectory(name, reward=0.0, tokens=1):
 
 
 def test_a_group_is_complete_when_its_last_member_is_in():
-    groups = Groups(1, 3)
+    groups = Groups(1, 3, seeded=True)
     starts = groups.open("g4", Phase.TRAIN, 99, 3)
     assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"] and {s.env_seed for s in starts} == {99}
     assert len({s.sampling_seed for s in starts}) == 3
+    assert {s.sampling_seed for s in Groups(1, 3, seeded=False).open("g4", Phase.TRAIN, 99, 3)} == {None}
     assert groups.finished(trajectory("g4.2")) is None and groups.finished(trajectory("g4.0")) is None
     assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
     assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
@@ -23,7 +24,7 @@ def test_a_group_is_complete_when_its_last_member_is_in():
 
 
 def test_a_failed_trajectory_is_replaced_within_its_group():
-    groups = Groups(1, 5)
+    groups = Groups(1, 5, seeded=True)
     groups.open("g0", Phase.TRAIN, 9, 2)
     again = groups.failed_trajectory("g0.1", "g0", "boom")
     assert again.id == "g0.1r1" and again.env_seed == 9
@@ -35,7 +36,7 @@ def test_a_failed_trajectory_is_replaced_within_its_group():
 
 
 def test_too_many_failures_in_a_row_stop_with_the_cause():
-    groups = Groups(1, 2)
+    groups = Groups(1, 2, seeded=False)
     groups.open("g0", Phase.TRAIN, 9, 3)
     groups.failed_trajectory("g0.0", "g0", "boom")
     groups.finished(trajectory("g0.1"))  # a success in between
@@ -45,7 +46,7 @@ def test_too_many_failures_in_a_row_stop_with_the_cause():
 
 
 def test_a_dropped_group_is_forgotten():
-    groups = Groups(1, 5)
+    groups = Groups(1, 5, seeded=True)
     groups.open("g0", Phase.TRAIN, 9, 2)
     groups.finished(trajectory("g0.0"))
     assert groups.drop("g0") == ["g0.1"] and groups.drop("g0") == []
