@@ -109,7 +109,8 @@ class Trainer(Section):
     dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
-    micro_batch_tokens: Count  # padded tokens of one forward pass
+    micro_batch_tokens: Count  # of one forward pass: padded ones, or distinct ones when prefixes are shared
+    share_prefixes: bool  # compute what rows have in common at their beginning once, where that is cheaper
     gradient_checkpointing: bool
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count

@@ -302,11 +302,13 @@ class BatchSummary(Record):
 class TrainStep(Message):
     """Coordinator -> every trainer rank: the step begins. The rank's own trajectories follow in
     `parts` messages of `TrainPart`. `micro_batches` lists this rank's rows of `summary`; every rank
-    has the same number of micro-batches in each optimizer update (ZeRO's collectives need that)."""
+    has the same number of micro-batches in each optimizer update (ZeRO's collectives need that).
+    `trees`: each micro-batch is computed as one prefix tree."""
 
     step: int
     summary: BatchSummary
     micro_batches: list[list[list[int]]]  # [update][micro-batch][row of summary]
+    trees: bool
     parts: int
 
 
@@ -344,7 +346,7 @@ class TrainerReady(Message):
     step: int
     version: int
     manifest: str  # "" except from trainer 0
-    parameters: int
+    no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
 
 
 AnyMessage = (

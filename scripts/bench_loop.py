@@ -1,13 +1,14 @@
 """What coordination costs: the main job's rollout beside vLLM driven alone on the same turns, in one run.
 
-    python scripts/bench_loop.py [--engines 1 2] [--steps 4] [HYDRA OVERRIDES ...]
+    python scripts/bench_loop.py [--engines 1 2] [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
 For each number of engines it runs `launch.py`, takes every turn of its last steps from the saved
 trajectories, and has bare AsyncLLM engines (same arguments, same number, no MPI, no environment, no
 coordinator) make the same number of tokens from the same contexts, each trajectory's turns one after
 the other as in the loop. Printed: step time split into rollout, train, sync and idle; tokens/s of
-both; and their ratio, which is 1 when coordination is free. Weights differ by a few updates, which
-changes no timing: the token counts are forced.
+both; and their ratio, which is 1 when coordination is free. The two take turns for `--rounds` rounds,
+since a machine's speed drifts: medians over the rounds, and the smallest and largest ratio. Weights
+differ by a few updates, which changes no timing: the token counts are forced.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ DEADLINE_S = 900.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, default=4, help="training steps; the first is a warm-up and not counted")
+    parser.add_argument("--steps", type=int, default=8, help="training steps; the first is a warm-up and not counted")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--alone", nargs=3, metavar=("RUN", "INDEX", "ENGINES"), help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args()
     if args.alone:
         return asyncio.run(drive_alone(Path(args.alone[0]), int(args.alone[1]), int(args.alone[2])))
-    rows = [measure(engines, args.steps, overrides) for engines in args.engines]
-    show(rows)
+    rounds = [[measure(engines, args.steps, overrides) for engines in args.engines] for _ in range(args.rounds)]
+    show([[measured[i] for measured in rounds] for i in range(len(args.engines))])
     return 0
 
 
@@ -145,15 +147,18 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
     return made
 
 
-def show(rows: list[dict]) -> None:
-    table = Table(title="one training step, medians")
-    for column in ("engines", "step s", "rollout s", "train s", "sync s", "idle s", "loop tok/s", "vLLM alone tok/s", "ratio"):
+def show(measured: list[list[dict]]) -> None:
+    """`measured`: for each number of engines its rounds."""
+    rows = [{key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for rounds in measured]
+    table = Table(title=f"one training step, medians of {len(measured[0])} rounds")
+    for column in ("engines", "step s", "rollout s", "train s", "sync s", "idle s", "loop tok/s", "vLLM alone tok/s", "ratio", "min..max"):
         table.add_column(column, justify="right")
-    for r in rows:
+    for r, rounds in zip(rows, measured):
+        ratios = [one["ratio"] for one in rounds]
         table.add_row(str(r["engines"]), *(f"{r[k]:.2f}" for k in ("step", "rollout", "train", "sync", "idle")),
-                      f"{r['loop']:.0f}", f"{r['alone']:.0f}", f"{r['ratio']:.2f}")
+                      f"{r['loop']:.0f}", f"{r['alone']:.0f}", f"{r['ratio']:.2f}", f"{min(ratios):.2f}..{max(ratios):.2f}")
     Console().print(table)
-    print(json.dumps(rows))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

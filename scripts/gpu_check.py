@@ -50,7 +50,7 @@ def trainer() -> str:
     from rose.comm.wire import decode, encode
     from rose.config import from_dict
     from rose.observe.recorder import NullRecorder
-    from rose.trainer.batching import plan_micro_batches
+    from rose.trainer.batching import plan_batch
     from rose.trainer.trainer import Trainer
     from rose.transfer import open_version
 
@@ -58,10 +58,11 @@ def trainer() -> str:
                                "model.dtype=bfloat16", "trainer.batch_size=8", "rollout.group_size=8"))
     rows = {i: made_up(i) for i in range(8)}
     rank = Trainer(config, 0, 1, "127.0.0.1", free_port(), models.resolve(config.model), NullRecorder())
-    plan = plan_micro_batches([len(t.mask) for t in rows.values()], 1, config.trainer.micro_batch_tokens, 1)
+    plan, trees = plan_batch([protocol.unpack_tokens(t.tokens) for t in rows.values()], 1,
+                             config.trainer.micro_batch_tokens, 1, config.model.shape)
     summary = protocol.BatchSummary([t.reward for t in rows.values()], [0] * 8, [t.response_tokens for t in rows.values()],
                                     [False] * 8)
-    step = decode(encode(protocol.TrainStep(1, summary, plan[0], 1)))
+    step = decode(encode(protocol.TrainStep(1, summary, plan[0], trees, 1)))
     began = time.monotonic()
     metrics = rank.train(step, rows)
     seconds = time.monotonic() - began

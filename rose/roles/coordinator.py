@@ -31,7 +31,7 @@ from rose.rollout.filter import teaches
 from rose.scheduler import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
-from rose.trainer.batching import plan_micro_batches
+from rose.trainer.batching import plan_batch
 
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
 PART_BYTES = 16 * 2**20  # of trajectories in one message to a trainer rank
@@ -68,6 +68,7 @@ class Coordinator:
         self.dropped = 0
         self.progress = (0, 0)  # trajectories finished, wanted
         self.trainers: dict[int, p.TrainerReady] = {}
+        self._shares_prefixes = False  # until the trainer says that its model can
         self.trained: dict[int, p.TrainDone] = {}
         self.saved: set[int] = set()
         self.gone: set[int] = set()
@@ -136,6 +137,9 @@ class Coordinator:
         if first.step != self.step:
             raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
                             "the checkpoint folder changed while the job started")
+        self._shares_prefixes = c.trainer.share_prefixes and not first.no_trees
+        if c.trainer.share_prefixes and first.no_trees:
+            print(f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True)
         self.hub.publish(first.version, first.manifest)
         await self._workers_loaded()
 
@@ -157,21 +161,21 @@ class Coordinator:
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
         trajectories = [t for group in groups for t in group]
-        lengths = [len(t.mask) for t in trajectories]
         c = self.config.trainer
-        plan = plan_micro_batches(lengths, c.ranks, c.micro_batch_tokens, c.updates_per_step)
+        plan, trees = plan_batch([p.unpack_tokens(t.tokens) for t in trajectories], c.ranks, c.micro_batch_tokens,
+                                 c.updates_per_step, self.config.model.shape if self._shares_prefixes else None)
         summary = replay.summarise(groups)
         self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         with self.recorder.timed("train", step=self.step + 1):
             for index in range(c.ranks):
-                self._send_batch(index, summary, plan[index], trajectories)
+                self._send_batch(index, summary, plan[index], trees, trajectories)
             await self._until(lambda: len(self.trained) == c.ranks, c.step_timeout_s,
                               lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
         return dict(self.trained)
 
-    def _send_batch(self, index: int, summary: p.BatchSummary, micro_batches: list[list[list[int]]],
+    def _send_batch(self, index: int, summary: p.BatchSummary, micro_batches: list[list[list[int]]], trees: bool,
                     trajectories: list[p.Trajectory]) -> None:
         rows = [row for update in micro_batches for batch in update for row in batch]
         parts, size = [[]], 0
@@ -183,7 +187,7 @@ class Coordinator:
             parts[-1].append(row)
             size += nbytes
         rank = self.ranks[p.Role.TRAINER][index]
-        self.mailbox.send(rank, p.TrainStep(self.step + 1, summary, micro_batches, len(parts)))
+        self.mailbox.send(rank, p.TrainStep(self.step + 1, summary, micro_batches, trees, len(parts)))
         for number, part in enumerate(parts):
             self.mailbox.send(rank, p.TrainPart(self.step + 1, number, part, [trajectories[row] for row in part]))
 

@@ -34,7 +34,7 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
         shutil.rmtree(weights.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them
     peers.Barrier()
     manifest = trainer.publish(weights, step)
-    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(manifest or ""), trainer.parameters))
+    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(manifest or ""), trainer.no_trees))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts = 0

@@ -1,46 +1,134 @@
 """Which rows of a batch go into which micro-batch of which trainer rank.
 
-Pure Python, no torch: the coordinator plans, the trainer ranks follow. ZeRO's collectives need the same
-number of micro-batches on every rank, so a rank may get empty ones (it runs a padding row of weight 0).
-Left out: packing several trajectories into one row, which needs attention kernels that CPUs lack.
+No torch: the coordinator plans, the trainer ranks follow. ZeRO's collectives need the same number of
+micro-batches on every rank, so a rank may get empty ones (it runs a padding row of weight 0). A
+micro-batch is either rows padded to the longest, or one prefix tree (rose/trainer/prefix_tree.py);
+`plan_batch` takes the cheaper for the whole batch.
 """
 
 from __future__ import annotations
 
 import heapq
+from typing import Protocol
+
+import numpy as np
+
+from rose.config import ModelShape
+
+MASKED = 2.0  # cost of an attention pair under a mask, against one of a causal kernel (which halves the pairs too)
+
+Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, micro_batch_tokens: int,
-                       updates: int) -> list[list[list[list[int]]]]:
+class Packing(Protocol):
+    """How many tokens a micro-batch computes. `order` puts rows that go well together side by side."""
+
+    lengths: list[int]
+    order: list[int]
+
+    def grown(self, size: int, rows: list[int], row: int) -> int:
+        """Size of `rows`, which is `size`, and `row` behind them (in `order`)."""
+
+
+class Padded:
+    """Rows x longest."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+
+    def grown(self, size: int, rows: list[int], row: int) -> int:
+        return (len(rows) + 1) * self.lengths[rows[0] if rows else row]
+
+
+class Shared:
+    """Distinct prefixes: what rows have in common at their beginning counts once."""
+
+    def __init__(self, rows: list[np.ndarray]) -> None:
+        """`rows` hold each row's tokens, (T,) int32."""
+        self.lengths = [len(row) for row in rows]
+        self.order = sorted(range(len(rows)), key=lambda row: (rows[row].tolist(), row))
+        self._place = {row: place for place, row in enumerate(self.order)}
+        # with the row before in `order`; two rows farther apart share the least of what lies between them
+        self._shared = [0, *(common(rows[a], rows[b]) for a, b in zip(self.order, self.order[1:]))]
+
+    def grown(self, size: int, rows: list[int], row: int) -> int:
+        if not rows:
+            return self.lengths[row]
+        between = self._shared[self._place[rows[-1]] + 1: self._place[row] + 1]
+        return size + self.lengths[row] - min(between)
+
+
+def common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    most = min(len(a), len(b))
+    different = np.flatnonzero(a[:most] != b[:most])
+    return int(different[0]) if len(different) else most
+
+
+def size_of(rows: list[int], packing: Packing) -> int:
+    """Tokens that a micro-batch computes."""
+    size = 0
+    for at, row in enumerate(rows):
+        size = packing.grown(size, rows[:at], row)
+    return size
+
+
+def plan_batch(rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int,
+               shape: ModelShape | None) -> tuple[Plan, bool]:
+    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees without `shape`.
+
+    Raises what `plan_micro_batches` raises.
+    """
+    padded = Padded([len(row) for row in rows])
+    plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates)
+    if shape is None:
+        return plain, False
+    shared = Shared(rows)
+    trees = plan_micro_batches(shared, ranks, micro_batch_tokens, updates)
+    plain_pairs = sum(len(m) * padded.lengths[m[0]] ** 2 / 2 for m in _micro_batches(plain))
+    tree_pairs = MASKED * sum(size_of(m, shared) ** 2 for m in _micro_batches(trees))
+    plain_tokens, tree_tokens = (sum(size_of(m, packing) for m in _micro_batches(plan))
+                                 for plan, packing in ((plain, padded), (trees, shared)))
+    cheaper = _flops(shape, tree_tokens, tree_pairs) < _flops(shape, plain_tokens, plain_pairs)
+    return (trees, True) if cheaper else (plain, False)
+
+
+def _micro_batches(plan: Plan) -> list[list[int]]:
+    return [m for rank in plan for update in rank for m in update if m]
+
+
+def _flops(shape: ModelShape, tokens: int, pairs: float) -> float:
+    """Of a forward pass: 2 per weight of a layer and token, 4 per pair and channel."""
+    attention = shape.heads * shape.head_dim
+    weights = shape.hidden * (2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate)
+    return shape.layers * (2.0 * weights * tokens + 4.0 * attention * pairs)
+
+
+def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:
     """plan[rank][update][micro-batch] -> rows of the batch; every row once, the same plan for the same input.
 
-    `lengths` are tokens per row. A micro-batch's padded size, rows x longest, is at most
-    `micro_batch_tokens`. Within an update every rank has the same number of micro-batches, as few as
-    the limit allows, and padded tokens are balanced over ranks. Each update gets a like share of long
-    and short rows. A rank's largest micro-batch comes first: if memory is short, it shows at once.
+    A micro-batch's size by `packing` is at most `micro_batch_tokens`. Within an update every rank has the
+    same number of micro-batches, as few as the limit allows, and sizes are balanced over ranks. Each update
+    gets a like share of rows from all along the packing's order. A rank's largest micro-batch comes first:
+    if memory is short, it shows at once.
 
     Raises `ValueError` for a row that is too long and for fewer rows than ranks x updates.
     """
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
             raise ValueError(f"row {row} has {length} tokens; a row must have 1 to trainer.micro_batch_tokens="
                              f"{micro_batch_tokens}")
-    if len(lengths) < ranks * updates:
-        raise ValueError(f"{len(lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks one in each of "
-                         f"trainer.updates_per_step={updates} updates; {ranks * updates} are needed")
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    plan: list[list[list[list[int]]]] = [[] for _ in range(ranks)]
+    if len(packing.lengths) < ranks * updates:
+        raise ValueError(f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks one in "
+                         f"each of trainer.updates_per_step={updates} updates; {ranks * updates} are needed")
+    plan: Plan = [[] for _ in range(ranks)]
     for update in range(updates):
-        rows = [row for place, row in enumerate(order) if _snake(place, updates) == update]
-        bins = _partition(rows, lengths, ranks, micro_batch_tokens)
-        for rank, micro_batches in enumerate(_deal(bins, lengths, ranks)):
+        rows = [row for place, row in enumerate(packing.order) if _snake(place, updates) == update]
+        bins = _partition(rows, packing, ranks, micro_batch_tokens)
+        for rank, micro_batches in enumerate(_deal(bins, packing, ranks)):
             plan[rank].append(micro_batches)
     return plan
-
-
-def padded_tokens(rows: list[int], lengths: list[int]) -> int:
-    """Rows x longest: what a micro-batch costs."""
-    return len(rows) * max((lengths[row] for row in rows), default=0)
 
 
 def _snake(place: int, updates: int) -> int:
@@ -49,30 +137,34 @@ def _snake(place: int, updates: int) -> int:
     return step if turn % 2 == 0 else updates - 1 - step
 
 
-def _fill(rows: list[int], lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows, longest first, cut into as few runs of at most `limit` padded tokens as there can be."""
+def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
+    """Rows, in order, cut into as few runs of at most `limit` tokens as there can be."""
     bins: list[list[int]] = []
+    size = 0
     for row in rows:
-        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= limit:
+        grown = packing.grown(size, bins[-1], row) if bins else limit + 1
+        if grown <= limit:
             bins[-1].append(row)
+            size = grown
         else:
             bins.append([row])
+            size = packing.grown(0, [], row)
     return bins
 
 
-def _partition(rows: list[int], lengths: list[int], ranks: int, limit: int) -> list[list[int]]:
+def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
     """A multiple of `ranks` bins of like size: the smallest limit that still gives no more of them."""
-    count = -(-len(_fill(rows, lengths, limit)) // ranks) * ranks
-    low, high = lengths[rows[0]], limit  # a limit of `high` is known to do
+    count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
+    low, high = max(packing.lengths[row] for row in rows), limit  # a limit of `high` is known to do
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(rows, lengths, middle)) <= count:
+        if len(_fill(rows, packing, middle)) <= count:
             high = middle
         else:
             low = middle + 1
-    bins = _fill(rows, lengths, high)
+    bins = _fill(rows, packing, high)
     while len(bins) < count:
-        largest = max(bins, key=lambda b: (len(b) > 1, padded_tokens(b, lengths)))
+        largest = max(bins, key=lambda b: (len(b) > 1, size_of(b, packing)))
         if len(largest) == 1:
             bins.append([])
             continue
@@ -81,13 +173,13 @@ def _partition(rows: list[int], lengths: list[int], ranks: int, limit: int) -> l
     return bins
 
 
-def _deal(bins: list[list[int]], lengths: list[int], ranks: int) -> list[list[list[int]]]:
+def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list[int]]]:
     """Largest first, each to the rank with the least work that still has room: as many bins to every rank."""
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for rows in sorted(bins, key=lambda b: -padded_tokens(b, lengths)):
+    for rows in sorted(bins, key=lambda b: -size_of(b, packing)):
         load, rank = heapq.heappop(loads)
         dealt[rank].append(rows)
         if len(dealt[rank]) < len(bins) // ranks:
-            heapq.heappush(loads, (load + padded_tokens(rows, lengths), rank))
+            heapq.heappush(loads, (load + size_of(rows, packing), rank))
     return dealt

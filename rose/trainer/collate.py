@@ -1,4 +1,4 @@
-"""Trajectories -> the padded tensors of one micro-batch.
+"""Trajectories -> the tensors of one micro-batch: padded rows, and their prefix tree if that is computed.
 
 Rows are padded on the right. With causal attention no real token ever sees the padding, so there is no
 attention mask: that keeps the fast attention path, and gives the same numbers.
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rose.protocol import Trajectory, unpack_floats, unpack_tokens
+from rose.trainer import prefix_tree
+from rose.trainer.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class MicroBatch:
     mask: Tensor  # (B, T) float32: 1 where the policy made the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
     versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
+    tree: PrefixTree | None  # of `inputs`, each up to its last token that predicts one of the policy's
 
 
-def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int) -> MicroBatch:
+def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int, trees: bool = False) -> MicroBatch:
     """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that the rank
-    still takes part in the collectives of forward and backward.
+    still takes part in the collectives of forward and backward. `trees`: with a prefix tree, if there are
+    two rows to share anything.
 
     Raises `ValueError` naming the trajectory whose fields contradict each other or the model.
     """
@@ -45,10 +49,14 @@ def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: in
         mask[i, :end] = row_mask
         behaviour[i, :end] = np.where(row_mask, row_logprobs, 0)
         versions[i, :end] = np.where(row_mask, row_versions, -1)
+    tree = None
+    if trees and len(rows) > 1:
+        needed = [int(np.flatnonzero(row).max(initial=1)) for row in mask]  # inputs up to each row's last target
+        tree = prefix_tree.build(tokens[:, :-1], np.array(needed))
     shifted = (torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions))
     targets, mask_t, behaviour_t, versions_t = shifted
     return MicroBatch(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(tokens[:, :-1].copy()), targets,
-                      mask_t, behaviour_t, versions_t)
+                      mask_t, behaviour_t, versions_t, tree)
 
 
 def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ import torch
 
 from rose import config as configuration
 from rose.trainer.model import Policy, load
+from rose.trainer.prefix_tree import PrefixTree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
@@ -110,8 +111,11 @@ class DeepSpeedEngine:
     def policy(self) -> Policy:
         return self.engine.module
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.engine(*(x.to(self.device, non_blocking=True) for x in inputs))
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor,
+                 tree: PrefixTree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Policy.forward`, on tensors from anywhere."""
+        inputs, targets, mask = (x.to(self.device, non_blocking=True) for x in (inputs, targets, mask))
+        return self.engine(inputs, targets, mask, tree and tree.to(self.device))
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before the forward pass of each micro-batch; `last` of the update, on every rank alike."""

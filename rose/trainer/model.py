@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rose.trainer.prefix_tree import PrefixTree
+
 LOGIT_ELEMENTS = 2**25  # of one chunk: 128 MiB in float32; larger was no faster on CPU
 HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
 
@@ -58,12 +60,19 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return self.hf.config.vocab_size
 
-    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor,
+                tree: PrefixTree | None = None) -> tuple[Tensor, Tensor]:
         """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at temperature 1,
-        (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32."""
-        hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (B, T, H)
+        (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32. A `tree` of the inputs
+        changes no value, only the cost."""
         made = mask.bool()
-        logprobs, entropy = self.head(hidden[made], targets[made])
+        if tree is None:
+            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]  # (N, H)
+        else:
+            states = self.hf.base_model(input_ids=tree.tokens[None], attention_mask=tree.attention(),
+                                        position_ids=tree.depths[None], use_cache=False).last_hidden_state[0]  # (L, H)
+            hidden = states[tree.nodes[made]]
+        logprobs, entropy = self.head(hidden, targets[made])
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:

@@ -25,6 +25,7 @@ from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.collate import MicroBatch, collate
 from rose.trainer.deepspeed_engine import (
     DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
+from rose.trainer.prefix_tree import obstacle
 from rose.trainer.importance import importance_weights, mismatch
 from rose.transfer import VersionWriter, commit, prepare
 
@@ -54,9 +55,9 @@ class Trainer:
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device)
 
     @property
-    def parameters(self) -> int:
-        """Number of the whole model's, tied ones once."""
-        return self.engine.parameters
+    def no_trees(self) -> str:
+        """Why this model cannot be trained on prefix trees; "" if it can."""
+        return obstacle(self.engine.policy.hf.config) or ""
 
     def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]) -> dict[str, float]:
         """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank.
@@ -110,7 +111,8 @@ class _Step:
         self.weights = self.algorithm.token_weights(summary)  # (N,)
         self.tokens = int(summary.response_tokens.sum())
         vocabulary = self.engine.policy.vocabulary
-        self.updates = [[collate(rows, trajectories, vocabulary) for rows in update] for update in step.micro_batches]
+        self.updates = [[collate(rows, trajectories, vocabulary, step.trees) for rows in update]
+                        for update in step.micro_batches]
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -132,7 +134,7 @@ class _Step:
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
         with self._phase("proximal"), torch.no_grad():
-            return {(u, m): self.engine(batch.inputs, batch.targets, batch.mask)[0]
+            return {(u, m): self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)[0]
                     for u, update in enumerate(self.updates) if u for m, batch in enumerate(update)}
 
     def _accumulate(self, update: int, micro_batches: list[MicroBatch],
@@ -152,7 +154,7 @@ class _Step:
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
         """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
-        logprobs, entropy = self.engine(batch.inputs, batch.targets, batch.mask)
+        logprobs, entropy = self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
         proximal = policy if self.algorithm.recompute_proximal else behaviour

@@ -13,7 +13,7 @@ TURN = p.TurnRequest("g0.0.t0", "g0.0", "g0", p.Phase.TRAIN, p.pack_tokens(range
 
 
 @pytest.mark.parametrize("message", [
-    TURN, p.Shutdown("done"), p.TrainStep(1, p.BatchSummary([1.0], [0], [5], [False]), [[[0]]], 1),
+    TURN, p.Shutdown("done"), p.TrainStep(1, p.BatchSummary([1.0], [0], [5], [False]), [[[0]]], False, 1),
     p.TrainPart(1, 0, [0], [p.Trajectory("g0.0", "g0", p.Phase.EVAL, b"\1", b"\1", b"", b"", 1.0, True, 1, 1)])])
 def test_a_message_comes_back_equal(message):
     assert wire.decode(wire.encode(message)) == message

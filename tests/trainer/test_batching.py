@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from rose.trainer.batching import padded_tokens, plan_micro_batches
+from rose.config import ModelShape
+from rose.trainer.batching import Padded, Shared, common, plan_batch, plan_micro_batches, size_of
 
 
 def lengths_like_rollouts(n, seed):
@@ -16,20 +18,20 @@ def lengths_like_rollouts(n, seed):
 @pytest.mark.parametrize("limit", [768, 2000, 8192])
 def test_every_row_once_within_the_limit_and_as_many_micro_batches_on_every_rank(ranks, updates, limit):
     lengths = lengths_like_rollouts(64, seed=ranks * 100 + updates)
-    plan = plan_micro_batches(lengths, ranks, limit, updates)
+    plan = plan_micro_batches(Padded(lengths), ranks, limit, updates)
     micro_batches = [m for rank in plan for update in rank for m in update]
     assert sorted(row for m in micro_batches for row in m) == list(range(64))
-    assert max(padded_tokens(m, lengths) for m in micro_batches) <= limit
+    assert max(size_of(m, Padded(lengths)) for m in micro_batches) <= limit
     assert len(plan) == ranks and all(len(rank) == updates for rank in plan)
     for update in range(updates):
         assert len({len(rank[update]) for rank in plan}) == 1
-    assert plan == plan_micro_batches(lengths, ranks, limit, updates)
+    assert plan == plan_micro_batches(Padded(lengths), ranks, limit, updates)
 
 
 def test_work_is_balanced_over_ranks_and_updates():
     lengths = lengths_like_rollouts(256, seed=7)
-    plan = plan_micro_batches(lengths, 4, 4096, 2)
-    work = [[sum(padded_tokens(m, lengths) for m in update) for update in rank] for rank in plan]
+    plan = plan_micro_batches(Padded(lengths), 4, 4096, 2)
+    work = [[sum(size_of(m, Padded(lengths)) for m in update) for update in rank] for rank in plan]
     for update in zip(*work):
         assert max(update) <= 1.1 * min(update)
     per_update = [sum(update) for update in zip(*work)]
@@ -38,19 +40,19 @@ def test_work_is_balanced_over_ranks_and_updates():
 
 def test_padding_is_small_when_lengths_vary():
     lengths = lengths_like_rollouts(128, seed=3)
-    plan = plan_micro_batches(lengths, 2, 4096, 1)
-    padded = sum(padded_tokens(m, lengths) for rank in plan for update in rank for m in update)
+    plan = plan_micro_batches(Padded(lengths), 2, 4096, 1)
+    padded = sum(size_of(m, Padded(lengths)) for rank in plan for update in rank for m in update)
     assert padded < 1.15 * sum(lengths)
 
 
 def test_one_micro_batch_per_rank_when_the_limit_allows():
-    plan = plan_micro_batches([10] * 8, 2, 10_000, 1)
+    plan = plan_micro_batches(Padded([10] * 8), 2, 10_000, 1)
     assert [len(rank[0]) for rank in plan] == [1, 1]
     assert [len(rank[0][0]) for rank in plan] == [4, 4]
 
 
 def test_a_rank_without_enough_rows_gets_an_empty_micro_batch():
-    plan = plan_micro_batches([100] * 3, 2, 100, 1)
+    plan = plan_micro_batches(Padded([100] * 3), 2, 100, 1)
     assert sorted(len(m) for rank in plan for m in rank[0]) == [0, 1, 1, 1]
     assert [len(rank[0]) for rank in plan] == [2, 2]
     assert all(any(rank[0]) for rank in plan)
@@ -58,9 +60,52 @@ def test_a_rank_without_enough_rows_gets_an_empty_micro_batch():
 
 def test_a_row_that_is_too_long_is_named():
     with pytest.raises(ValueError, match="row 2 has 101 tokens.*trainer.micro_batch_tokens=100"):
-        plan_micro_batches([5, 100, 101], 1, 100, 1)
+        plan_micro_batches(Padded([5, 100, 101]), 1, 100, 1)
 
 
 def test_too_few_rows_for_the_ranks_is_said():
     with pytest.raises(ValueError, match="3 trajectories.*trainer.ranks=2.*updates_per_step=2.*4 are needed"):
-        plan_micro_batches([5, 5, 5], 2, 100, 2)
+        plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
+
+
+SMALL_MODEL = ModelShape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
+                         tied_embeddings=True)
+
+
+def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
+    """Token rows: all begin with `system` tokens, those of a group go on with the same `prompt` tokens."""
+    draw = np.random.default_rng(seed)
+    begin = draw.integers(0, 1000, system)
+    rows = []
+    for _ in range(groups):
+        asked = draw.integers(0, 1000, prompt)
+        rows += [np.concatenate([begin, asked, draw.integers(0, 1000, answer)]).astype(np.int32) for _ in range(size)]
+    return [rows[i] for i in draw.permutation(len(rows))]
+
+
+def distinct_prefixes(rows):
+    return len({row[:n].tobytes() for row in rows for n in range(1, len(row) + 1)})
+
+
+@pytest.mark.parametrize(("ranks", "updates", "limit"), [(1, 1, 10_000), (1, 1, 300), (2, 2, 400), (3, 1, 250)])
+def test_shared_micro_batches_count_distinct_prefixes_and_keep_the_limit(ranks, updates, limit):
+    rows = rows_like_a_batch(groups=4, size=8, system=60, prompt=20, answer=40)
+    packing = Shared(rows)
+    plan = plan_micro_batches(packing, ranks, limit, updates)
+    micro_batches = [m for rank in plan for update in rank for m in update]
+    assert sorted(row for m in micro_batches for row in m) == list(range(32))
+    for m in micro_batches:
+        assert size_of(m, packing) == distinct_prefixes([rows[row] for row in m]) <= limit
+
+
+def test_common_beginnings():
+    assert [common(np.array(a), np.array(b)) for a, b in [([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]), ([3], [3])]] \
+        == [1, 1, 0, 1]
+
+
+def test_trees_are_taken_where_they_save_and_only_there():
+    alike = rows_like_a_batch(groups=4, size=4, system=450, prompt=20, answer=70)
+    unlike = rows_like_a_batch(groups=8, size=2, system=2, prompt=100, answer=400)
+    assert plan_batch(alike, 1, 12_000, 1, SMALL_MODEL)[1]
+    assert not plan_batch(unlike, 1, 12_000, 1, SMALL_MODEL)[1]
+    assert not plan_batch(alike, 1, 12_000, 1, None)[1]

@@ -10,14 +10,13 @@ from transformers import AutoModelForCausalLM
 from rose.protocol import unpack_floats, unpack_tokens
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.batching import plan_micro_batches
 from rose.trainer.importance import importance_weights
 from rose.transfer import open_version
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow
 
-# seed of the batch, padded tokens of a micro-batch, updates, scale of the rewards
+# seed of the batch (even: prefix trees), tokens of a micro-batch, updates, scale of the rewards
 STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
 LAST = [4, 64, 1, 1]
 JOB = {
@@ -79,7 +78,7 @@ class Plain:
         with torch.no_grad():
             proximal = {row: self.logprobs(t) for row, t in rows.items()}
         total, norms = 0.0, []
-        for update in plan_micro_batches(tiny_world.LENGTHS, 1, limit, updates)[0]:
+        for update in tiny_world.plan(seed, rows, 1, limit, updates)[0][0]:
             self.optimizer.zero_grad()
             loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for micro in update for r in micro)
             (loss * updates).backward()

@@ -37,17 +37,19 @@ def save_model(folder: Path, tied: bool = True) -> Path:
 
 
 def make_batch(seed: int):
-    """(trajectories by row, summary): two groups of four; behaviour near uniform, so off-policy as can be."""
+    """(trajectories by row, summary): two groups of four that begin alike; behaviour near uniform, so off-policy
+    as can be."""
     from rose import protocol as p
 
     random = np.random.default_rng(seed)
     rows = {}
+    begin = random.integers(0, VOCABULARY, 6)
     for row, length in enumerate(LENGTHS):
         mask = (random.random(length) < 0.6).astype(np.uint8) if row != SILENT else np.zeros(length, np.uint8)
         mask[0] = 0
         rows[row] = p.Trajectory(
             id=f"g{row // 4}.{row % 4}", group=f"g{row // 4}", phase=p.Phase.TRAIN,
-            tokens=p.pack_tokens(random.integers(0, VOCABULARY, length)), mask=mask.tobytes(),
+            tokens=p.pack_tokens([*begin[:6 - row // 4], *random.integers(0, VOCABULARY, length)][:length]), mask=mask.tobytes(),
             logprobs=p.pack_floats(mask * random.uniform(-5, -4, length)),
             versions=p.pack_tokens(np.where(mask, 0, -1)), reward=float(random.integers(0, 2)), success=False, turns=1,
             response_tokens=int(mask.sum()))
@@ -55,6 +57,16 @@ def make_batch(seed: int):
     summary = p.BatchSummary(rewards, [row // 4 for row in rows], [t.response_tokens for t in rows.values()],
                              [False] * len(rows))
     return rows, summary
+
+
+def plan(seed: int, rows, ranks: int, limit: int, updates: int):
+    """(plan of a batch's micro-batches, whether they are prefix trees: every other seed's are)."""
+    from rose.protocol import unpack_tokens
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+    trees = seed % 2 == 0
+    packing = Shared([unpack_tokens(t.tokens) for t in rows.values()]) if trees else Padded(LENGTHS)
+    return plan_micro_batches(packing, ranks, limit, updates), trees
 
 
 def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
@@ -88,22 +100,22 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates], ["publish", version], ["save"], ["load"]."""
     from rose import protocol as p
     from rose.observe.recorder import NullRecorder
-    from rose.trainer.batching import plan_micro_batches
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
     trainer = Trainer(settings(job), rank, job["ranks"], "127.0.0.1", job["port"], folder / "model", NullRecorder())
-    report: dict = {"parameters": trainer.parameters, "metrics": [], "errors": []}
+    report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": []}
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale = args
             rows, summary = make_batch(seed)
             summary = p.BatchSummary([r * float(reward_scale) for r in summary.rewards], summary.groups,
                                      summary.response_tokens, summary.truncated)
-            plan = plan_micro_batches(LENGTHS, job["ranks"], limit, updates)[rank]
-            mine = {row: rows[row] for update in plan for micro in update for row in micro}
+            everyone, trees = plan(seed, rows, job["ranks"], limit, updates)
+            mine = {row: rows[row] for update in everyone[rank] for micro in update for row in micro}
+            step = p.TrainStep(number, summary, everyone[rank], trees, 1)
             try:
-                report["metrics"].append(trainer.train(p.TrainStep(number, summary, plan, 1), mine))
+                report["metrics"].append(trainer.train(step, mine))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
         elif action == "publish":
