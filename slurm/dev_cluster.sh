@@ -1,0 +1,224 @@
+#!/bin/bash
+# A real Slurm of virtual nodes on this machine, to try ROSE's cluster side and to test it:
+#     slurm/dev_cluster.sh start|stop|status|install      then:  export SLURM_CONF=<what start prints>
+# slurmctld, one slurmd per node (with its own host name), slurmdbd on a private MariaDB, munge; partitions
+#     train   what a training job asks for (default)
+#     serve   more urgent than the others
+#     spare   preemptible: its jobs are requeued when train or serve need their node
+# Fake GPUs, as many per node as GPUS says, so that --gres=gpu:N and CUDA_VISIBLE_DEVICES behave as on a real node.
+# Settings from the environment: FOLDER (default ~/.cache/rose/dev_cluster) NODES (4) CPUS (8, per node, more than
+# there are is fine) GPUS (2) MEM (MB per node, 8000) PORT (first of about 130, 17000).
+# Needs root and Debian's or Ubuntu's packages (`install` fetches them). Everything it writes and every daemon it
+# starts is under FOLDER; stop ends exactly those daemons. Not for production: for one machine and one user.
+set -u
+FOLDER=${FOLDER:-${XDG_CACHE_HOME:-$HOME/.cache}/rose/dev_cluster}
+NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-2} MEM=${MEM:-8000} PORT=${PORT:-17000}
+PACKAGES="slurm-wlm slurm-wlm-basic-plugins slurm-client slurmdbd slurm-wlm-mysql-plugin munge mariadb-server"
+PROGRAMS="munged slurmctld slurmd slurmdbd mariadbd mariadb-install-db sbatch srun sacctmgr unshare"
+DEADLINE_S=60
+etc=$FOLDER/etc log=$FOLDER/log run=$FOLDER/run
+export SLURM_CONF=$etc/slurm.conf
+PATH=$PATH:/usr/sbin:/sbin
+
+fail() { echo "dev_cluster: $*" >&2; exit 2; }
+
+check() {
+    case $FOLDER in *[!A-Za-z0-9/._-]*) fail "FOLDER=$FOLDER: only letters, digits and / . _ - (Slurm's files know no quotes)";; esac
+    [ ${#FOLDER} -le 80 ] || fail "FOLDER=$FOLDER has ${#FOLDER} characters; sockets need a path of at most 80"
+    for pair in "NODES $NODES" "CPUS $CPUS" "MEM $MEM" "PORT $PORT" "GPUS $GPUS"; do
+        case ${pair#* } in ''|*[!0-9]*) fail "${pair% *}=${pair#* }: a whole number";; esac
+    done
+    [ "$NODES" -ge 1 ] && [ "$NODES" -le 64 ] || fail "NODES=$NODES: from 1 to 64"
+    [ "$(id -u)" = 0 ] || fail "needs root (virtual nodes have host names of their own); you are $(id -un). On a cluster you need none of this: use its Slurm."
+    for program in $PROGRAMS; do
+        command -v "$program" >/dev/null || fail "$program is missing; slurm/dev_cluster.sh install fetches it (Debian, Ubuntu: $PACKAGES)"
+    done
+}
+
+install() {
+    missing=""
+    for program in $PROGRAMS; do command -v "$program" >/dev/null || missing="$missing $program"; done
+    [ -z "$missing" ] && return 0
+    [ "$(id -u)" = 0 ] || fail "missing:$missing. Ask for Debian's packages $PACKAGES, or run this as root"
+    command -v apt-get >/dev/null || fail "missing:$missing, and there is no apt-get; install Slurm 21.08 or later, munge and MariaDB"
+    echo "installing Slurm, munge and MariaDB (their services stay off)"
+    policy=/usr/sbin/policy-rc.d  # tells Debian's packages not to start their daemons
+    [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod +x $policy; trap "rm -f $policy" EXIT; }
+    apt-get -qq update
+    # shellcheck disable=SC2086
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends -y $PACKAGES >/dev/null ||
+        fail "apt-get could not install $PACKAGES"
+}
+
+alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
+
+up() { alive $run/slurmctld.pid; }
+
+wait_for() {  # DESCRIPTION LOG COMMAND...
+    local what=$1 file=$2 end=$((SECONDS + DEADLINE_S)); shift 2
+    until "$@" >/dev/null 2>&1; do
+        if [ $SECONDS -ge $end ]; then
+            echo "dev_cluster: waited ${DEADLINE_S} s for $what; last lines of $file:" >&2
+            tail -n 8 "$file" >&2
+            stop
+            exit 1
+        fi
+        sleep 0.1
+    done
+}
+
+write_configuration() {
+    local host; host=$(hostname -s)
+    mkdir -p $etc $log $run $FOLDER/state $FOLDER/spool $FOLDER/pmix $FOLDER/dev
+    chmod 755 $FOLDER $log $run
+    for i in $(seq 0 $((GPUS - 1))); do
+        [ -c $FOLDER/dev/gpu$i ] || mknod $FOLDER/dev/gpu$i c 1 3 || fail "mknod in $FOLDER is not allowed; set GPUS=0"
+    done
+    [ -s $etc/munge.key ] || (umask 077; head -c 1024 /dev/urandom > $etc/munge.key)
+    local gres=""
+    : > $etc/gres.conf
+    if [ "$GPUS" -gt 0 ]; then
+        gres="Gres=gpu:$GPUS"
+        echo "NodeName=n[1-$NODES] Name=gpu File=$FOLDER/dev/gpu[0-$((GPUS - 1))]" > $etc/gres.conf
+    fi
+    cat > $etc/slurm.conf <<CONF
+ClusterName=rose
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$((PORT + 17))
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket=$run/munge.sock,cred_expire=5
+StateSaveLocation=$FOLDER/state
+SlurmdSpoolDir=$FOLDER/spool
+SlurmctldPidFile=$run/slurmctld.pid
+SlurmdPidFile=$run/slurmd-%n.pid
+SlurmctldLogFile=$log/slurmctld.log
+SlurmdLogFile=$log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmctldParameters=preempt_send_user_signal
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
+GresTypes=gpu
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0,bf_continue
+PriorityType=priority/basic
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=5
+MinJobAge=600
+InactiveLimit=0
+Waittime=0
+MessageTimeout=20
+SlurmdTimeout=30
+JobRequeue=1
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePass=$run/munge.sock
+AccountingStoragePort=$((PORT + 19))
+AccountingStorageTRES=gres/gpu
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=5
+NodeName=n[1-$NODES] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((PORT + 101))-$((PORT + 100 + NODES))] CPUs=$CPUS Boards=1 SocketsPerBoard=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=$MEM $gres State=UNKNOWN
+PartitionName=train Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE PriorityTier=50 PreemptMode=OFF State=UP
+PartitionName=serve Nodes=n[1-$NODES] MaxTime=INFINITE PriorityTier=100 PreemptMode=OFF State=UP
+PartitionName=spare Nodes=n[1-$NODES] MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
+CONF
+    echo "PMIxCliTmpDirBase=$FOLDER/pmix" > $etc/mpi.conf
+    echo "CgroupAutomount=no" > $etc/cgroup.conf
+    (umask 077; cat > $etc/slurmdbd.conf <<CONF
+AuthType=auth/munge
+AuthInfo=socket=$run/munge.sock
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$((PORT + 19))
+SlurmUser=root
+LogFile=$log/slurmdbd.log
+PidFile=$run/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct
+CONF
+)
+}
+
+all_idle() { [ "$(sinfo -h -N -t idle -p train 2>/dev/null | wc -l)" = "$NODES" ]; }
+
+start() {
+    check
+    if up; then echo "already running:"; status; return 0; fi
+    write_configuration
+    # Daemons must not hold the caller's pipes: who reads our output would wait for them.
+    munged --key-file=$etc/munge.key --socket=$run/munge.sock --pid-file=$run/munged.pid --log-file=$log/munged.log \
+        --seed-file=$run/munged.seed --force >$log/munged.out 2>&1 </dev/null
+    wait_for munged $log/munged.out munge -n -S $run/munge.sock
+    if [ ! -d $FOLDER/mysql/mysql ]; then
+        mkdir -p $FOLDER/mysql
+        mariadb-install-db --no-defaults --user=root --datadir=$FOLDER/mysql --auth-root-authentication-method=socket \
+            --skip-test-db >$log/mariadb-install.log 2>&1 </dev/null
+    fi
+    setsid mariadbd --no-defaults --user=root --datadir=$FOLDER/mysql --socket=$run/mysql.sock --skip-networking \
+        --pid-file=$run/mariadbd.pid --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 \
+        --innodb-flush-log-at-trx-commit=0 >$log/mariadbd.log 2>&1 </dev/null &
+    wait_for mariadbd $log/mariadbd.log mariadb-admin --no-defaults -S $run/mysql.sock ping
+    mariadb --no-defaults -S $run/mysql.sock -e "create database if not exists slurm_acct"
+    MYSQL_UNIX_PORT=$run/mysql.sock slurmdbd >$log/slurmdbd.out 2>&1 </dev/null  # its only way to learn the socket
+    wait_for slurmdbd $log/slurmdbd.log timeout 3 sacctmgr -n list cluster
+    sacctmgr -i add cluster rose >/dev/null 2>&1 </dev/null
+    slurmctld -i >$log/slurmctld.out 2>&1 </dev/null
+    wait_for slurmctld $log/slurmctld.log sh -c "scontrol ping | grep -q UP"
+    # One mount and UTS namespace per node: its own spool, PMIx folder and host name; all else is shared.
+    for i in $(seq 1 "$NODES"); do
+        mkdir -p $FOLDER/node/n$i/spool $FOLDER/node/n$i/pmix
+        unshare -m -u --propagation private bash -c "mount --bind $FOLDER/node/n$i/spool $FOLDER/spool &&
+            mount --bind $FOLDER/node/n$i/pmix $FOLDER/pmix && hostname n$i && exec slurmd -N n$i" \
+            >$log/slurmd-n$i.out 2>&1 </dev/null
+    done
+    wait_for "$NODES idle nodes" $log/slurmctld.log all_idle
+    status
+}
+
+end() {  # PIDFILE: TERM, then KILL after 10 s
+    alive "$1" || { rm -f "$1"; return 0; }
+    local pid; pid=$(cat "$1")
+    kill "$pid"
+    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+    kill -9 "$pid" 2>/dev/null
+    rm -f "$1"
+}
+
+stop() {
+    if up; then  # jobs first: slurmd leaves theirs running
+        scancel --full --user=root 2>/dev/null
+        local tidy=$((SECONDS + 15))
+        while [ $SECONDS -lt $tidy ] && [ -n "$(squeue -h -t running,completing 2>/dev/null)" ]; do sleep 0.2; done
+    fi
+    for file in $run/slurmd-*.pid $run/slurmctld.pid $run/slurmdbd.pid $run/mariadbd.pid $run/munged.pid; do
+        [ -e "$file" ] && end "$file"
+    done
+    return 0
+}
+
+status() {
+    up || { echo "not running (FOLDER=$FOLDER)"; return 1; }
+    sinfo -N -o "%8N %8P %6t %5c %10G %m"
+    squeue
+    echo
+    echo "export SLURM_CONF=$SLURM_CONF"
+}
+
+case ${1:-} in
+    start) start ;;
+    stop) stop ;;
+    status) status ;;
+    install) install ;;
+    *) fail "usage: slurm/dev_cluster.sh start|stop|status|install" ;;
+esac
