@@ -170,11 +170,35 @@ class Mpi(Section):
     """How this site starts MPI ranks and what it must find in their environment."""
 
     name: str
+    srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
 
 
+class Component(Section):
+    """One component of a Slurm heterogeneous job: sbatch's options of these names; null leaves one out."""
+
+    nodes: Count | None  # null: as few as its GPUs need; 1 without GPUs
+    gpus_per_node: Count  # that the nodes have; used when cluster.gpus > 0
+    cpus_per_task: Count
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    mem: str | None  # per node, as Slurm writes it: 64G
+    time: str | None  # as Slurm writes it: 2-00:00:00, or minutes
+    sbatch: list[str]  # further options, such as "--exclusive"
+
+
+class Slurm(Section):
+    trainer: Component  # trainer ranks, environment hosts and the coordinator
+    rollout: Component  # the engines
+    setup: list[str]  # shell lines at the job's start, such as "module load cuda"
+    warning_s: Count  # so long before its time limit the job saves and requeues itself
+    requeues: Natural  # how often at most
+
+
 class Cluster(Section):
-    kind: Literal["local"]
+    kind: Literal["local", "slurm"]
     dry_run: bool
     slots: int | None  # ranks that may run here; null: no limit
     gpus: Natural  # GPUs that the run may use; 0: it runs on CPUs
@@ -183,6 +207,7 @@ class Cluster(Section):
     stop_timeout_s: Positive
     env: dict[str, str]
     mpi: Mpi
+    slurm: Slurm | None  # with kind=slurm
 
 
 class Observe(Section):
@@ -235,9 +260,14 @@ def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     found = []
     for field in msgspec.structs.fields(section):
         found.append(prefix + field.name)
-        if isinstance(field.type, type) and issubclass(field.type, Section):
-            found += keys(field.type, f"{prefix}{field.name}.")
+        if (nested := _section(field.type)) is not None:
+            found += keys(nested, f"{prefix}{field.name}.")
     return found
+
+
+def _section(kind: Any) -> type[Section] | None:
+    """The section that a field of this type holds, if any (`Slurm | None` holds one)."""
+    return next((t for t in (kind, *get_args(kind)) if isinstance(t, type) and issubclass(t, Section)), None)
 
 
 def load(path: Path) -> Config:
@@ -280,7 +310,7 @@ def _explain_texts(section: str, tree: dict[str, Any]) -> str:
 def _type_of(dotted: str) -> Any:
     found: Any = Config
     for part in dotted.split("."):
-        found = next(field.type for field in msgspec.structs.fields(found) if field.name == part)
+        found = next(field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
     return found
 
 
@@ -362,6 +392,34 @@ def _check_machine(c: Config, need: Need) -> None:
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
          f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
          f"{engines} rollout); raise it or run fewer")
+    if c.cluster.kind == "slurm":
+        need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")
+        _check_slurm(c, engines, need)
+
+
+def _check_slurm(c: Config, engines: int, need: Need) -> None:
+    """Ranks divide evenly over the nodes of their component, and nothing in an option can end its line."""
+    parts = (("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
+             ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel))
+    for name, component, key, ranks, gpus in parts:
+        nodes = nodes_of(component, ranks * gpus, c.cluster.gpus > 0)
+        need(ranks % nodes == 0, f"cluster.slurm.{name}.nodes",
+             f"{key}={ranks} ranks don't divide evenly over {nodes} nodes; change one of them")
+        need(not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
+             f"cluster.slurm.{name}.gpus_per_node",
+             f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}")
+        for at, option in enumerate(component.sbatch):
+            need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option of sbatch: --exclusive")
+    for key, value in _leaves(msgspec.to_builtins(c.cluster.slurm)):
+        need(not isinstance(value, str) or value.isprintable() and value != "", f"cluster.slurm.{key}",
+             "must be one line of text, not empty; null leaves an option out")
+
+
+def nodes_of(component: Component, gpus: int, on_gpu: bool) -> int:
+    """Nodes of a component whose ranks use so many GPUs."""
+    if component.nodes is not None:
+        return component.nodes
+    return -(-gpus // component.gpus_per_node) if on_gpu else 1
 
 
 def check_model(c: Config, shape: ModelShape) -> None:

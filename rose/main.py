@@ -1,6 +1,7 @@
-"""One rank of a run: `python -m rose.main --role ROLE --run RUN_DIR --attempt N`, started by the launcher.
+"""One rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
 
-The same program and the same ranks on a laptop and on Slurm; only the launcher differs. MPI is
+The same program and the same ranks on a laptop and on Slurm; only the launcher differs. A rank's number tells its
+role (rose/launch/layout.py), so that one command line serves all. MPI is
 initialised inside the guarded process, and each role's packages are imported by its own ranks only.
 """
 
@@ -23,11 +24,10 @@ SEND_DEADLINE_S = 5.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="one rank of a ROSE run; started by launch.py")
-    parser.add_argument("--role", type=p.Role, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     args = parser.parse_args()
-    guard.run(args.run, args.attempt, args.role, lambda me: run_rank(me, args.run.resolve(), args.attempt))
+    guard.run(args.run, args.attempt, lambda me: run_rank(me, args.run.resolve(), args.attempt))
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
@@ -46,9 +46,12 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
     if me.rank != COORDINATOR:
         mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
+    config = cfg.load(run_dir / "config.json")
+    if config.cluster.kind == "slurm" and me.rank != COORDINATOR:
+        # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        run_role(me, cfg.load(run_dir / "config.json"), run_dir, attempt, mailbox, peers,
-                 Path(resume_from) if resume_from else None)
+        run_role(me, config, run_dir, attempt, mailbox, peers, Path(resume_from) if resume_from else None)
     except Exception as error:
         if me.rank != COORDINATOR:
             cause = f"{me.role.value} {me.index}: {type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from rich.console import Console
 from rose import config as configuration
 from rose import envs, processes, scheduler
 from rose.config import Config, ConfigError
-from rose.launch import errors, local, logs, model, plan, resume, supervise
+from rose.launch import errors, local, logs, model, plan, resume, sbatch, slurm, state, supervise
 from rose.observe import terminal
 from rose.observe.report import build_report
 from rose.observe.terminal import say
@@ -126,8 +126,11 @@ def check(tree: dict) -> plan.Plan:
     made = plan.make(c, model.shape(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
-        local.find_mpiexec()
-        local.check_gpus(c)
+        if c.cluster.kind == "slurm":
+            slurm.check_programs()
+        else:
+            local.find_mpiexec()
+            local.check_gpus(c)
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made
@@ -137,6 +140,12 @@ def launch(made: plan.Plan, console: Console) -> int:
     c = made.config
     if c.cluster.dry_run:
         plan.show(made, console)
+        if c.cluster.kind == "slurm":
+            print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
+        return 0
+    if c.cluster.kind == "slurm" and (job := state.submitted(c.run_dir)) and state.is_active(job):
+        say(console, f"{c.name} is job {job} already; to end it: scancel {job}")
+        state.show(c.run_dir, console)
         return 0
     if c.fresh and c.run_dir.exists():
         with local.locked(c.run_dir):
@@ -148,6 +157,9 @@ def launch(made: plan.Plan, console: Console) -> int:
             terminal.final_table(c.run_dir, console)
             return 0
         plan.show(made, console)
+        if c.cluster.kind == "slurm":
+            slurm.submit(c, made.ranks, console)
+            return 0
         return _run(c, made, console)
 
 

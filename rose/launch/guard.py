@@ -22,7 +22,6 @@ from rose import config as configuration
 from rose import processes
 from rose.launch import logs, rank_status
 from rose.launch.layout import Rank, layout
-from rose.protocol import Role
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
 
@@ -35,17 +34,16 @@ def world_rank() -> int:
     raise RuntimeError(f"not started by mpiexec or srun: none of {', '.join(RANK_VARIABLES)} is set")
 
 
-def run(run_dir: Path, attempt: int, role: Role, body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body(rank)` as this rank and end the process: code 0 when it returns, 1 when it raises.
+def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
+    """Run `body(rank)` as this rank of the plan and end the process: code 0 when it returns, 1 when it raises.
 
     Call it before anything that starts threads. MPI is not finalised here (after a peer's death Finalize
     can abort): `body` saves what matters and returns.
     """
     number = world_rank()
-    logs.redirect(run_dir, attempt, role, number)
     me = layout(configuration.load(Path(run_dir) / "config.json"))[number]
-    if me.role != role:
-        raise RuntimeError(f"rank {number} was started as {Role(role).value}, and the plan says {me.role.value}")
+    logs.redirect(run_dir, attempt, me.role, number)
+    _use(me)
     processes.die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec sends it to the others when a rank has ended
     guard = os.getpid()
@@ -54,6 +52,15 @@ def run(run_dir: Path, attempt: int, role: Role, body: Callable[[Rank], None]) -
         os._exit(_watch(run_dir, attempt, number, child))
     processes.die_with_parent(guard)
     os._exit(_body(run_dir, attempt, me, body))
+
+
+def _use(me: Rank) -> None:
+    """Take what only this rank has in its environment; of the GPUs that the launcher was given, its own."""
+    mine = dict(me.environment)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if me.gpus and len(given) > max(me.gpus):
+        mine["CUDA_VISIBLE_DEVICES"] = ",".join(given[gpu] for gpu in me.gpus)
+    os.environ.update(mine)
 
 
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:

@@ -1,6 +1,9 @@
 """Which rank plays which role, on which devices, with how many threads. Pure, and light enough for every rank.
 
-Left out: whether it fits (rose/launch/plan.py) and where the ranks run (rose/launch/local.py).
+On one machine the ranks stand role by role. On Slurm they stand node by node in two components: every node of the
+trainer component has as many trainers and as many other ranks (the coordinator on the first, environment hosts else),
+since one `--ntasks-per-node` goes for them all. Left out: whether it fits (rose/launch/plan.py) and how ranks are
+started (rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rose.config import Config
+from rose.config import Config, nodes_of
 from rose.protocol import Role
 
 
@@ -18,7 +21,9 @@ class Rank:
     role: Role
     index: int  # which of its role, from 0
     threads: int | None  # OMP_NUM_THREADS; None: the library's own choice
-    gpus: tuple[int, ...]
+    gpus: tuple[int, ...]  # of its node's
+    component: int = 0  # of the heterogeneous job
+    node: int = 0  # of the component
 
     @property
     def environment(self) -> dict[str, str]:
@@ -31,6 +36,8 @@ class Rank:
 
 def layout(c: Config) -> tuple[Rank, ...]:
     """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker."""
+    if c.cluster.kind == "slurm":
+        return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
     rolls = int(c.rollout.replay is None)  # a run that trains from saved trajectories needs no engine
     roles = (
@@ -48,3 +55,32 @@ def _number(roles: tuple[tuple[Role, int, int | None, int], ...]) -> Iterator[Ra
         for index in range(count):
             yield Rank(rank, role, index, threads, tuple(range(gpu, gpu + gpus)))
             rank, gpu = rank + 1, gpu + gpus
+
+
+def _on_slurm(c: Config) -> Iterator[Rank]:
+    on_gpu, rolls = c.cluster.gpus > 0, c.rollout.replay is None
+    counts = dict.fromkeys(Role, 0)
+    rank = 0
+
+    def place(role: Role, threads: int | None, gpus: range, component: int, node: int) -> Rank:
+        nonlocal rank
+        made = Rank(rank, role, counts[role], threads, tuple(gpus) if on_gpu else (), component, node)
+        rank += 1
+        counts[role] += 1
+        return made
+
+    nodes = nodes_of(c.cluster.slurm.trainer, c.trainer.ranks, on_gpu)
+    others = -(-(1 + rolls * c.rollout.environment_hosts) // nodes)  # per node
+    for node in range(nodes):
+        for at in range(others):
+            role = Role.ENVIRONMENT if node or at else Role.COORDINATOR
+            yield place(role, 1, range(0), 0, node)
+        for at in range(c.trainer.ranks // nodes):
+            yield place(Role.TRAINER, c.trainer.threads, range(at, at + 1), 0, node)
+    if not rolls:
+        return
+    tp = c.rollout.tensor_parallel
+    nodes = nodes_of(c.cluster.slurm.rollout, c.rollout.workers * tp, on_gpu)
+    for node in range(nodes):
+        for at in range(c.rollout.workers // nodes):
+            yield place(Role.ROLLOUT, c.rollout.threads, range(at * tp, (at + 1) * tp), 1, node)

@@ -1,7 +1,7 @@
 """Runs a plan on this machine: run folder, lock, one mpiexec for all ranks, and their supervision.
 
-The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD:
-    mpiexec -n 1 python -m rose.main --role coordinator --run DIR --attempt N : -n E ... environment : ...
+The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD and finds its own variables:
+    mpiexec -n 2 -env OMP_NUM_THREADS 1 python -m rose.main --run DIR --attempt N : -n 1 -env OMP_NUM_THREADS 2 ...
 Left out: other machines (Slurm) and what ranks do (rose/main.py).
 """
 
@@ -34,14 +34,14 @@ MPIEXEC_OPTIONS = ("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user",
 
 def mpiexec_argv(mpiexec: str, ranks: Sequence[Rank], run_dir: Path, attempt: int,
                  rank_command: Sequence[str] = RANK_COMMAND) -> list[str]:
-    """One block per stretch of ranks with the same role and environment. Pure."""
+    """One block per stretch of ranks with the same environment. Pure."""
     argv = [mpiexec, *MPIEXEC_OPTIONS]
-    for number, ((role, env), block) in enumerate(groupby(ranks, lambda r: (r.role, r.environment))):
+    for number, (env, block) in enumerate(groupby(ranks, lambda rank: rank.environment)):
         argv += [":"] if number else []
         argv += ["-n", str(len(list(block)))]
         for name, value in env.items():
             argv += ["-env", name, value]
-        argv += [*rank_command, "--role", role.value, "--run", str(run_dir), "--attempt", str(attempt)]
+        argv += [*rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
     return argv
 
 
@@ -71,7 +71,8 @@ def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     offline = {} if c.model.source == "hub" else {"HF_HUB_OFFLINE": "1"}
-    return os.environ | {"PYTHONPATH": path} | offline | c.cluster.env | c.cluster.mpi.env
+    threads = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy loads before a rank knows its own share of the cores
+    return os.environ | {"PYTHONPATH": path} | threads | offline | c.cluster.env | c.cluster.mpi.env
 
 
 @contextmanager

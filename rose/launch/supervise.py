@@ -1,6 +1,6 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job. SIGINT or SIGTERM asks the coordinator to stop, which it does at once: during a rollout
+A dead rank ends the job. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at once: during a rollout
 or an evaluation it saves the last finished step first; during training or weight sync nothing is saved, and the
 run continues from its last checkpoint. From the signal on it has cluster.stop_timeout_s for this and for dismissing
 the other ranks; then everything is killed, as after a second signal. Every wait has a deadline. Left out: deciding
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ class Outcome:
 
     failure: str = ""
     interrupted: int = 0
+    lost_rank: bool = False  # the failure: a rank was killed or vanished, which another attempt may survive
 
     @property
     def code(self) -> int:
@@ -46,23 +48,25 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A running mpiexec. This process must be a subreaper (`processes.adopt_orphans`) before it starts."""
+    """A running mpiexec or srun. This process must be a subreaper (`processes.adopt_orphans`) before it starts."""
 
     process: subprocess.Popen
     ranks: Sequence[Rank]
     run_dir: Path
     attempt: int
     cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
+    starter: str = "mpiexec"  # its name, and that of its log
     signals: list[int] = field(default_factory=list)
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
+    lost: bool = False  # the dead rank that ends the job was killed, or vanished
 
     def statuses(self) -> dict[int, RankStatus]:
         return rank_status.read_all(self.run_dir, self.attempt)
 
     def wait(self, poll: Callable[[], None] = lambda: None) -> Outcome:
-        """Until the job ends. Takes over SIGINT and SIGTERM meanwhile; `poll` is called five times a second."""
+        """Until the job ends. Takes over its signals meanwhile; `poll` is called five times a second."""
         before = {number: signal.signal(number, lambda got, _: self.signals.append(got))
-                  for number in (signal.SIGINT, signal.SIGTERM)}
+                  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
         try:
             return self._watch(poll)
         finally:
@@ -78,9 +82,10 @@ class Job:
                 return Outcome(interrupted=self._interrupted())
             if failure:
                 self._end_ranks(FAILURE_GRACE_S)
-                return Outcome(failure, self._interrupted())
+                return Outcome(failure, self._interrupted(), self.lost)
             states = self.statuses()
             if len(states) == len(self.ranks) and all(status.state == "done" for status in states.values()):
+                self._await_starter()
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
@@ -107,25 +112,39 @@ class Job:
         states, now = self.statuses(), time.monotonic()
         if self._dead(states):
             time.sleep(SETTLE_S)
-            return self._describe(min(self._dead(self.statuses()), key=lambda status: status.since))
+            return self._first(self._dead(self.statuses()))
         if self.process.poll() is not None and any(states.get(r.rank) is None or states[r.rank].state != "done"
                                                    for r in self.ranks):
             time.sleep(SETTLE_S)  # a guard may still be writing
-            dead = self._dead(self.statuses(), mpiexec_gone=True)
-            return self._describe(min(dead, key=lambda s: s.since)) if dead else self._mpiexec_failure(states)
+            dead = self._dead(self.statuses(), starter_gone=True)
+            return self._first(dead) if dead else self._starter_failure(states)
         if len(states) < len(self.ranks) and now > deadlines["appear"]:
             missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
             return (f"{', '.join(missing)} did not start within cluster.start_timeout_s="
-                    f"{self.cluster.start_timeout_s:g}\n{self._words('mpiexec.log')}")
+                    f"{self.cluster.start_timeout_s:g}\n{self._words(self.starter + '.log')}")
         if now > deadlines.get("stop", now):
             return f"the coordinator did not stop within cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
         return ""
 
-    def _dead(self, states: dict[int, RankStatus], mpiexec_gone: bool = False) -> list[RankStatus]:
+    def _first(self, dead: list[RankStatus]) -> str:
+        first = min(dead, key=lambda status: status.since)
+        self.lost = first.exit_code is None or first.exit_code < 0
+        return self._describe(first)
+
+    def _await_starter(self) -> None:
+        """Its ranks are done: it may end by itself."""
+        try:
+            self.process.wait(FAILURE_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return  # `end_all` ends it
+
+    def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
         """Ranks that failed, and ranks whose process is gone without a word (their guard died too), once they
-        have been so at two looks in a row: a guard needs a moment to write."""
-        gone = {s.rank for s in states.values() if s.state == "running" and not psutil.pid_exists(s.pid)}
-        sure, self.vanished = gone & self.vanished if not mpiexec_gone else gone, gone
+        have been so at two looks in a row: a guard needs a moment to write. Those on other hosts are believed
+        while the starter, which watches them, lives."""
+        gone = {s.rank for s in states.values() if s.state == "running"
+                and (not psutil.pid_exists(s.pid) if _is_here(s) else starter_gone)}
+        sure, self.vanished = gone & self.vanished if not starter_gone else gone, gone
         return [s for s in states.values() if s.state == "failed" or s.rank in sure]
 
     def _signal_coordinator(self, states: dict[int, RankStatus]) -> bool:
@@ -141,23 +160,32 @@ class Job:
         return (f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on {status.host}) "
                 f"{status.how_it_ended()}\n{self._words(log.name)}")
 
-    def _mpiexec_failure(self, states: dict[int, RankStatus]) -> str:
+    def _starter_failure(self, states: dict[int, RankStatus]) -> str:
         missing = [rank.rank for rank in self.ranks if rank.rank not in states]
         without = f"; ranks {missing} never started" if missing else ""
-        return f"mpiexec exited with code {self.process.returncode}{without}\n{self._words('mpiexec.log')}"
+        return (f"{self.starter} exited with code {self.process.returncode}{without}\n"
+                f"{self._words(self.starter + '.log')}")
 
     def _words(self, name: str) -> str:
         path = logs.attempt_folder(self.run_dir, self.attempt) / name
         return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in logs.tail(path, TAIL_LINES))])
 
     def _end_ranks(self, grace_s: float) -> None:
-        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then `grace_s`."""
-        for status in self.statuses().values():
-            if status.state == "running" and psutil.pid_exists(status.pid):
+        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then `grace_s`. To
+        ranks on other hosts through srun."""
+        running = [status for status in self.statuses().values() if status.state == "running"]
+        for status in running:
+            if _is_here(status) and psutil.pid_exists(status.pid):
                 os.kill(status.pid, signal.SIGTERM)
+        if not all(map(_is_here, running)) and self.process.poll() is None:
+            self.process.terminate()
         deadline = time.monotonic() + grace_s
         while self.process.poll() is None and time.monotonic() < deadline and len(self.signals) < 2:
             time.sleep(POLL_S)
+
+
+def _is_here(status: RankStatus) -> bool:
+    return status.host == socket.gethostname()
 
 
 def end_all(process: subprocess.Popen) -> None:

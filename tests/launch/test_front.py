@@ -56,7 +56,7 @@ def launch(tmp_path, monkeypatch, capsys):
     (["env.args.sizee=3"], ["env.args.sizee=3", "did you mean env.args.size", "has size, hole_probability, slippery"]),
     (["env=calculator", "env.args.size=3"], ["env.args.size=3", "operations, largest"]),
     (["cluster.env.A=x"], ["cluster.env.A=x", "OMP_WAIT_POLICY", "+cluster.env.A=x"]),
-    (["cluster.kind=slurm"], ["cluster.kind='slurm'", "one of local"]),
+    (["cluster.kind=pbs"], ["cluster.kind='pbs'", "one of local, slurm"]),
     (["model.source=folder", "model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
     (["model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
     (["model.path=/nowhere", "cluster.dry_run=true"], ["model.path='/nowhere'", "no such folder"]),

@@ -17,13 +17,12 @@ def blocks(argv):
     return " ".join(argv).split("localhost ")[1].split(" : ")
 
 
-def test_one_block_per_role_in_the_order_of_the_ranks(make_config, tmp_path):
+def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_path):
     c = make_config("rollout.workers=3", "trainer.threads=2", "rollout.threads=1")
     assert blocks(local.mpiexec_argv("mpiexec", layout(c), tmp_path, 4, ["rank"])) == [
-        f"-n 1 -env OMP_NUM_THREADS 1 rank --role coordinator --run {tmp_path} --attempt 4",
-        f"-n 1 -env OMP_NUM_THREADS 1 rank --role environment --run {tmp_path} --attempt 4",
-        f"-n 1 -env OMP_NUM_THREADS 2 rank --role trainer --run {tmp_path} --attempt 4",
-        f"-n 3 -env OMP_NUM_THREADS 1 rank --role rollout --run {tmp_path} --attempt 4"]
+        f"-n 2 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4",
+        f"-n 1 -env OMP_NUM_THREADS 2 rank --run {tmp_path} --attempt 4",
+        f"-n 3 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4"]
 
 
 def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):

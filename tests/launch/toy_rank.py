@@ -62,8 +62,7 @@ def coordinate(world, run_dir):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--role", type=Role)
     parser.add_argument("--run", type=Path)
     parser.add_argument("--attempt", type=int)
     args = parser.parse_args()
-    guard.run(args.run, args.attempt, args.role, lambda me: body(me, args.run))
+    guard.run(args.run, args.attempt, lambda me: body(me, args.run))

@@ -1,0 +1,94 @@
+"""The text that a run is to Slurm: sbatch's script, and srun's command line inside it. Pure.
+
+The script's only command starts one process on the first node (rose/launch/slurm.py), which starts the ranks of all
+components as one MPI world with one srun, and watches them. Left out: submitting.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from submitit.slurm import slurm as submitit_slurm
+
+from rose.config import Component, Config
+from rose.launch.layout import Rank
+from rose.models import REPOSITORY
+
+RANK_COMMAND = (sys.executable, "-m", "rose.main")
+# exec: Slurm's signals of --signal=B: go to the script's own process
+SUBMITIT_COMMAND = f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit"
+
+
+def folder(run_dir: Path) -> Path:
+    """Where submitit keeps what it submitted."""
+    return Path(run_dir) / "submitted"
+
+
+def script(c: Config, ranks: Sequence[Rank], run_dir: Path) -> str:
+    """The batch script; `run_dir` absolute."""
+    first, *others = _by_component(ranks)
+    lines = []
+    for members in others:
+        lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
+    path = shlex.quote(str(REPOSITORY))
+    lines += ["", f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *c.cluster.slurm.setup]
+    return submitit_slurm._make_sbatch_string(
+        command=f"{SUBMITIT_COMMAND} {shlex.quote(str(folder(run_dir)))}", folder=str(folder(run_dir)),
+        job_name=c.name, wckey=None, use_srun=False, stderr_to_stdout=True, setup=lines, time=None,
+        additional_parameters=_options(c, first) | {
+            "output": str(Path(run_dir) / "logs" / "slurm-%j.out"), "requeue": True,
+            "signal": f"B:USR2@{c.cluster.slurm.warning_s}"})
+
+
+def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
+              rank_command: Sequence[str] = RANK_COMMAND) -> list[str]:
+    """One srun over all components, whose ranks find their roles by their number."""
+    components = _by_component(ranks)
+    argv = ["srun", *c.cluster.mpi.srun]
+    for number, members in enumerate(components):
+        argv += [":"] if number else []
+        argv += [f"--het-group={number}"] if len(components) > 1 else []
+        argv += [f"--nodes={_nodes(members)}", f"--ntasks={len(members)}",
+                 f"--ntasks-per-node={len(members) // _nodes(members)}", "--distribution=block", "--kill-on-bad-exit=0",
+                 *_step_options(c, members), *rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
+    return argv
+
+
+def _by_component(ranks: Sequence[Rank]) -> list[list[Rank]]:
+    return [list(members) for _, members in groupby(ranks, lambda rank: rank.component)]
+
+
+def _nodes(members: Sequence[Rank]) -> int:
+    return 1 + max(rank.node for rank in members)
+
+
+def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
+    """What srun does not take over from its component of the job (Slurm 22.05 and later)."""
+    taken = _options(c, members)
+    return [f"--{name}={taken[name]}" for name in ("cpus-per-task", "gpus-per-node", "mem") if name in taken]
+
+
+def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
+    """sbatch's options of one component; True for one without a value."""
+    slurm = c.cluster.slurm
+    component: Component = slurm.rollout if members[0].component else slurm.trainer
+    options: dict[str, Any] = {"nodes": _nodes(members), "ntasks-per-node": len(members) // _nodes(members),
+                               "cpus-per-task": component.cpus_per_task}
+    if c.cluster.gpus:
+        options["gpus-per-node"] = component.gpus_per_node
+    for name in ("partition", "account", "qos", "constraint", "mem", "time"):
+        if getattr(component, name) is not None:
+            options[name] = getattr(component, name)
+    for option in component.sbatch:
+        name, equals, value = option.removeprefix("--").partition("=")
+        options[name] = value if equals else True
+    return options
+
+
+def _lines(options: dict[str, Any]) -> list[str]:
+    return [submitit_slurm._as_sbatch_flag(name, options[name]) for name in sorted(options)]

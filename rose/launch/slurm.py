@@ -1,0 +1,127 @@
+"""A run as a Slurm job: `submit` sends it and returns; `Run`, inside the job, starts the ranks and watches them.
+
+Left out: the texts that Slurm gets (sbatch.py) and the state of a job afterwards (state.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import submitit
+from rich.console import Console
+from submitit.core.utils import FailedJobError
+
+from rose import config as configuration
+from rose import processes
+from rose.config import Config, ConfigError
+from rose.launch import local, logs, model, resume, sbatch, state, supervise
+from rose.launch.layout import Rank, layout
+from rose.observe.report import build_report
+from rose.observe.terminal import say
+from rose.observe.trace import build_trace
+
+COMMAND_DEADLINE_S = 60.0
+
+
+def check_programs() -> None:
+    """Raises `ConfigError` when this machine cannot submit."""
+    missing = [program for program in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(program) is None]
+    if missing:
+        raise ConfigError(f"cluster.kind='slurm': no {', '.join(missing)} on PATH; run this where your site has Slurm's "
+                          "commands (a login node), or look at the job's text with cluster.dry_run=true")
+
+
+class _Executor(submitit.SlurmExecutor):
+    """submitit's, with our text: a heterogeneous job."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        super().__init__(folder=folder)
+        self._text = text
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text
+
+
+def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
+    """Send the run to Slurm; say its id and how to follow it. Raises `ConfigError` with sbatch's own words when it
+    refuses."""
+    run_dir = c.run_dir.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
+    try:
+        job = _Executor(sbatch.folder(run_dir), sbatch.script(c, ranks, run_dir)).submit(Run(run_dir))
+    except FailedJobError as error:
+        raise ConfigError(f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}") from None
+    state.remember(run_dir, job.job_id)
+    say(console, f"submitted {c.name} as job {job.job_id}")
+    log = run_dir / "logs" / f"slurm-{job.job_id}.out"
+    for what, command in (("log", f"tail -F {log}"), ("ranks' logs", f"ls {run_dir}/logs/latest/"),
+                          ("state of every component and rank", f"python -m rose.launch.state {run_dir}"),
+                          ("queue", f"squeue --job {job.job_id}"), ("end it", f"scancel {job.job_id}")):
+        console.print(f"  {what + ':':35} {command}", soft_wrap=True, markup=False, highlight=False)
+
+
+class RunFailed(RuntimeError):
+    """The run ended in failure; the message says how. Slurm then calls the job FAILED."""
+
+
+@dataclass
+class Run:
+    """What the job runs on its first node, at its start and after each requeue."""
+
+    run_dir: Path
+
+    def __call__(self) -> str:
+        """Raises `RunFailed`."""
+        c = model.prepare(configuration.load(self.run_dir / "config.json"))
+        with local.locked(self.run_dir):
+            if resume.is_finished(self.run_dir, c.trainer.steps):
+                return "finished already"
+            outcome = self._attempt(c)
+        if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank:
+            return self._requeue(c, outcome)
+        if outcome.failure:
+            raise RunFailed(outcome.failure)
+        return "stopped" if outcome.interrupted else "finished"
+
+    def _attempt(self, c: Config) -> supervise.Outcome:
+        ranks = layout(c)
+        attempt = logs.new_attempt(self.run_dir)
+        local.write_config(c, self.run_dir)
+        print(f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
+              flush=True)
+        processes.adopt_orphans()
+        with open(logs.attempt_folder(self.run_dir, attempt) / "srun.log", "wb") as words:
+            srun = subprocess.Popen(sbatch.srun_argv(c, ranks, self.run_dir, attempt), stdin=subprocess.DEVNULL,
+                                    stdout=words, stderr=subprocess.STDOUT, env=_environment(c), start_new_session=True)
+        outcome = supervise.Job(srun, ranks, self.run_dir, attempt, c.cluster, starter="srun").wait()
+        if c.observe.trace:
+            build_trace(self.run_dir)
+        if c.observe.report:
+            build_report(self.run_dir)
+        return outcome
+
+    def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
+        """Ask Slurm for another go, which continues from the last checkpoint; it ends this process."""
+        why = "Slurm's warning: preempted, or near the time limit" if not outcome.failure else outcome.failure
+        done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if done >= c.cluster.slurm.requeues:
+            raise RunFailed(f"given up after {done} requeues (cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
+                            f"last end: {why}")
+        print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True, timeout=COMMAND_DEADLINE_S)
+        return "requeued"
+
+
+def _environment(c: Config) -> dict[str, str]:
+    """srun's: without what sbatch set for the first component only, which srun would apply to all of them."""
+    ours = ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_NODE",
+            "SLURM_MEM_PER_CPU", "SLURM_DISTRIBUTION")
+    return {name: value for name, value in local.environment(c).items() if name not in ours}

@@ -1,0 +1,121 @@
+"""What became of a run's Slurm job: every component's state and exit reason, and the ranks that failed.
+
+    python -m rose.launch.state outputs/NAME
+Asks sacct, and squeue where accounting is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.launch import rank_status
+
+COMMAND_DEADLINE_S = 30.0
+ACTIVE = {"PENDING", "RUNNING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING",
+          "PREEMPTED", "SIGNALING", "STAGE_OUT"}
+FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
+
+
+class JobState(NamedTuple):
+    """One component of a job, as Slurm tells it."""
+
+    job: str  # 12+0, or 12 if the job has one component
+    state: str
+    exit_code: str
+    reason: str
+    nodes: str
+    elapsed: str
+
+
+def remember(run_dir: Path, job: str) -> None:
+    """Note the job that a run was submitted as."""
+    path = _note(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(job + "\n")
+    part.replace(path)
+
+
+def submitted(run_dir: Path) -> str | None:
+    """Id of the job that the run was last submitted as; None if it never was."""
+    path = _note(run_dir)
+    return path.read_text().strip() if path.exists() else None
+
+
+def components(job: str) -> list[JobState]:
+    """Every component's state; empty when Slurm no longer knows the job. Raises RuntimeError when Slurm doesn't
+    answer."""
+    out = _ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS), "--jobs", job])
+    if out is None:  # no accounting
+        out = _ask(["squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,exit_code:|,Reason:|,NodeList:|,"
+                    "TimeUsed:", "--jobs", job]) or ""
+    found = [JobState(*line.split("|")[:len(FIELDS)]) for line in out.splitlines() if line.count("|") >= len(FIELDS) - 1]
+    return [s._replace(state=s.state.split(" by ")[0]) for s in found]
+
+
+def is_active(job: str) -> bool:
+    """True while the job waits, runs, or is about to do so again."""
+    return any(component.state in ACTIVE for component in components(job))
+
+
+def show(run_dir: Path, console: Console) -> bool:
+    """Print the state; False when nothing is known of a job."""
+    job = submitted(run_dir)
+    if job is None:
+        return False
+    table = Table(title=f"{run_dir.name}: job {job}")
+    for name in FIELDS:
+        table.add_column(name)
+    for component in components(job):
+        table.add_row(*component)
+    console.print(table)
+    attempts = sorted((run_dir / "status").glob("attempt-*"))
+    if attempts:
+        attempt = int(attempts[-1].name.removeprefix("attempt-"))
+        ranks = rank_status.read_all(run_dir, attempt)
+        states = [status.state for status in ranks.values()]
+        console.print(f"attempt {attempt}: {len(ranks)} ranks; " + ", ".join(
+            f"{states.count(name)} {name}" for name in ("running", "done", "failed") if name in states))
+        for status in ranks.values():
+            if status.state == "failed":
+                console.print(f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
+                              f"{status.how_it_ended()}", markup=False, soft_wrap=True)
+    return True
+
+
+def _ask(command: list[str]) -> str | None:
+    """What it prints; None if it is absent or refuses."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} did not answer within {COMMAND_DEADLINE_S:g} s") from None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _note(run_dir: Path) -> Path:
+    return Path(run_dir) / "status" / "job"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    run_dir = parser.parse_args().run
+    if show(run_dir, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))):
+        return 0
+    print(f"{run_dir}: no run that was submitted to Slurm (it has no status/job)", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

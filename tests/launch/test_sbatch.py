@@ -1,0 +1,123 @@
+"""The texts that Slurm gets, and who stands where on its nodes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.config import ConfigError, from_dict
+from rose.launch import sbatch
+from rose.launch.layout import layout
+from rose.models import REPOSITORY
+from rose.protocol import Role
+
+SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu", "cluster=slurm", "name=qwen7b",
+           "cluster.gpus=24", "trainer.ranks=16", "rollout.workers=4", "rollout.tensor_parallel=2",
+           "rollout.environment_hosts=4")
+
+GOLDEN = """#!/bin/bash
+
+# Parameters
+#SBATCH --account=me
+#SBATCH --cpus-per-task=12
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=qwen7b
+#SBATCH --mail-user='a b'
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=11
+#SBATCH --open-mode=append
+#SBATCH --output='/runs/my runs/qwen7b/logs/slurm-%j.out'
+#SBATCH --partition=big
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@120
+#SBATCH --time=2-00:00:00
+
+# setup
+#SBATCH hetjob
+#SBATCH --account=me
+#SBATCH --cpus-per-task=4
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --mail-user='a b'
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --partition=small
+#SBATCH --time=2-00:00:00
+
+export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}}
+module load cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+exec {python} -u -m submitit.core._submit '/runs/my runs/qwen7b/submitted'
+"""
+
+
+def test_the_batch_script_word_for_word(make_config):
+    c = make_config(*SEVEN_B, "cluster.slurm.trainer.partition=big", "cluster.slurm.rollout.partition=small",
+                    "cluster.slurm.trainer.account=me", "cluster.slurm.trainer.time=2-00:00:00",
+                    "cluster.slurm.trainer.cpus_per_task=12", "cluster.slurm.setup=[module load cuda]",
+                    "cluster.slurm.trainer.sbatch=[--exclusive,--mail-user=a b]")
+    text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
+    assert text == GOLDEN.format(repository=REPOSITORY, python=sys.executable)
+
+
+def test_one_srun_over_both_components(make_config):
+    c = make_config(*SEVEN_B, "cluster.slurm.trainer.mem=64G", "cluster.slurm.rollout.mem=null")
+    assert " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 3, ["rank"])) == (
+        "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 --distribution=block "
+        "--kill-on-bad-exit=0 --cpus-per-task=4 --gpus-per-node=8 --mem=64G rank --run /run --attempt 3 : "
+        "--het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block --kill-on-bad-exit=0 "
+        "--cpus-per-task=4 --gpus-per-node=8 rank --run /run --attempt 3")
+
+
+def test_a_run_without_engines_is_a_plain_job(make_config, tmp_path):
+    c = make_config("cluster=dev", f"rollout.replay={tmp_path}")
+    assert "hetjob" not in sbatch.script(c, layout(c), Path("/run"))
+    assert "--het-group" not in " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 1))
+
+
+def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_config):
+    ranks = layout(make_config(*SEVEN_B))
+    assert [r.rank for r in ranks] == list(range(26))
+    assert (ranks[0].role, ranks[0].node) == (Role.COORDINATOR, 0)
+    for node in (0, 1):
+        here = [r for r in ranks if (r.component, r.node) == (0, node)]
+        trainers = [r for r in here if r.role is Role.TRAINER]
+        assert len(here) == 11 and [r.gpus for r in trainers] == [(gpu,) for gpu in range(8)]
+    engines = [r for r in ranks if r.component == 1]
+    assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)] and {r.role for r in engines} == {Role.ROLLOUT}
+    for role in Role:
+        assert [r.index for r in ranks if r.role is role] == list(range(sum(r.role is role for r in ranks)))
+    assert sum(r.role is Role.ENVIRONMENT for r in ranks) >= 4
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"), ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"]),
+    (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
+    (("cluster.slurm.trainer.sbatch=[exclusive]",), ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"]),
+    (("cluster.slurm.trainer.nodes=0",), ["cluster.slurm.trainer.nodes=0", ">= 1"]),
+])
+def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
+    with pytest.raises(ConfigError) as refused:
+        make_config("cluster=dev", *overrides)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("text", ["a\n#SBATCH --uid=0", "", "\x07"])
+def test_no_text_can_leave_its_line(tree, text):
+    for section, key in (("trainer", "partition"), ("rollout", "qos")):
+        made = tree("cluster=dev")
+        made["cluster"]["slurm"][section][key] = text
+        with pytest.raises(ConfigError, match=f"cluster.slurm.{section}.{key}=.*one line"):
+            from_dict(made)
+    made = tree("cluster=dev")
+    made["cluster"]["slurm"]["setup"] = [text]
+    with pytest.raises(ConfigError, match="cluster.slurm.setup.0=.*one line"):
+        from_dict(made)
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
+    with pytest.raises(ConfigError, match="cluster.slurm.trainer.gpus_per_node=4.*nodes=2"):
+        make_config(*SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4", "cluster.slurm.trainer.nodes=2")

@@ -1,0 +1,87 @@
+"""A real Slurm on this machine for all tests here, and the main job submitted to it as a user does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rose.launch import state
+from rose.observe.metrics import read_metrics, rows_of
+from tests.job.job import SMALL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEADLINE_S = 300.0
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Four nodes; stopped, and everything of them removed, afterwards."""
+    folder = tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp")  # sockets want short paths
+    settings = os.environ | {"FOLDER": folder, "PORT": "18500"}
+    script = str(REPOSITORY / "slurm" / "dev_cluster.sh")
+    started = subprocess.run([script, "start"], env=settings, capture_output=True, text=True, timeout=180)
+    assert started.returncode == 0, started.stdout + started.stderr
+    os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
+    yield Path(folder)
+    del os.environ["SLURM_CONF"]
+    subprocess.run([script, "stop"], env=settings, check=True, timeout=120)
+    shutil.rmtree(folder)
+
+
+class SlurmJob:
+    """The main job, small, on the dev cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+
+    def submit(self, *overrides: str, code: int = 0) -> str:
+        """`launch.py`'s words; its exit code must be `code`."""
+        done = subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), "cluster=dev", f"output_dir={self.folder}",
+                               "name=run", *SMALL, *overrides], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    @property
+    def id(self) -> str:
+        return state.submitted(self.run)
+
+    def states(self) -> list[str]:
+        return [component.state for component in state.components(self.id)]
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S):
+        end = time.monotonic() + deadline_s
+        while not (value := condition()):
+            assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}: {self.states()}\n{self.logs()}"
+            time.sleep(0.2)
+        return value
+
+    def until_ended(self) -> list[str]:
+        self.until(lambda: self.states() and not state.is_active(self.id), "the job's end")
+        return self.states()
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in rows_of(read_metrics(self.run), "step")]
+
+    def said(self) -> str:
+        return "".join(p.read_text() for p in sorted((self.run / "logs").glob("slurm-*.out")))
+
+    def logs(self) -> str:
+        return self.said() + "\n".join(f"--- {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
+                                       for p in sorted((self.run / "logs" / "latest").glob("*.log")))
+
+
+@pytest.fixture
+def job(cluster, tmp_path):
+    job = SlurmJob(tmp_path)
+    yield job
+    if (tmp_path / "run").exists() and job.id and state.is_active(job.id):
+        subprocess.run(["scancel", job.id], check=True, timeout=60)
+        job.until(lambda: not state.is_active(job.id), "scancel", 60)

@@ -1,0 +1,67 @@
+"""The main job as a heterogeneous job on a real Slurm: it completes, requeues itself, resumes, and says how it ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rose.launch import rank_status
+
+pytestmark = pytest.mark.slow
+
+
+def state_of(run) -> str:
+    done = subprocess.run([sys.executable, "-m", "rose.launch.state", str(run)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ranks(job, attempt):
+    return {status.rank: status for status in rank_status.read_all(job.run, attempt).values()}
+
+
+def test_a_heterogeneous_job_trains_and_every_component_completes(job):
+    said = job.submit()
+    assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
+    assert f"run is job {job.id} already" in job.submit()  # the same command again: nothing is sent twice
+    assert job.until_ended() == ["COMPLETED", "COMPLETED"], job.logs()
+    assert job.steps() == [1, 2, 3]
+    assert [s.host for _, s in sorted(ranks(job, 1).items())] == ["n1"] * 3 + ["n2", "n3"]
+    assert "2 COMPLETED" not in state_of(job.run) and state_of(job.run).count("COMPLETED") == 2
+    assert "5 done" in state_of(job.run)
+    assert (job.run / "report.html").exists()
+    assert "is finished (3 steps)" in job.submit()
+
+
+def test_slurms_warning_saves_and_requeues_and_a_second_loss_is_one_too_many(job):
+    """USR2 is what Slurm sends before the time limit and on preemption."""
+    job.submit("trainer.steps=400", "eval.episodes=0", "cluster.slurm.requeues=1", "observe.report=false")
+    job.until(lambda: len(job.steps()) >= 2, "two steps")
+    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)
+    job.until(lambda: len(ranks(job, 2)) == 5, "the second attempt's ranks")
+    before = job.steps()[-1]
+    job.until(lambda: job.steps()[-1] > before, "a step of the second attempt")
+    assert job.steps() == list(range(1, job.steps()[-1] + 1))  # each once, none missing
+    assert "requeueing, 1 of at most 1" in job.said()
+    assert json.loads((job.run / "config.json").read_text())["name"] == "run"
+    engine = next(s for s in ranks(job, 2).values() if s.role == "rollout")
+    os.kill(engine.pid, signal.SIGKILL)
+    assert job.until_ended()[0] == "FAILED", job.logs()
+    assert "given up after 1 requeues (cluster.slurm.requeues=1)" in job.said() and "killed by SIGKILL" in job.said()
+    assert f"rank {engine.rank} (rollout 0) on {engine.host} killed by SIGKILL" in state_of(job.run)
+
+
+def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
+    said = job.submit("cluster.slurm.trainer.partition=nowhere", code=2)
+    assert "sbatch refused the job of run" in said and "partition" in said
+
+
+def test_a_sweep_submits_every_point_and_returns(job):
+    said = job.submit("-m", "seed=1,2", "cluster.slurm.trainer.sbatch=[--hold]")
+    assert said.count("submitted run-seed=") == 2
+    for seed in (1, 2):
+        name = job.folder / f"run-seed={seed}" / "status" / "job"
+        subprocess.run(["scancel", name.read_text().strip()], check=True, timeout=30)
