@@ -6,20 +6,18 @@ a hub (transformers and vLLM do that from the id).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose import processes
+from rose import locks, processes
 from rose.config import ConfigError, Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -90,7 +88,7 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
     """Run the recipe's script; its progress goes to stderr. The script renames a finished folder into place. It
     ends with this process, and Ctrl-C reaches this process alone, which ends it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock"), BUILD_DEADLINE_S):
+    with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # made by whoever held the lock before
             return
         print(f"model {source} is not in the cache yet; making it in {folder}", file=sys.stderr, flush=True)
@@ -111,17 +109,10 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold `path`'s flock, which the kernel frees when its holder dies. Raises `ConfigError` at the deadline."""
-    until = time.monotonic() + deadline_s
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ConfigError(f"{path}: held by another launch for more than {deadline_s:.0f} s; "
-                                      "end it, or wait and start again") from None
-                time.sleep(0.2)
-        yield
+def _locked(path: Path) -> Iterator[None]:
+    """One maker at a time. Raises `ConfigError` when another one takes too long."""
+    try:
+        with locks.held(path, BUILD_DEADLINE_S):
+            yield
+    except TimeoutError as error:
+        raise ConfigError(f"{error}; end the other launch, or wait and start again") from None

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,18 +63,18 @@ class Job:
     def statuses(self) -> dict[int, RankStatus]:
         return rank_status.read_all(self.run_dir, self.attempt)
 
-    def wait(self, poll: Callable[[], None] = lambda: None) -> Outcome:
-        """Until the job ends. Takes over its signals meanwhile; `poll` is called five times a second."""
+    def wait(self) -> Outcome:
+        """Until the job ends. Takes over its signals meanwhile."""
         before = {number: signal.signal(number, lambda got, _: self.signals.append(got))
                   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
         try:
-            return self._watch(poll)
+            return self._watch()
         finally:
             end_all(self.process)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _watch(self, poll: Callable[[], None]) -> Outcome:
+    def _watch(self) -> Outcome:
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
         while True:
             failure = self._failure(deadlines)
@@ -96,7 +96,6 @@ class Job:
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
                     return Outcome(interrupted=self._interrupted())  # all is saved; the laggards are ended
-            poll()
             time.sleep(POLL_S)
 
     def _interrupted(self) -> int:

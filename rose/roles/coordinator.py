@@ -25,6 +25,7 @@ from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.journal import Journal
 from rose.roles.step_metrics import evaluation_row, step_row
+from rose.roles.train_messages import train_messages
 from rose.roles.turn_hub import TurnHub
 from rose.rollout import control, replay
 from rose.rollout.filter import teaches
@@ -34,7 +35,6 @@ from rose.trainer import checkpoint
 from rose.trainer.batching import plan_batch
 
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
-PART_BYTES = 16 * 2**20  # of trajectories in one message to a trainer rank
 
 
 class Stopped(Exception):
@@ -170,26 +170,11 @@ class Coordinator:
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         with self.recorder.timed("train", step=self.step + 1):
             for index in range(c.ranks):
-                self._send_batch(index, summary, plan[index], trees, trajectories)
+                for message in train_messages(self.step + 1, summary, plan[index], trees, trajectories):
+                    self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
             await self._until(lambda: len(self.trained) == c.ranks, c.step_timeout_s,
                               lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
         return dict(self.trained)
-
-    def _send_batch(self, index: int, summary: p.BatchSummary, micro_batches: list[list[list[int]]], trees: bool,
-                    trajectories: list[p.Trajectory]) -> None:
-        rows = [row for update in micro_batches for batch in update for row in batch]
-        parts, size = [[]], 0
-        for row in rows:
-            nbytes = 13 * len(trajectories[row].mask)
-            if parts[-1] and size + nbytes > PART_BYTES:
-                parts.append([])
-                size = 0
-            parts[-1].append(row)
-            size += nbytes
-        rank = self.ranks[p.Role.TRAINER][index]
-        self.mailbox.send(rank, p.TrainStep(self.step + 1, summary, micro_batches, trees, len(parts)))
-        for number, part in enumerate(parts):
-            self.mailbox.send(rank, p.TrainPart(self.step + 1, number, part, [trajectories[row] for row in part]))
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
         """Every engine holds, and has verified, the step's weights."""

@@ -7,11 +7,9 @@ driven from outside and the average over ranks is multiplied away. Left out: fp1
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 
 from rose import config as configuration
+from rose import locks
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
@@ -243,19 +242,12 @@ def _build_lock() -> Iterator[None]:
     from torch.utils.cpp_extension import _get_build_directory
 
     build = Path(_get_build_directory("cpu_adam", verbose=False))
-    deadline = time.monotonic() + BUILD_DEADLINE_S
-    with (build.parent / "rose.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{file.name}: held for over {BUILD_DEADLINE_S:.0f} s; end its holder, or set "
-                                       "trainer.offload_optimizer=false") from None
-                time.sleep(0.2)
-        (build / "lock").unlink(missing_ok=True)
-        yield
+    try:
+        with locks.held(build.parent / "rose.lock", BUILD_DEADLINE_S):
+            (build / "lock").unlink(missing_ok=True)
+            yield
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; end its holder, or set trainer.offload_optimizer=false") from None
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

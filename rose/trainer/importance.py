@@ -36,16 +36,15 @@ def mismatch(proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | Non
     """How far the engine is from the trainer, over the response tokens of (B, T) log-probabilities.
 
     Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and
-    ranks): `kl_k1` and `kl_k3`, two unbiased estimates of KL(behaviour || proximal) in nats, of which
-    k3 has the smaller variance and is never negative (Schulman 2020, "Approximating KL divergence");
-    `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a maximum
+    ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never negative
+    (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel; `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a maximum
     (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
     """
     logs = log_ratio(proximal, behaviour, mask)
     ratio = logs.exp() * mask
+    exact = logs.double()
     return {
-        "kl_k1": -logs.sum(),
-        "kl_k3": ((ratio - 1 - logs) * mask).sum(),
+        "kl_k3": (exact.expm1() - exact).sum().float(),
         "abs_diff": logs.abs().sum(),
         "capped": (ratio > (float("inf") if cap is None else cap)).float().sum(),
         "ratio_max": ratio.max() if ratio.numel() else ratio.sum(),

@@ -50,7 +50,7 @@ def test_a_living_builder_is_waited_for_and_the_wait_ends(tmp_path, monkeypatch)
     theirs.touch()
     with (tmp_path / "rose.lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match="rose.lock: held for over"), deepspeed_engine._build_lock():
+        with pytest.raises(TimeoutError, match="rose.lock: held by .*offload_optimizer=false"), deepspeed_engine._build_lock():
             pass
     assert theirs.exists()
 
