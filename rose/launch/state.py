@@ -64,7 +64,11 @@ def components(job: str) -> list[JobState]:
 
 def is_active(job: str) -> bool:
     """True while the job waits, runs, or is about to do so again."""
-    return any(component.state in ACTIVE for component in components(job))
+    return _any_active(components(job))
+
+
+def _any_active(found: list[JobState]) -> bool:
+    return any(component.state in ACTIVE for component in found)
 
 
 def show(run_dir: Path, console: Console) -> bool:
@@ -75,16 +79,19 @@ def show(run_dir: Path, console: Console) -> bool:
     table = Table(title=f"{run_dir.name}: job {job}")
     for name in FIELDS:
         table.add_column(name)
-    for component in components(job):
+    found = components(job)
+    for component in found:
         table.add_row(*component)
     console.print(table)
     attempts = sorted((run_dir / "status").glob("attempt-*"))
     if attempts:
         attempt = int(attempts[-1].name.removeprefix("attempt-"))
         ranks = rank_status.read_all(run_dir, attempt)
-        states = [status.state for status in ranks.values()]
+        # nobody is left to write how a rank ended that Slurm ended together with its guard
+        running = "running" if _any_active(found) else "ended with the job"
+        states = [running if status.state == "running" else status.state for status in ranks.values()]
         console.print(f"attempt {attempt}: {len(ranks)} ranks; " + ", ".join(
-            f"{states.count(name)} {name}" for name in ("running", "done", "failed") if name in states))
+            f"{states.count(name)} {name}" for name in (running, "done", "failed") if name in states))
         for status in ranks.values():
             if status.state == "failed":
                 console.print(f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "

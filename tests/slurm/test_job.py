@@ -51,7 +51,8 @@ def test_slurms_warning_saves_and_requeues_and_a_second_loss_is_one_too_many(job
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
     assert "given up after 1 requeues (cluster.slurm.requeues=1)" in job.said() and "killed by SIGKILL" in job.said()
-    assert f"rank {engine.rank} (rollout 0) on {engine.host} killed by SIGKILL" in state_of(job.run)
+    assert "4 ended with the job, 1 failed" in state_of(job.run)
+    assert f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL" in state_of(job.run)
 
 
 def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
