@@ -61,7 +61,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
 
 
 def test_a_sweep_submits_every_point_and_returns(job):
-    said = job.submit("-m", "seed=1,2", "cluster.slurm.trainer.sbatch=[--hold]")
+    said = job.submit("seed=1,2", "cluster.slurm.trainer.sbatch=[--hold]", "-m")
     assert said.count("submitted run-seed=") == 2
     for seed in (1, 2):
         name = job.folder / f"run-seed={seed}" / "status" / "job"
