@@ -7,26 +7,24 @@ outside it. What the arguments of an environment, algorithm, policy or recipe ma
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from rose import config_errors
+from rose.config_errors import ConfigError as ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-
-
-class ConfigError(ValueError):
-    """Bad configuration; the launcher prints it and exits with code 2."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -246,7 +244,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), tree)) from None
+        raise ConfigError(config_errors.explain(str(error), tree, Config)) from None
     _check(config)
     return config
 
@@ -255,19 +253,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     return msgspec.to_builtins(config)
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+def keys() -> list[str]:
     """Every key of the tree, dotted, sections included."""
-    found = []
-    for field in msgspec.structs.fields(section):
-        found.append(prefix + field.name)
-        if (nested := _section(field.type)) is not None:
-            found += keys(nested, f"{prefix}{field.name}.")
-    return found
-
-
-def _section(kind: Any) -> type[Section] | None:
-    """The section that a field of this type holds, if any (`Slurm | None` holds one)."""
-    return next((t for t in (kind, *get_args(kind)) if isinstance(t, type) and issubclass(t, Section)), None)
+    return config_errors.keys(Config)
 
 
 def load(path: Path) -> Config:
@@ -279,52 +267,6 @@ def save(config: Config, path: Path) -> None:
     Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
 
-def _explain(message: str, tree: dict[str, Any]) -> str:
-    """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' -> key, value and what would be right."""
-    found = re.search(r" - at `\$\.?([^`]*)`$", message)
-    text = message[: found.start()] if found else message
-    key = found.group(1) if found else ""
-    unknown = re.search(r"unknown field `([^`]*)`", text)
-    missing = re.search(r"required field `([^`]*)`", text)
-    if unknown:
-        full = ".".join(filter(None, [key, unknown.group(1)]))
-        near = difflib.get_close_matches(full, keys(), n=3, cutoff=0.75)
-        meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
-        return f"{full}={_value(tree, full)!r}: no such key; {meant}"
-    if missing:
-        return f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in conf/"
-    if text.startswith("Invalid enum value"):
-        return f"{key}={_value(tree, key)!r}: no such choice; one of {', '.join(map(str, get_args(_type_of(key))))}"
-    if key.endswith("[...]"):
-        return _explain_texts(key.removesuffix("[...]"), tree)
-    null = ", or null" if " >" in text and type(None) in get_args(_type_of(key)) else ""
-    return f"{key}={_value(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
-
-
-def _explain_texts(section: str, tree: dict[str, Any]) -> str:
-    """msgspec doesn't name the entry of a `dict[str, str]` (cluster.env) that is something else."""
-    full, value = next((f"{section}.{n}", v) for n, v in _value(tree, section).items() if not isinstance(v, str))
-    return f"{full}={value!r}: must be text; put it in quotes: '+{full}=\"{value}\"'"
-
-
-def _type_of(dotted: str) -> Any:
-    found: Any = Config
-    for part in dotted.split("."):
-        found = next(field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
-    return found
-
-
-def _value(tree: Any, dotted: str) -> Any:
-    for part in re.findall(r"[^.\[\]]+", dotted):
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return None
-    return tree
-
-
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
 
@@ -334,7 +276,7 @@ def _check(c: Config) -> None:
 
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
-            raise ConfigError(f"{key}={_value(tree, key)!r}: {remedy}")
+            raise ConfigError(f"{key}={config_errors.value_at(tree, key)!r}: {remedy}")
 
     for key, value in _leaves(tree):
         need(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
@@ -409,7 +351,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
              f"cluster.slurm.{name}.gpus_per_node",
              f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}")
         for at, option in enumerate(component.sbatch):
-            need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option of sbatch: --exclusive")
+            need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option, as --exclusive")
     for key, value in _leaves(msgspec.to_builtins(c.cluster.slurm)):
         need(not isinstance(value, str) or value.isprintable() and value != "", f"cluster.slurm.{key}",
              "must be one line of text, not empty; null leaves an option out")

@@ -25,6 +25,8 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("trainer.threads=0", ["trainer.threads=0", ">= 1", "or null"]),
     ("rollout.threads=-1", ["rollout.threads=-1", ">= 1", "or null"]),
     ("scheduler.queue_depth=-0.1", ["scheduler.queue_depth=-0.1", ">= 0"]),
+    ("trainer.optimizer.betas=[0.9,x]", ["trainer.optimizer.betas[1]='x'", "expected `float`"]),
+    ("+cluster.mpi.srun=[1]", ["cluster.mpi.srun[0]=1", "expected `str`"]),
     ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
     ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
     ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),

@@ -180,10 +180,12 @@ class Engine:
         self._serial += 1
         turn.request = f"{turn_id}#{self._serial}"
         version, first = self.version, True
+        # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the same again
+        seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
             max_tokens=max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            seed=None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63, stop_token_ids=self._stop_tokens, logprobs=0,
-            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA, skip_clone=True)
+            seed=seed, stop_token_ids=self._stop_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA, skip_clone=True)
         request = tokens_input(list(prompt), cache_salt=f"v{version}")  # a prefix cached by older weights never matches
         self._prompted += len(prompt)
         try:

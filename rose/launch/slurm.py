@@ -34,8 +34,8 @@ def check_programs() -> None:
     """Raises `ConfigError` when this machine cannot submit."""
     missing = [program for program in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(program) is None]
     if missing:
-        raise ConfigError(f"cluster.kind='slurm': no {', '.join(missing)} on PATH; run this where your site has Slurm's "
-                          "commands (a login node), or look at the job's text with cluster.dry_run=true")
+        raise ConfigError(f"cluster.kind='slurm': no {', '.join(missing)} on PATH; run this where your site has "
+                          "Slurm's commands (a login node), or look at the job's text with cluster.dry_run=true")
 
 
 class _Executor(submitit.SlurmExecutor):

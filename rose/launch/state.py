@@ -58,7 +58,8 @@ def components(job: str) -> list[JobState]:
     if out is None:  # no accounting
         out = _ask(["squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,exit_code:|,Reason:|,NodeList:|,"
                     "TimeUsed:", "--jobs", job]) or ""
-    found = [JobState(*line.split("|")[:len(FIELDS)]) for line in out.splitlines() if line.count("|") >= len(FIELDS) - 1]
+    rows = [line.split("|") for line in out.splitlines()]
+    found = [JobState(*row[:len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
     return [s._replace(state=s.state.split(" by ")[0]) for s in found]
 
 

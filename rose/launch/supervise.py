@@ -1,10 +1,10 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at once: during a rollout
-or an evaluation it saves the last finished step first; during training or weight sync nothing is saved, and the
-run continues from its last checkpoint. From the signal on it has cluster.stop_timeout_s for this and for dismissing
-the other ranks; then everything is killed, as after a second signal. Every wait has a deadline. Left out: deciding
-about anything inside the run; that is the coordinator's.
+A dead rank ends the job. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at
+once: during a rollout or an evaluation it saves the last finished step first; during training or weight sync nothing
+is saved, and the run continues from its last checkpoint. From the signal on it has cluster.stop_timeout_s for this and
+for dismissing the other ranks; then everything is killed, as after a second signal. Every wait has a deadline. Left
+out: deciding about anything inside the run; that is the coordinator's.
 """
 
 from __future__ import annotations

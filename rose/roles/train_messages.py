@@ -21,5 +21,5 @@ def train_messages(step: int, summary: p.BatchSummary, micro_batches: list[list[
             size = 0
         parts[-1].append(row)
         size += nbytes
-    return [p.TrainStep(step, summary, micro_batches, trees, len(parts)),
-            *(p.TrainPart(step, number, part, [trajectories[row] for row in part]) for number, part in enumerate(parts))]
+    filled = [p.TrainPart(step, at, part, [trajectories[row] for row in part]) for at, part in enumerate(parts)]
+    return [p.TrainStep(step, summary, micro_batches, trees, len(parts)), *filled]

@@ -37,7 +37,8 @@ def mismatch(proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | Non
 
     Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and
     ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never negative
-    (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel; `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a maximum
+    (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel;
+    `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a maximum
     (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
     """
     logs = log_ratio(proximal, behaviour, mask)

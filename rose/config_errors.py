@@ -1,0 +1,83 @@
+"""What msgspec says of a configuration, in the words of whoever typed it: key, value, what would be right.
+
+Knows trees of msgspec structs, none in particular; imports nothing of ROSE.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, get_args
+
+import msgspec
+
+Struct = type[msgspec.Struct]
+
+
+class ConfigError(ValueError):
+    """Bad configuration; the launcher prints it and exits with code 2."""
+
+
+def keys(root: Struct, prefix: str = "") -> list[str]:
+    """Every key of a tree, dotted, sections included."""
+    found = []
+    for field in msgspec.structs.fields(root):
+        found.append(prefix + field.name)
+        if (nested := _section(field.type)) is not None:
+            found += keys(nested, f"{prefix}{field.name}.")
+    return found
+
+
+def value_at(tree: Any, dotted: str) -> Any:
+    """What stands in plain containers at a key such as `trainer.optimizer.betas.0`; None if nothing does."""
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        if isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return None
+    return tree
+
+
+def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
+    """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' on converting `tree` to `root` -> key, value and
+    what would be right."""
+    found = re.search(r" - at `\$\.?([^`]*)`$", message)
+    text = message[: found.start()] if found else message
+    key = found.group(1) if found else ""
+    unknown = re.search(r"unknown field `([^`]*)`", text)
+    missing = re.search(r"required field `([^`]*)`", text)
+    if unknown:
+        full = ".".join(filter(None, [key, unknown.group(1)]))
+        near = difflib.get_close_matches(full, keys(root), n=3, cutoff=0.75)
+        meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
+        return f"{full}={value_at(tree, full)!r}: no such key; {meant}"
+    if missing:
+        return f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in conf/"
+    if text.startswith("Invalid enum value"):
+        choices = ", ".join(map(str, get_args(_type(key, root))))
+        return f"{key}={value_at(tree, key)!r}: no such choice; one of {choices}"
+    if key.endswith("[...]"):
+        return _explain_texts(key.removesuffix("[...]"), tree)
+    null = ", or null" if " >" in text and type(None) in get_args(_type(key, root)) else ""
+    return f"{key}={value_at(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
+
+
+def _explain_texts(section: str, tree: dict[str, Any]) -> str:
+    """msgspec doesn't name the entry of a `dict[str, str]` (cluster.env) that is something else."""
+    full, value = next((f"{section}.{n}", v) for n, v in value_at(tree, section).items() if not isinstance(v, str))
+    return f"{full}={value!r}: must be text; put it in quotes: '+{full}=\"{value}\"'"
+
+
+def _section(kind: Any) -> Struct | None:
+    """The section that a field of this type holds, if any (`Slurm | None` holds one)."""
+    return next((t for t in (kind, *get_args(kind)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), None)
+
+
+def _type(dotted: str, root: Struct) -> Any:
+    """Of the field; of the whole list for one of its entries."""
+    found: Any = root
+    for part in re.sub(r"\[\d+\]", "", dotted).split("."):
+        found = next(field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
+    return found
