@@ -18,7 +18,7 @@ from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message, Role
 
 _TAG = 7
-_PROBES = 4  # MPICH (ch4:ofi) denies a message that is here once before each it admits; 0.4 us per probe
+_PROBES = 4  # MPICH (ch4:ofi) denies a message once, while it takes it in; 0.4 us per probe
 _YIELD_EVERY = 16  # messages: other tasks of the loop get their turn in a flood
 _FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
 COORDINATOR = 0  # the launcher starts the coordinator first
