@@ -91,7 +91,7 @@ AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket=$run/munge.sock,cred_expire=5
 StateSaveLocation=$FOLDER/state
-SlurmdSpoolDir=$FOLDER/spool
+SlurmdSpoolDir=$FOLDER/spool/%n
 SlurmctldPidFile=$run/slurmctld.pid
 SlurmdPidFile=$run/slurmd-%n.pid
 SlurmctldLogFile=$log/slurmctld.log
@@ -175,12 +175,17 @@ start() {
     sacctmgr -i add cluster rose >/dev/null 2>&1 </dev/null
     slurmctld -i >$log/slurmctld.out 2>&1 </dev/null
     wait_for slurmctld $log/slurmctld.log sh -c "scontrol ping | grep -q UP"
-    # One mount and UTS namespace per node: its own spool, PMIx folder and host name; all else is shared.
+    # One mount and UTS namespace per node, where the kernel lets us: its own PMIx folder and host name.
+    local own="" i
+    unshare -m -u true 2>/dev/null && own=yes || echo "no namespaces here: all nodes have this machine's host name"
     for i in $(seq 1 "$NODES"); do
-        mkdir -p $FOLDER/node/n$i/spool $FOLDER/node/n$i/pmix
-        unshare -m -u --propagation private bash -c "mount --bind $FOLDER/node/n$i/spool $FOLDER/spool &&
-            mount --bind $FOLDER/node/n$i/pmix $FOLDER/pmix && hostname n$i && exec slurmd -N n$i" \
-            >$log/slurmd-n$i.out 2>&1 </dev/null
+        mkdir -p $FOLDER/spool/n$i $FOLDER/pmix-n$i
+        if [ -n "$own" ]; then
+            unshare -m -u --propagation private bash -c "mount --bind $FOLDER/pmix-n$i $FOLDER/pmix &&
+                hostname n$i && exec slurmd -N n$i" >$log/slurmd-n$i.out 2>&1 </dev/null
+        else
+            slurmd -N n$i >$log/slurmd-n$i.out 2>&1 </dev/null
+        fi
     done
     wait_for "$NODES idle nodes" $log/slurmctld.log all_idle
     status

@@ -25,7 +25,7 @@ DEADLINE_S = 300.0
 def cluster():
     """Four nodes; stopped, and everything of them removed, afterwards."""
     folder = tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp")  # sockets want short paths
-    settings = os.environ | {"FOLDER": folder, "PORT": "18500"}
+    settings = os.environ | {"FOLDER": folder, "PORT": "18500", "GPUS": "0"}
     script = str(REPOSITORY / "slurm" / "dev_cluster.sh")
     started = subprocess.run([script, "start"], env=settings, capture_output=True, text=True, timeout=180)
     assert started.returncode == 0, started.stdout + started.stderr
