@@ -21,7 +21,7 @@ from rose.launch import rank_status
 
 COMMAND_DEADLINE_S = 30.0
 ACTIVE = {"PENDING", "RUNNING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING",
-          "PREEMPTED", "SIGNALING", "STAGE_OUT"}
+          "SIGNALING", "STAGE_OUT"}  # a PREEMPTED job that comes back is PENDING
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
