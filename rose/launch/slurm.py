@@ -116,7 +116,11 @@ class Run:
             raise RunFailed(f"given up after {done} requeues (cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
                             f"last end: {why}")
         print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True, timeout=COMMAND_DEADLINE_S)
+        asked = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True,
+                               timeout=COMMAND_DEADLINE_S)
+        if asked.returncode:
+            raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm has "
+                            "requeued it already, else the same launch.py command continues it")
         return "requeued"
 
 
