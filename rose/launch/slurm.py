@@ -85,7 +85,8 @@ class Run:
             if resume.is_finished(self.run_dir, c.trainer.steps):
                 return "finished already"
             outcome = self._attempt(c)
-        if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank:
+        # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
+        if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
         if outcome.failure:
             raise RunFailed(outcome.failure)

@@ -24,7 +24,6 @@ from rose.config import Cluster
 from rose.launch import logs, rank_status
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
-from rose.protocol import Role
 
 POLL_S = 0.2
 SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
