@@ -164,10 +164,22 @@ class Scheduler(Section):
     queue_depth: NotNegative  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
 
 
+class Serving(Section):
+    """Ranks of serving jobs that join the run while it runs."""
+
+    borrow: bool  # whether they may
+    max_ranks: Count  # at once
+    heartbeat_s: Positive  # between two signs of life, both ways
+    lost_after_s: Positive  # of silence: its turns go elsewhere
+    drain_s: NotNegative  # a rank asked to leave politely (SIGUSR2) finishes its turns for so long
+    wait_s: Positive  # a serving rank waits for its run so long, then ends
+
+
 class Mpi(Section):
     """How this site starts MPI ranks and what it must find in their environment."""
 
     name: str
+    join: bool  # whether processes of other jobs can join at run time, and the run survives their death
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
 
@@ -230,6 +242,7 @@ class Config(Section):
     rollout: Rollout
     eval: Eval
     transfer: Transfer
+    serving: Serving
     scheduler: Scheduler
     cluster: Cluster
     observe: Observe
@@ -301,6 +314,8 @@ def _check_values(c: Config, need: Need) -> None:
     need(len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
          "trainer.optimizer.betas", "two numbers in [0, 1)")
     need(c.rollout.temperature > 0, "rollout.temperature", "must be greater than 0: greedy rollouts teach nothing")
+    need(c.serving.lost_after_s >= 2 * c.serving.heartbeat_s, "serving.lost_after_s",
+         f"at least twice serving.heartbeat_s={c.serving.heartbeat_s:g}, or a late heartbeat is a loss")
     need(c.model.source != "folder" or c.model.path is not None, "model.path",
          "the model's folder is needed (model.source=folder)")
 

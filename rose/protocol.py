@@ -15,11 +15,11 @@ import enum
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Role(str, enum.Enum):
-    """What a rank does; the launcher passes it in argv (MPI.APPNUM is not set under srun)."""
+    """What a rank of the job does; its number tells (rose/launch/layout.py). Borrowed ranks have none: they join."""
 
     COORDINATOR = "coordinator"
     ENVIRONMENT = "environment"
@@ -287,6 +287,36 @@ class VersionFailed(Message):
     error: str
 
 
+# --------------------------------------------------------------------------- coordinator <-> borrowed worker
+
+
+class JoinHello(Message):
+    """First word of a serving rank over MPI; until it was found right nothing else of it is heard."""
+
+    token: str  # the run's
+    worker: str  # the name that the coordinator gave it
+
+
+class Heartbeat(Message):
+    """Coordinator -> borrowed worker: the run is alive."""
+
+
+class WorkerLeaving(Message):
+    """Borrowed worker -> coordinator: no further turns, please."""
+
+    worker: str
+    incarnation: int
+    reason: str
+
+
+class WorkerLeft(Message):
+    """Borrowed worker -> coordinator: its last word; every token that it made has been sent."""
+
+    worker: str
+    incarnation: int
+    reason: str
+
+
 # --------------------------------------------------------------------------- coordinator <-> trainer
 
 
@@ -354,5 +384,6 @@ AnyMessage = (
     | StartTrajectory | TurnRequest | TurnResult | TrajectoryFinished | TrajectoryFailed | CancelTrajectory
     | WorkerReady | WorkerDown | WorkerLoad | GenerateTurn | AbortTurn | TurnProgress | TurnFinished
     | LoadVersion | VersionLoaded | VersionFailed
+    | JoinHello | Heartbeat | WorkerLeaving | WorkerLeft
     | TrainStep | TrainPart | TrainDone | SaveCheckpoint | CheckpointSaved | TrainerReady
 )

@@ -1,6 +1,6 @@
-"""The run's numbers: one JSON line per training step, evaluation or fault, and the same as TensorBoard events.
+"""The run's numbers: one JSON line per training step, evaluation, fault or borrowed rank, and the same as TensorBoard events.
 
-A row has `kind` ("step", "eval" or "fault"), `step`, `time` (wall clock, seconds) and its values. metrics.jsonl
+A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its values. metrics.jsonl
 is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of it. Never imports torch.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 from rose.observe.recorder import read_lines
 
 FILE = "metrics.jsonl"
+EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and `detail`
 
 
 class MetricsWriter:
@@ -46,11 +47,11 @@ class MetricsWriter:
     def truncate(self, after_step: int) -> None:
         """Forget steps and evaluations later than `after_step`, which a resumed run makes again.
 
-        Faults stay: they happened. Atomic: a crash leaves the old file or the new one.
+        Faults and what befell borrowed ranks stay: they happened. Atomic: a crash leaves the old file or the new one.
         """
         self._file.close()
         rows = read_metrics(self.path.parent)
-        _replace(self.path, [row for row in rows if row["kind"] == "fault" or row["step"] <= after_step])
+        _replace(self.path, [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step])
         self._file = self.path.open("ab")
         if self._board:
             self._board.restart(after_step + 1)
@@ -72,7 +73,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if row["kind"] == "fault":
+        if row["kind"] in EVENTS:
             return
         prefix = "train" if row["kind"] == "step" else row["kind"]
         value = self._summary.Summary.Value

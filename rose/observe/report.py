@@ -36,6 +36,7 @@ def build_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
     steps, faults = rows_of(rows, "step"), [row for row in rows if row["kind"] == "fault"]
+    borrowed = [row for row in rows if row["kind"] == "worker" or row.get("what") == "borrowed rank lost"]
     evals = series.evaluations(rows_of(rows, "eval"))
     config = _config(run_dir)
     timeline = build_timeline(run_dir)
@@ -47,7 +48,7 @@ def build_report(run_dir: Path | str) -> Path:
         title=escape(run_dir.resolve().name), style=(page / "report.css").read_text(),
         scripts="\n".join((page / name).read_text() for name in ("charts.js", "figures.js", "timeline.js")),
         data=_embed(data), subtitle=_subtitle(config, rows), facts=_facts(steps, timeline),
-        result=_result(evals), faults=_faults(faults, steps), steps=_step_table(steps),
+        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps), steps=_step_table(steps),
         config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
     path = run_dir / FILE
     part = path.with_suffix(".part")
@@ -127,15 +128,31 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
                ("truncated responses", "truncated"))
     text = "<p>Over all steps: " + "; ".join(
         f"{name} {int(sum(row.get(key) or 0 for row in steps)):,}" for name, key in counted) + ".</p>"
-    if not faults:
-        return text + '<p class="empty">No fault was recorded.</p>'
+    return text + (_happened(faults) or '<p class="empty">No fault was recorded.</p>')
+
+
+def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
+    """What borrowed ranks gave, then each that came or went."""
+    if not rows:
+        return '<p class="empty">No serving rank joined this run.</p>'
+    tokens = [(row.get("tokens_per_s") or 0) * ((row.get("time_rollout") or 0) + (row.get("time_idle") or 0))
+              for row in steps]
+    lent = sum(n * (row.get("borrowed_token_share") or 0) for n, row in zip(tokens, steps))
+    share = lent / sum(tokens) if sum(tokens) else 0.0
+    return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
+
+
+def _happened(rows: list[dict[str, Any]]) -> str:
+    """The latest of them as a table; "" of none."""
+    if not rows:
+        return ""
     body = "".join(
         f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
         f"<td>{escape(str(f.get('what', '')))}</td><td class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
-        for f in faults[-MAX_TABLE_ROWS:])
-    more = len(faults) - MAX_TABLE_ROWS
+        for f in rows[-MAX_TABLE_ROWS:])
+    more = len(rows) - MAX_TABLE_ROWS
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
-    return (text + "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
+    return ("<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
             f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}")
 
 

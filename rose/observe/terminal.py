@@ -69,6 +69,8 @@ def describe(row: dict[str, Any], steps: int) -> str:
     """One row of the metrics as one line of text."""
     if row["kind"] == "fault":
         return f"step {row['step']}: fault: {row.get('what', '')}: {row.get('detail', '')}"
+    if row["kind"] == "worker":
+        return f"step {row['step']}: {row.get('what', '')}: {row.get('detail', '')}"
     if row["kind"] == "eval":
         found = series.evaluations([row])
         return f"step {row['step']}: held-out " + (f"success {_rate(found[0])}" if found else "set is empty")

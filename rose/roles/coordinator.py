@@ -23,6 +23,7 @@ from rose.launch.layout import layout
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
+from rose.roles.borrowed import Borrowed
 from rose.roles.journal import Journal
 from rose.roles.step_metrics import evaluation_row, step_row
 from rose.roles.train_messages import train_messages
@@ -59,7 +60,8 @@ class Coordinator:
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.live = LiveStatus(run_dir)
         self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
-        self.hub = TurnHub(scheduler, mailbox.send, self.journal, recorder, self._act, self._fault)
+        self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change)
+        self.hub = TurnHub(scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size)
         self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
         self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in
@@ -89,6 +91,8 @@ class Coordinator:
         tasks = Tasks()
         tasks.spawn(self._receive())
         self._stepping = tasks.spawn(self._steps())
+        if self._borrows():
+            tasks.spawn(self.borrowed.run())
         try:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
@@ -131,8 +135,8 @@ class Coordinator:
         await self._until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
                           lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
         engines = wanted[p.Role.ROLLOUT]
-        await self._until(lambda: len(self.hub.workers) >= engines, c.rollout.engine_start_timeout_s,
-                          lambda: f"engines to start: {len(self.hub.workers)} of {engines} are up")
+        await self._until(lambda: len(self.hub.dedicated()) >= engines, c.rollout.engine_start_timeout_s,
+                          lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up")
         first = self.trainers[0]
         if first.step != self.step:
             raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
@@ -248,7 +252,7 @@ class Coordinator:
     async def _workers_loaded(self) -> None:
         if self.config.rollout.replay is not None:
             return
-        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for w in self.hub.workers.values()),
+        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
                           self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
                           lambda: f"version {self.hub.version} in "
                                   f"{', '.join(self.hub.stale_workers()) or 'any engine'}")
@@ -304,6 +308,12 @@ class Coordinator:
                        for name, w in self.hub.workers.items()}
             self._tokens = {name: w.total_tokens for name, w in self.hub.workers.items()}
             self.live.update(workers=workers, finished=self.progress[0], total=self.progress[1])
+
+    def _send(self, address: int, message: p.Message) -> None:
+        if address < self.mailbox.size:
+            self.mailbox.send(address, message)
+        else:
+            self.borrowed.send(address, message)
 
     def _act(self, action: ev.Action) -> None:
         """What the scheduler says about groups and batches."""
@@ -374,6 +384,17 @@ class Coordinator:
         if replacement is not None:
             self._start([replacement])
 
+    def _borrows(self) -> bool:
+        """Whether serving ranks may join: wanted, possible with this MPI, and not against `deterministic`."""
+        c = self.config
+        return c.serving.borrow and c.cluster.mpi.join and c.rollout.replay is None and not c.deterministic
+
+    def _change(self, what: str, detail: str) -> None:
+        """A borrowed rank came or went in order."""
+        self.recorder.instant(what, detail=detail)
+        self.metrics.write(self.step, {"kind": "worker", "what": what, "detail": detail})
+        print(f"{what}: {detail}", flush=True)
+
     def _fault(self, what: str, detail: str) -> None:
         self.recorder.instant("fault", what=what, detail=detail)
         self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
@@ -381,6 +402,7 @@ class Coordinator:
 
     async def dismiss(self, reason: str) -> None:
         """Tell every rank to leave and wait for their goodbyes; the launcher ends the laggards."""
+        self.borrowed.dismiss(reason)
         others = set(range(self.mailbox.size)) - {self.mailbox.rank}
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 
 from rose import protocol as p
 from rose.comm.mailbox import COORDINATOR, Mailbox
@@ -42,35 +43,51 @@ class _Word:
 
 
 class RolloutWorker:
-    def __init__(self, config: Config, name: str, mailbox: Mailbox, recorder: NullRecorder) -> None:
+    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that."""
+
+    heartbeat_s = HEARTBEAT_S
+
+    def __init__(self, config: Config, name: str, mailbox: Mailbox | None, recorder: NullRecorder) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
         self.folder = resolve(config.model)
         self.engine: Engine | None = None
         self.incarnation = 0
+        self.dismissed = ""  # the coordinator's reason
         self._turns: dict[tuple[str, int], asyncio.Task] = {}
+        self._hands_back = False  # an ended turn's last tokens are still wanted: it goes on elsewhere
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
         """Until the coordinator says `Shutdown`. Raises when the engine died more often than allowed."""
         self._tasks = Tasks()
         try:
-            await self._tasks.run_until(self._receive(), self._keep_engine(), self._heartbeat())
+            await self._tasks.run_until(*self._services())
         finally:
             if self.engine is not None:
                 await self.engine.shutdown()
             await self._tasks.close(STOP_DEADLINE_S)
 
+    def _services(self) -> list[Coroutine]:
+        return [self._receive(), self._keep_engine(), self._heartbeat()]
+
     # ----------------------------------------------------------------- the engine's life
+
+    async def start_engine(self) -> None:
+        """Raises `EngineError`."""
+        self.engine = await Engine.start(self.folder, self.config.rollout, self.config.model,
+                                         deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0,
+                                         seed=seed_of(self.config.seed, self.name, self.incarnation))
+        self.incarnation += 1
 
     async def _keep_engine(self) -> None:
         for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
-            self.engine = await Engine.start(self.folder, self.config.rollout, self.config.model,
-                                             deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0,
-                                             seed=seed_of(self.config.seed, self.name, self.incarnation))
-            self.incarnation += 1
+            if self.engine is None or not self.engine.alive:
+                await self.start_engine()
             self._send(p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences,
                                      self.engine.kv_tokens, self.engine.version))
             await asyncio.shield(self.engine.died)
+            if self._hands_back:  # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds
+                await asyncio.Event().wait()
             self._send(p.WorkerDown(self.name, self.incarnation, f"engine process {self.engine.pid} died",
                                     restarts_left > 0))
             await self.engine.shutdown()
@@ -79,7 +96,7 @@ class RolloutWorker:
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
             if self.engine is None or not self.engine.alive:
                 continue
             s = self.engine.stats()
@@ -101,10 +118,14 @@ class RolloutWorker:
                         task.cancel()
                 case p.LoadVersion():
                     self._tasks.spawn(self._load(message))
-                case p.Shutdown():
+                case p.Shutdown(reason):
+                    self.dismissed = reason
                     return
                 case _:
-                    raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
+                    self._hear(message)
+
+    def _hear(self, message: p.Message) -> None:
+        raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
         """Whether an error of `engine` was its death: vLLM's own threads may notice that before we do."""
@@ -135,6 +156,10 @@ class RolloutWorker:
                                               ttft_s=first - began, started=began, finished=now))
                     self.recorder.span("turn", began, now, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
                                        tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
+        except asyncio.CancelledError:
+            if word.tokens and self._hands_back:
+                self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+            raise
         except Exception:
             if not await self._died(engine):
                 raise

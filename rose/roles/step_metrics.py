@@ -20,7 +20,9 @@ def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: d
     lengths = np.array([t.response_tokens for t in all_of])
     rollout_s = max(times["rollout"], 1e-9)
     tokens = {name: w.tokens for name, w in hub.workers.items()}
-    busy = [w.busy_s for w in hub.workers.values()]
+    borrowed = hub.past["cooperative"] + sum(w.tokens for w in hub.workers.values() if w.kind == "cooperative")
+    made = sum(tokens.values()) + sum(hub.past.values())
+    busy = [w.busy_s for _, w in hub.dedicated()]
     idle = max(0.0, times["rollout"] - sum(busy) / len(busy)) if busy else 0.0
     return {
         "kind": "step",
@@ -33,7 +35,8 @@ def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: d
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
         "failed_trajectories": failed.failed, "groups_dropped": dropped,
-        "tokens_per_s": sum(tokens.values()) / rollout_s,
+        "tokens_per_s": made / rollout_s, "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
+        "borrowed_token_share": borrowed / made if made else 0.0,
         **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
         "staleness_mean": _staleness(all_of, trained_on=hub.version - 1),
         "version": hub.version, "sync_bytes": hub.sync_bytes, "sync_pause_s": hub.sync_pause_s,

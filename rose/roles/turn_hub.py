@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
@@ -23,6 +24,7 @@ class Worker:
     rank: int
     incarnation: int
     version: int
+    kind: Literal["dedicated", "cooperative"] = "dedicated"
     alive: bool = True
     tokens: int = 0  # received from it since `begin_step`
     total_tokens: int = 0
@@ -46,7 +48,8 @@ class Worker:
 class TurnHub:
     def __init__(self, scheduler: Scheduler, send: Callable[[int, p.Message], None], journal: Journal,
                  recorder: NullRecorder, on_action: Callable[[ev.Action], None],
-                 on_fault: Callable[[str, str], None]) -> None:
+                 on_fault: Callable[[str, str], None], world_size: int) -> None:
+        self._world_size = world_size  # workers beyond it are borrowed
         self._scheduler, self._send, self._journal, self._recorder = scheduler, send, journal, recorder
         self._on_action, self._on_fault = on_action, on_fault
         self.ledger = Ledger()
@@ -56,6 +59,7 @@ class TurnHub:
         self.sync_bytes = 0
         self.sync_pause_s = 0.0
         self.engine_restarts = 0
+        self.past = {"dedicated": 0, "cooperative": 0}  # tokens since `begin_step` of workers that are gone
         self.heard_at = time.time()  # last progress of any kind
 
     # ----------------------------------------------------------------- what the step loop asks
@@ -70,11 +74,15 @@ class TurnHub:
         """Counters of the workers start anew."""
         for worker in self.workers.values():
             worker.tokens, worker.busy_s = 0, 0.0
+        self.past = dict.fromkeys(self.past, 0)
         self.ledger.migrations = 0
 
     def stale_workers(self) -> list[str]:
-        """Workers that are up and don't hold the newest version yet."""
-        return [name for name, w in self.workers.items() if w.alive and w.version != self.version]
+        """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a borrowed one."""
+        return [name for name, w in self.dedicated() if w.alive and w.version != self.version]
+
+    def dedicated(self) -> list[tuple[str, Worker]]:
+        return [(name, w) for name, w in self.workers.items() if w.kind == "dedicated"]
 
     def cancel(self, trajectory: str) -> None:
         """Forget a trajectory's turns and stop the engines that work on them."""
@@ -122,20 +130,20 @@ class TurnHub:
                                    context_tokens=len(m.tokens) // 4, max_new_tokens=m.sampling.max_new_tokens))
 
     def _on_TurnProgress(self, source: int, m: p.TurnProgress) -> None:
-        self._count(m)
+        self._count(source, m)
 
     def _on_TurnFinished(self, source: int, m: p.TurnFinished) -> None:
-        if self._count(m) is None:
+        if self._count(source, m) is None:
             return
         worker = self.workers[self._scheduler.cluster.turns[m.turn].worker]
         worker.turn_closed(time.time())
         self._close_turn(m.turn, m.finish)
 
-    def _count(self, m: p.TurnProgress | p.TurnFinished) -> int | None:
+    def _count(self, source: int, m: p.TurnProgress | p.TurnFinished) -> int | None:
         """Take the tokens of a word; None if it is about an attempt that was given up."""
         state = self._scheduler.cluster.turns.get(m.turn)
-        if state is not None and state.worker is None:
-            return None  # taken back and waiting in the queue
+        if state is not None and (state.worker is None or self.workers[state.worker].rank != source):
+            return None  # taken back and waiting in the queue, or with another by now
         count = self.ledger.add(m)
         if count:
             now = self.heard_at = time.time()
@@ -152,35 +160,60 @@ class TurnHub:
 
     def _on_WorkerReady(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
-        self.workers[m.worker] = Worker(source, m.incarnation, m.version)
+        kind = "dedicated" if source < self._world_size else "cooperative"
+        self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:  # a restart: what it did in this step still counts
             self.workers[m.worker].tokens = before.tokens
             self.workers[m.worker].total_tokens = before.total_tokens
             self.workers[m.worker].busy_s = before.busy_s
         print(f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
               flush=True)
-        self.feed(ev.WorkerJoined(at=time.time(), worker=m.worker, kind="dedicated", max_sequences=m.max_sequences,
+        self.feed(ev.WorkerJoined(at=time.time(), worker=m.worker, kind=kind, max_sequences=m.max_sequences,
                                   kv_tokens=m.kv_tokens, version=m.version))
 
     def _on_WorkerDown(self, source: int, m: p.WorkerDown) -> None:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
-        worker.alive = False
         self.engine_restarts += m.restarting
-        lost = [t.turn for t in self._scheduler.cluster.turns.values() if t.worker == m.worker]
-        self._on_fault("engine died", f"{m.worker}: {m.error}; {len(lost)} turns go elsewhere"
+        held = self._take_turns(m.worker, m.error)
+        self._on_fault("engine died", f"{m.worker}: {m.error}; {held} turns go elsewhere"
                        + (", the engine is restarted" if m.restarting else ""))
-        if worker.open_turns:
-            worker.busy_s += time.time() - worker.busy_since
-        ended = [turn for turn in lost if self.ledger.complete(turn)]
-        for turn in ended:
-            self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
-        self.feed(ev.WorkerLost(at=time.time(), worker=m.worker, reason=m.error, ended=ended))
         if not m.restarting:
-            del self.workers[m.worker]
+            self._forget(m.worker)
             if not self.workers:
                 self._on_action(ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}"))
+
+    def _on_WorkerLeaving(self, source: int, m: p.WorkerLeaving) -> None:
+        if m.worker in self.workers:
+            self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
+
+    def _on_WorkerLeft(self, source: int, m: p.WorkerLeft) -> None:
+        self.lose(m.worker, m.reason)
+
+    def lose(self, name: str, why: str) -> int:
+        """A worker is gone for good: its turns go on elsewhere from the tokens received; how many these are."""
+        if name not in self.workers:
+            return 0
+        held = self._take_turns(name, why)
+        self._forget(name)
+        return held
+
+    def _forget(self, name: str) -> None:
+        worker = self.workers.pop(name)
+        self.past[worker.kind] += worker.tokens
+
+    def _take_turns(self, name: str, why: str) -> int:
+        worker = self.workers[name]
+        if worker.alive and worker.open_turns:
+            worker.busy_s += time.time() - worker.busy_since
+        worker.alive, worker.open_turns = False, 0
+        held = [t.turn for t in self._scheduler.cluster.turns.values() if t.worker == name]
+        ended = [turn for turn in held if self.ledger.complete(turn)]
+        for turn in ended:
+            self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
+        self.feed(ev.WorkerLost(at=time.time(), worker=name, reason=why, ended=ended))
+        return len(held)
 
     def _on_WorkerLoad(self, source: int, m: p.WorkerLoad) -> None:
         worker = self.workers.get(m.worker)
@@ -199,4 +232,8 @@ class TurnHub:
         self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=m.version))
 
     def _on_VersionFailed(self, source: int, m: p.VersionFailed) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is not None and worker.kind == "cooperative":  # it was too slow: the next version, then
+            self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))
+            return
         self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))

@@ -47,14 +47,19 @@ class Ledger:
         return p.GenerateTurn(turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling)
 
     def add(self, message: p.TurnProgress | p.TurnFinished) -> int | None:
-        """Take the tokens of a word on the current attempt; how many, or None for a late word."""
+        """Take the tokens of a word on the current attempt; how many, or None for a late word. Raises `ValueError`, and
+        takes nothing, when it can't be true."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
             self.stale_words += 1
             return None
         count = len(message.tokens) // 4
-        if len(message.logprobs) != len(message.tokens):
-            raise ValueError(f"turn {message.turn}: {count} tokens with {len(message.logprobs) // 4} log-probabilities")
+        if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:
+            raise ValueError(f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} of "
+                             "log-probabilities; both have 4 for each token")
+        wanted, total = entry.request.sampling.max_new_tokens, entry.made + count
+        if total > wanted or total == 0 and isinstance(message, p.TurnFinished):
+            raise ValueError(f"turn {message.turn}: {total} tokens, where 1 to {wanted} were asked for")
         if count:
             entry.tokens.append(message.tokens)
             entry.logprobs.append(message.logprobs)

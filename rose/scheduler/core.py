@@ -82,6 +82,11 @@ class Scheduler:
         self._forget_worker(e.worker)
         return []
 
+    def _on_WorkerDraining(self, e: ev.WorkerDraining) -> list[Action]:
+        if e.worker in self.cluster.workers:
+            self.cluster.workers[e.worker].draining = True
+        return []
+
     def _on_WorkerLoaded(self, e: ev.WorkerLoaded) -> list[Action]:
         worker = self.cluster.workers.get(e.worker)
         if worker is None:
@@ -96,7 +101,7 @@ class Scheduler:
         return [a for _, w in sorted(self.cluster.workers.items()) for a in self._load_if_stale(w)]
 
     def _load_if_stale(self, worker: WorkerState) -> list[Action]:
-        if worker.loading or self.cluster.version < 0 or worker.version == self.cluster.version:
+        if worker.loading or worker.draining or self.cluster.version < 0 or worker.version == self.cluster.version:
             return []
         worker.loading = True
         return [ev.LoadWeights(worker.worker, self.cluster.version)]

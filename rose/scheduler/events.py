@@ -40,6 +40,12 @@ class WorkerLost(Event):
     ended: list[str] = []
 
 
+class WorkerDraining(Event):
+    """It finishes the turns that it has and takes no others."""
+
+    worker: str
+
+
 class WorkerLoaded(Event):
     worker: str
     version: int
@@ -92,7 +98,7 @@ class Tick(Event):
 
 
 AnyEvent = (
-    WorkerJoined | WorkerLost | WorkerLoaded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded
+    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded
     | TrajectoryEnded | StepBegun | GroupFinished | Tick
 )
 

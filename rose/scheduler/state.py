@@ -34,6 +34,7 @@ class WorkerState:
     kv_tokens: int
     version: int
     loading: bool = False
+    draining: bool = False
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
 
     @property
@@ -66,5 +67,5 @@ class Cluster:
 
     def ready(self) -> list[WorkerState]:
         """Workers that may take turns, by name: those with the newest weights."""
-        return sorted((w for w in self.workers.values() if not w.loading and w.version == self.version),
-                      key=lambda w: w.worker)
+        return sorted((w for w in self.workers.values()
+                       if not w.loading and not w.draining and w.version == self.version), key=lambda w: w.worker)

@@ -32,7 +32,7 @@ class World:
         self.scheduler = scheduler()
         self.journal = Journal(self.journal_path, self.scheduler.snapshot())
         self.hub = TurnHub(self.scheduler, lambda rank, message: self.sent.append((rank, message)), self.journal,
-                           NullRecorder(), self.actions.append, lambda what, detail: self.faults.append((what, detail)))
+                           NullRecorder(), self.actions.append, lambda what, detail: self.faults.append((what, detail)), world_size=100)
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):
         self.hub.handle(RANK[worker], p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version))

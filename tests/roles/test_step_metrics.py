@@ -18,7 +18,8 @@ def trajectory(name, reward, response, version=3, **more):
 
 def hub(version, **workers):
     return SimpleNamespace(version=version, workers=workers, sync_bytes=100, sync_pause_s=0.5, engine_restarts=1,
-                           ledger=SimpleNamespace(migrations=2))
+                           ledger=SimpleNamespace(migrations=2), past={"dedicated": 0, "cooperative": 0},
+                           dedicated=lambda: [(n, w) for n, w in workers.items() if w.kind == "dedicated"])
 
 
 def row(groups, times=None, **workers):
@@ -27,7 +28,7 @@ def row(groups, times=None, **workers):
 
 
 def worker(tokens, busy_s):
-    return Worker(10, 1, 4, 1000, tokens=tokens, busy_s=busy_s)
+    return Worker(10, 1, 4, tokens=tokens, busy_s=busy_s)
 
 
 def test_rates_are_of_the_rollout_phase_and_idle_is_what_an_engine_had_nothing_to_do():

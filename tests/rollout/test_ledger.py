@@ -50,7 +50,7 @@ def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
 def test_tokens_without_their_logprobs_are_refused():
     ledger = opened()
     ledger.dispatch("g0.0.t0", 1)
-    with pytest.raises(ValueError, match="g0.0.t0: 2 tokens with 1 log-prob"):
+    with pytest.raises(ValueError, match="g0.0.t0: 8 bytes of tokens with 4 of log-prob"):
         ledger.add(p.TurnProgress("g0.0.t0", 1, p.pack_tokens([1, 2]), p.pack_floats([0.0]), 0))
 
 

@@ -1,0 +1,105 @@
+"""The coordinator's end of the way to one borrowed rank: a porter process and the socket to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from rose import processes
+from rose.comm import singleton
+from rose.comm.link import MAX_BYTES
+from rose.comm.porter import HEADER, frame
+from rose.comm.wire import WireError, decode, encode
+from rose.protocol import Message
+
+START_S = 30.0
+
+
+class GuestGone(RuntimeError):
+    """The porter has ended: its rank died, or never came."""
+
+
+class Guest:
+    """See `open`."""
+
+    def __init__(self, porter: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+                 port: str) -> None:
+        self._porter, self._reader, self._writer = porter, reader, writer
+        self.port = port  # where the rank connects
+        self.heard_at = time.monotonic()
+        self._closing = False
+
+    @classmethod
+    async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
+        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` when it isn't up within `START_S`."""
+        here = os.getpid()
+        came: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.get_running_loop().create_future()
+        with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
+            path = f"{folder}/s"
+            server = await asyncio.start_unix_server(lambda *ends: came.done() or came.set_result(ends), path)
+            porter = await asyncio.create_subprocess_exec(
+                *launcher, sys.executable, "-m", "rose.comm.porter", path,
+                env=singleton.environment(mpi_env), stdin=asyncio.subprocess.DEVNULL,
+                preexec_fn=lambda: processes.die_with_parent(here))
+            try:
+                reader, writer = await asyncio.wait_for(came, START_S)
+                guest = cls(porter, reader, writer, "")
+                guest.port = (await asyncio.wait_for(guest._frame(), START_S)).decode()
+            except (TimeoutError, GuestGone):
+                if porter.returncode is None:
+                    porter.kill()
+                raise GuestGone(f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the coordinator's "
+                                "log") from None
+            finally:
+                server.close()
+        return guest
+
+    async def accept(self) -> None:
+        """The rank comes in this moment. Raises `GuestGone` when it does not."""
+        self._writer.write(frame(b""))
+        await self._frame()
+        self.heard_at = time.monotonic()
+
+    async def receive(self) -> Message | WireError:
+        """Its next message, or what is wrong with it. Raises `GuestGone`."""
+        data = await self._frame()
+        self.heard_at = time.monotonic()
+        try:
+            return decode(data)
+        except WireError as error:
+            return error
+
+    def send(self, message: Message) -> None:
+        """Queue it; returns at once. What is for one who is gone goes nowhere."""
+        if not self._closing and not self._writer.is_closing():
+            self._writer.write(frame(encode(message)))
+
+    async def close(self, deadline_s: float = 1.0) -> None:
+        """Let what is queued go, then end the porter."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            await asyncio.wait_for(self._writer.drain(), deadline_s)
+            self._writer.write_eof()
+            await asyncio.wait_for(self._porter.wait(), deadline_s)
+        except (TimeoutError, OSError):
+            pass  # it hangs, or is gone; either way it ends here
+        finally:
+            self._writer.close()
+        if self._porter.returncode is None:
+            self._porter.kill()
+            await self._porter.wait()
+
+    async def _frame(self) -> bytes:
+        try:
+            (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if length > MAX_BYTES:
+                raise GuestGone(f"its porter announces {length} bytes")
+            return await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError):
+            raise GuestGone("its connection broke") from None

@@ -1,0 +1,75 @@
+"""A process between the coordinator and one borrowed rank: MPI on one side, a socket on the other.
+
+    mpiexec -n 1 python -m rose.comm.porter SOCKET    started by `rose.comm.guest`, one per admitted rank
+
+MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it accepts. So the
+coordinator connects to no borrowed rank: this process does, and may block or die of it, which costs that rank alone.
+Frames on the socket: length (uint32, little-endian), then the bytes; the first to the coordinator is the MPI port. An
+empty one from it says that the rank comes (accepting takes a whole core, so not before), the answer that it is here. By mpiexec, because to MPICH all processes without a launcher are the
+same one, and the rank has none. Imports little: one runs for each rank.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import sys
+
+HEADER = struct.Struct("<I")
+ACCEPT_S = 10
+_PAUSE_S = 0.004
+_FIRST_PAUSE_S = 0.001  # a look costs 50 us of CPU that the engines want
+_READ_BYTES = 2**20
+
+
+def frame(data: bytes | bytearray) -> bytes:
+    return HEADER.pack(len(data)) + data
+
+
+def main() -> None:
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(sys.argv[1])
+    from mpi4py import MPI
+
+    from rose.comm.link import Link
+
+    MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
+    port = MPI.Open_port()
+    channel.sendall(frame(port.encode()))
+    if len(channel.recv(HEADER.size)) < HEADER.size:
+        return  # it never came
+    info = MPI.Info.Create()
+    info.Set("timeout", str(ACCEPT_S))
+    link = Link(MPI.COMM_SELF.Accept(port, info))
+    channel.sendall(frame(b""))
+    forward(channel, link)
+
+
+def forward(channel: socket.socket, link) -> None:
+    """Until the coordinator closes its end. A frame is forwarded when all of it is here."""
+    pause, received = _FIRST_PAUSE_S, bytearray()
+    while True:
+        readable, _, _ = select.select([channel], [], [], pause)
+        if readable:
+            chunk = channel.recv(_READ_BYTES)
+            if not chunk:
+                return
+            received += chunk
+            while len(received) >= HEADER.size and len(received) >= (end := HEADER.size + HEADER.unpack_from(received)[0]):
+                link.send(bytes(received[HEADER.size:end]))
+                del received[:end]
+        pause = min(pause * 1.5, _PAUSE_S)
+        while (message := link.take()) is not None:
+            channel.sendall(frame(message))
+            pause = _FIRST_PAUSE_S
+
+
+if __name__ == "__main__":
+    import os
+
+    try:
+        main()
+    except Exception as error:  # the coordinator sees the socket close; why, its log tells
+        print(f"porter: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+    os._exit(0)  # MPI is not finalised: after a peer's death that can abort

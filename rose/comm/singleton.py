@@ -1,0 +1,19 @@
+"""Processes that are an MPI world of their own: started by us, not by srun or mpiexec.
+
+A borrowed rank is one, and so is the porter that talks to it. Imports no MPI.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rose.models import REPOSITORY
+
+LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
+
+
+def environment(mpi: dict[str, str]) -> dict[str, str]:
+    """This process's variables without those by which MPI would look for a launcher, and with those of cluster.mpi.env."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) or k == "SLURM_JOB_ID"}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path} | mpi

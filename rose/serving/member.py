@@ -1,0 +1,113 @@
+"""One membership of a borrowed rank: ask, start the engine, join, take turns, leave. `python -m rose.serving` starts it.
+
+A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its death touches nobody
+else): after a run has vanished the next membership begins with a fresh MPI. Exit codes are `Ended`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from rose import protocol as p
+from rose.comm.join import Application, JoinError, endpoint
+from rose.config import Config, ConfigError
+from rose.engine.start import EngineError
+from rose.observe.recorder import NullRecorder, Recorder
+from rose.serving import settings
+
+ANSWER_S = 20.0  # the coordinator answers in 0.2 s, unless it writes a checkpoint or its file system is slow
+FIRST_RANK = 10000  # of borrowed ranks in the trace
+
+
+class Ended(enum.IntEnum):
+    LEFT = 0  # asked to
+    RUN_OVER = 10  # the run has ended, vanished, or shown this rank out
+    REFUSED = 11  # and will be again
+    NOT_NOW = 12
+    FAILED = 1
+
+
+def main() -> None:
+    run_dir, overrides = Path(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(Ended.LEFT))
+    try:
+        code = run(run_dir, settings.of_run(run_dir, overrides))
+    except JoinError as error:
+        _say(str(error))
+        code = Ended.NOT_NOW if error.temporary else Ended.REFUSED
+    except (ConfigError, EngineError) as error:
+        _say(str(error))
+        code = Ended.REFUSED if isinstance(error, ConfigError) else Ended.FAILED
+    except Exception:
+        traceback.print_exc()
+        code = Ended.FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # MPI is not finalised: after a peer's death that can abort
+
+
+def run(run_dir: Path, config: Config) -> Ended:
+    """One membership. Raises `JoinError`, `EngineError`."""
+    os.environ.update(config.cluster.env | config.cluster.mpi.env)  # before MPI and the engine look
+    found = endpoint(run_dir)
+    if found is None:
+        raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
+    application = Application(run_dir)
+    answer = application.ask(ANSWER_S)
+    _say(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
+    recorder = _recorder(config, run_dir, answer.worker, found.attempt)
+    try:
+        return asyncio.run(_take_part(config, application, answer.worker, answer.port, recorder))
+    finally:
+        application.withdraw()
+        recorder.close()
+
+
+async def _take_part(config: Config, application: Application, name: str, port: str, recorder: NullRecorder) -> Ended:
+    # Here and not above: whoever imports these initialises MPI, which reads its environment then.
+    from rose.comm.link import Link, LinkError
+    from rose.comm.mailbox import COORDINATOR
+    from rose.serving.worker import BorrowedWorker, Wire
+
+    worker = BorrowedWorker(config, name, recorder)
+    await worker.start_engine()
+    worker.mailbox = Wire(Link(application.connect(port)))
+    worker.mailbox.send(COORDINATOR, p.JoinHello(application.token, name))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        asyncio.get_running_loop().add_signal_handler(number, worker.ask_to_leave, number)
+    _say(f"{name}: joined")
+    try:
+        await worker.run()
+    except LinkError as error:
+        worker.over = str(error)
+    if worker.asked_to_leave:
+        _say(f"{name}: left")
+        return Ended.LEFT
+    _say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
+    return Ended.RUN_OVER
+
+
+def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRecorder:
+    if not config.observe.trace:
+        return NullRecorder()
+    try:
+        return Recorder(run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt)
+    except OSError as error:
+        _say(f"no trace of this rank: {error}")
+        return NullRecorder()
+
+
+def _say(words: str) -> None:
+    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
