@@ -182,6 +182,7 @@ class Mpi(Section):
     join: bool  # whether processes of other jobs can join at run time, and the run survives their death
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
+    join_env: dict[str, str]  # besides, for the processes at both ends of a borrowed rank's connection
 
 
 class Component(Section):

@@ -90,10 +90,9 @@ class Guest:
         except (TimeoutError, OSError):
             pass  # it hangs, or is gone; either way it ends here
         finally:
-            self._writer.close()
-        if self._porter.returncode is None:
-            self._porter.kill()
-            await self._porter.wait()
+            self._writer.close()  # the porter ends of that
+            if self._porter.returncode is None:
+                self._porter.kill()
 
     async def _frame(self) -> bytes:
         try:

@@ -51,7 +51,8 @@ class Borrowed:
 
     def __init__(self, config: Config, run_dir: Path, attempt: int, world_size: int, hub: Callable[[], TurnHub],
                  on_fault: Callable[[str, str], None], on_change: Callable[[str, str], None]) -> None:
-        self._config, self._mpi_env, self._hub = config.serving, config.cluster.mpi.env, hub
+        self._config, self._hub = config.serving, hub
+        self._mpi_env = config.cluster.mpi.env | config.cluster.mpi.join_env
         self._on_fault, self._on_change = on_fault, on_change
         self._patience_s = config.rollout.engine_start_timeout_s
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
@@ -194,8 +195,10 @@ class Borrowed:
         """Raises `ValueError` on values that no engine of this run sends, and that would stop somebody further on."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens")
-        if not isinstance(message, (p.TurnProgress, p.TurnFinished)) or len(message.tokens) % 4 or len(message.logprobs) % 4:
-            return  # the ledger refuses odd lengths
+        if not isinstance(message, (p.TurnProgress, p.TurnFinished)):
+            return
+        if len(message.tokens) % 4 or len(message.logprobs) % 4:
+            return  # the ledger refuses them
         tokens, logprobs = p.unpack_tokens(message.tokens), p.unpack_floats(message.logprobs)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             raise ValueError(f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
@@ -211,7 +214,8 @@ class Borrowed:
         for address, rank in list(self._ranks.items()):
             silent = now - rank.guest.heard_at if rank.greeted else 0.0
             if silent > self._config.lost_after_s:
-                self._show_out(address, f"silent for {silent:.1f} s (serving.lost_after_s={self._config.lost_after_s:g})")
+                self._show_out(address, f"silent for {silent:.1f} s (serving.lost_after_s="
+                                        f"{self._config.lost_after_s:g})")
 
     def _show_out(self, address: int, why: str) -> None:
         """It may be alive: it is told, and may ask again."""

@@ -3,9 +3,9 @@
     python -m rose.serving name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
 
 Finds the run by its name, joins it over MPI, takes turns with an engine of its own, and leaves: at once on SIGTERM or
-SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or vanishes is waited for (serving.wait_s);
-one that is finished ends this command too. Any keys of rollout, serving and cluster may differ from the run's. Start one
-per engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server that is running there already.
+SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or vanishes is waited for
+(serving.wait_s); one that is finished ends this command too. Keys of rollout, serving and cluster may differ from
+the run's. Start one per engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server.
 
     0 left, or the run is finished, or none came   1 refused, or the engine fails again and again   2 bad arguments
 """
@@ -91,7 +91,7 @@ class Lender:
                 return 0
             if now - said > SAY_EVERY_S or said == began:
                 said = now + 1e-6
-                _say(f"waiting for {self.run_dir} to run" if found is None else f"looking whether {self.run_dir} is alive")
+                _say(f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}")
             self._sleep(LOOK_S)
         return 0
 
@@ -145,8 +145,8 @@ def main(arguments: list[str]) -> int:
         run_dir = (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name"))).resolve()
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
-            raise ConfigError(f"output_dir={str(run_dir.parent)!r}: no such folder here; give the run's, as its launch.py "
-                              "had it")
+            raise ConfigError(f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
+                              "launch.py had")
         return Lender(run_dir, overrides).run()
     except ConfigError as error:
         print(f"rose.serving: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""One membership of a borrowed rank: ask, start the engine, join, take turns, leave. `python -m rose.serving` starts it.
+"""One membership of a borrowed rank, which `python -m rose.serving` starts: ask, start the engine, join, leave.
 
 A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its death touches nobody
 else): after a run has vanished the next membership begins with a fresh MPI. Exit codes are `Ended`.
@@ -56,7 +56,8 @@ def main() -> None:
 
 def run(run_dir: Path, config: Config) -> Ended:
     """One membership. Raises `JoinError`, `EngineError`."""
-    os.environ.update(config.cluster.env | config.cluster.mpi.env)  # before MPI and the engine look
+    mpi = config.cluster.mpi
+    os.environ.update(config.cluster.env | mpi.env | mpi.join_env)  # before MPI and the engine look
     found = endpoint(run_dir)
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)

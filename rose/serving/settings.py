@@ -13,6 +13,7 @@ from rose.config import Config, ConfigError
 
 # What an engine elsewhere may do differently; all else is the run's, or the tokens would be another policy's.
 MAY_DIFFER = ("rollout.", "serving.", "cluster.", "observe.", "model.path")
+OPEN = (["env"], ["join_env"], ["engine_args"])  # sections without a fixed set of keys
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
 
 
@@ -39,13 +40,13 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         raise ConfigError(f"{path}: no configuration of a run ({error})") from None
     for key, value in parse(arguments).items():
         if not key.startswith(MAY_DIFFER) or key in FIXED:
-            raise ConfigError(f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), serving.*, "
-                              "cluster.*, observe.* and model.path")
+            raise ConfigError(f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
+                              "serving.*, cluster.*, observe.* and model.path")
         *sections, last = key.split(".")
         branch = tree
         for section in sections:
             branch = branch.get(section) if isinstance(branch, dict) else None
-        if not isinstance(branch, dict) or last not in branch and not (sections and sections[-1] in ("env", "engine_args")):
+        if not isinstance(branch, dict) or last not in branch and sections[-1:] not in OPEN:
             raise ConfigError(f"{key}: no such key in {path}")
         branch[last] = value
     return configuration.from_dict(tree)

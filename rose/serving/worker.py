@@ -61,7 +61,7 @@ class BorrowedWorker(RolloutWorker):
 
     @property
     def asked_to_leave(self) -> bool:
-        return self._asked_to_leave.done()
+        return self._asked_to_leave.done() and not self._asked_to_leave.cancelled()
 
     def _services(self) -> list[Coroutine]:
         return [*super()._services(), self._watch_run(), self._leave()]

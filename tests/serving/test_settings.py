@@ -1,0 +1,68 @@
+"""A serving rank's settings: the run's, with what may differ over it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rose import config as configuration
+from rose.config import ConfigError
+from rose.serving import settings
+
+
+@pytest.fixture
+def config(make_config):
+    return make_config()
+
+
+@pytest.fixture
+def run_dir(tmp_path, config):
+    (tmp_path / "run").mkdir()
+    configuration.save(config, tmp_path / "run" / "config.json")
+    return tmp_path / "run"
+
+
+def test_the_runs_own_with_what_differs_over_it(run_dir):
+    c = settings.of_run(run_dir, ["rollout.threads=2", "serving.lost_after_s=3.5", "cluster.env.X=a"])
+    assert c.rollout.threads == 2 and c.serving.lost_after_s == 3.5 and c.cluster.env["X"] == "a"
+    assert c.seed == settings.of_run(run_dir, []).seed
+
+
+@pytest.mark.parametrize("argument, words", [
+    ("rollout.temperature=0.5", "is the run's"), ("seed=4", "is the run's"), ("trainer.ranks=2", "is the run's"),
+    ("rollout.threds=2", "no such key"), ("rollout.threads.x=2", "no such key"), ("rollout.threads=two", "rollout.threads"),
+    ("nonsense", "must be key=value"), ("rollout.threads=[", "no YAML"), ("serving.lost_after_s=0.1", "at least twice"),
+])
+def test_what_may_not_differ_or_is_no_value_is_named(run_dir, argument, words):
+    with pytest.raises(ConfigError, match=words):
+        settings.of_run(run_dir, [argument])
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="config.json: no configuration of a run"):
+        settings.of_run(tmp_path, [])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="no configuration of a run"):
+        settings.of_run(tmp_path, [])
+
+
+def serve(*arguments):
+    return subprocess.run([sys.executable, "-m", "rose.serving", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_refuses_bad_arguments_with_code_2(tmp_path):
+    assert (done := serve("output_dir=.")).returncode == 2 and "name is missing" in done.stderr
+    assert (done := serve("name=a", f"output_dir={tmp_path}/none")).returncode == 2 and "no such folder" in done.stderr
+
+
+def test_it_waits_for_a_run_as_long_as_it_was_told(tmp_path):
+    done = serve("name=a", f"output_dir={tmp_path}", "serving.wait_s=1")
+    assert done.returncode == 0 and "no run to serve" in done.stdout
+
+
+def test_a_run_that_is_finished_needs_nobody(run_dir, config):
+    (run_dir / "status").mkdir()
+    (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))
+    done = serve(f"name={run_dir.name}", f"output_dir={run_dir.parent}")
+    assert done.returncode == 0 and "is finished" in done.stdout
