@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -52,25 +52,32 @@ class Lender:
 
     process: subprocess.Popen
     log: Path
-    kill_after_join_s: float | None  # None: on its way in, at a random moment
-    started: float = field(default_factory=time.monotonic)
-    kill_at: float = 0.0  # monotonic
+    kill_after_join_s: float = 0.0
+    kill_at: float = 0.0  # monotonic; 0: not yet known
+
+    def plan(self, chance: random.Random) -> None:
+        """When this membership will be killed: on its way in, or so long after it has joined."""
+        self.kill_at = time.monotonic() + chance.uniform(1.0, 15.0) if chance.random() < 0.2 else 0.0
+        self.kill_after_join_s = chance.choice([chance.uniform(0.0, 1.0), chance.uniform(1.0, 7.0)])
 
     @property
     def worker(self) -> str | None:
-        found = re.search(r"(borrowed-\d+): joined", self.log.read_text(errors="replace"))
+        """The name of the present membership once it has joined."""
+        last = self.log.read_text(errors="replace").rpartition("admitted as ")[2]
+        found = re.search(r"(borrowed-\d+): joined", last)
         return found and found[1]
 
-    def kill(self) -> float:
-        """SIGKILL to all of it; the wall clock then."""
-        everybody = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+    def kill(self, whole: bool) -> float:
+        """SIGKILL to the membership and its engine, or to all of it; the wall clock then."""
+        lender = psutil.Process(self.process.pid)
         at = time.time()
-        for process in everybody:
+        for process in [*lender.children(recursive=True), *([lender] if whole else [])]:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self.process.wait()
+        if whole:
+            self.process.wait()
         return at
 
 
@@ -80,12 +87,14 @@ def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def start_lender(folder: Path, number: int, kill_after_join_s: float | None) -> Lender:
+def start_lender(folder: Path, number: int, chance: random.Random) -> Lender:
     log = folder / f"lender-{number}.log"
-    with open(log, "wb") as words:
+    with open(log, "ab") as words:  # appended to, so that it may be emptied meanwhile
         process = subprocess.Popen([sys.executable, "-u", "-m", "rose.serving", "name=run", f"output_dir={folder}",
                                     "rollout.threads=1"], stdout=words, stderr=subprocess.STDOUT, cwd=REPOSITORY)
-    return Lender(process, log, kill_after_join_s)
+    lender = Lender(process, log)
+    lender.plan(chance)
+    return lender
 
 
 def await_step(run: subprocess.Popen, run_dir: Path, step: int, deadline_s: float) -> None:
@@ -114,9 +123,7 @@ def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str
             if run.poll() is not None:
                 return [f"the run ended in the storm: {tail(folder / 'launch.log')}"]
             while len(alive) < lenders:
-                moment = None if chance.random() < 0.2 else chance.choice([chance.random(), 1 + 6 * chance.random()])
-                alive.append(start_lender(folder, number, moment))
-                alive[-1].kill_at = time.monotonic() + chance.uniform(1.0, 20.0) if moment is None else 0.0
+                alive.append(start_lender(folder, number, chance))
                 number += 1
             for lender in list(alive):
                 now = time.monotonic()
@@ -126,8 +133,13 @@ def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str
                     lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
                     print(f"{len(joined):3} joined: {lender.worker}", flush=True)
                 if lender.kill_at and now >= lender.kill_at:
-                    worker, at = lender.worker, lender.kill()
-                    alive.remove(lender)
+                    whole = chance.random() < 0.3  # else its command stays, and begins another membership
+                    worker, at = lender.worker, lender.kill(whole)
+                    if whole:
+                        alive.remove(lender)
+                    else:
+                        lender.log.write_text("")
+                        lender.plan(chance)
                     if worker:
                         killed[worker] = at
                     early += not worker
@@ -140,7 +152,7 @@ def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str
         code = run.wait(STOP_S)
     finally:
         for lender in alive:
-            lender.kill()
+            lender.kill(whole=True)
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()

@@ -12,8 +12,14 @@ from rose.models import REPOSITORY
 LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
 
 
+def launchers() -> list[str]:
+    """Variables of this process by which MPI would look for a launcher."""
+    return [name for name in os.environ if name.startswith(LAUNCHERS) and name != "SLURM_JOB_ID"]
+
+
 def environment(mpi: dict[str, str]) -> dict[str, str]:
     """This process's variables without those by which MPI would look for a launcher, and with those of cluster.mpi.env."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) or k == "SLURM_JOB_ID"}
+    without = launchers()
+    kept = {name: value for name, value in os.environ.items() if name not in without}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path} | mpi

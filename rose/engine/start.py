@@ -84,6 +84,13 @@ def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: boo
     return args | rollout.engine_args
 
 
+def preload() -> None:
+    """Import what `build` needs, so that processes forked from here have it. The environment must be set."""
+    from vllm import AsyncEngineArgs  # noqa: F401
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+    from vllm.v1.executor import Executor  # noqa: F401
+
+
 def build(args: dict, gpus: bool):
     """(AsyncLLM, Latest); blocks until the engine process serves."""
     global _forking

@@ -1,4 +1,4 @@
-"""One membership of a borrowed rank, which `python -m rose.serving` starts: ask, start the engine, join, leave.
+"""One membership of a borrowed rank, for which `python -m rose.serving` forks: ask, start the engine, join, leave.
 
 A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its death touches nobody
 else): after a run has vanished the next membership begins with a fresh MPI. Exit codes are `Ended`.
@@ -13,10 +13,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from rose import protocol as p
-from rose.comm.join import Application, JoinError, endpoint
+from rose.comm import singleton
+from rose.comm.join import Answer, Application, JoinError, endpoint
 from rose.config import Config, ConfigError
 from rose.engine.start import EngineError
 from rose.observe.recorder import NullRecorder, Recorder
@@ -34,17 +37,20 @@ class Ended(enum.IntEnum):
     FAILED = 1
 
 
-def main() -> None:
-    run_dir, overrides = Path(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGUSR2, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(Ended.LEFT))
+def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
+    """In a process that was just forked for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
+    for name in singleton.launchers():
+        del os.environ[name]
     try:
-        code = run(run_dir, settings.of_run(run_dir, overrides))
+        code = run(run_dir, settings.of_run(run_dir, overrides), on_join)
     except JoinError as error:
-        _say(str(error))
+        say(str(error))
         code = Ended.NOT_NOW if error.temporary else Ended.REFUSED
     except (ConfigError, EngineError) as error:
-        _say(str(error))
+        say(str(error))
         code = Ended.REFUSED if isinstance(error, ConfigError) else Ended.FAILED
     except Exception:
         traceback.print_exc()
@@ -54,25 +60,27 @@ def main() -> None:
     os._exit(code)  # MPI is not finalised: after a peer's death that can abort
 
 
-def run(run_dir: Path, config: Config) -> Ended:
+def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     """One membership. Raises `JoinError`, `EngineError`."""
     mpi = config.cluster.mpi
-    os.environ.update(config.cluster.env | mpi.env | mpi.join_env)  # before MPI and the engine look
+    os.environ.update(mpi.env | mpi.join_env)  # before MPI looks
     found = endpoint(run_dir)
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
     application = Application(run_dir)
     answer = application.ask(ANSWER_S)
-    _say(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
+    say(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
     recorder = _recorder(config, run_dir, answer.worker, found.attempt)
     try:
-        return asyncio.run(_take_part(config, application, answer.worker, answer.port, recorder))
+        return asyncio.run(_take_part(config, application, answer, recorder, on_join))
     finally:
         application.withdraw()
         recorder.close()
 
 
-async def _take_part(config: Config, application: Application, name: str, port: str, recorder: NullRecorder) -> Ended:
+async def _take_part(config: Config, application: Application, answer: Answer, recorder: NullRecorder,
+                     on_join: Callable[[], object]) -> Ended:
+    name = answer.worker
     # Here and not above: whoever imports these initialises MPI, which reads its environment then.
     from rose.comm.link import Link, LinkError
     from rose.comm.mailbox import COORDINATOR
@@ -80,19 +88,20 @@ async def _take_part(config: Config, application: Application, name: str, port: 
 
     worker = BorrowedWorker(config, name, recorder)
     await worker.start_engine()
-    worker.mailbox = Wire(Link(application.connect(port)))
+    worker.mailbox = Wire(Link(application.connect(answer.port)))
     worker.mailbox.send(COORDINATOR, p.JoinHello(application.token, name))
     for number in (signal.SIGTERM, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(number, worker.ask_to_leave, number)
-    _say(f"{name}: joined")
+    on_join()
+    say(f"{name}: joined")
     try:
         await worker.run()
     except LinkError as error:
         worker.over = str(error)
     if worker.asked_to_leave:
-        _say(f"{name}: left")
+        say(f"{name}: left")
         return Ended.LEFT
-    _say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
+    say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
     return Ended.RUN_OVER
 
 
@@ -102,13 +111,10 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
     try:
         return Recorder(run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt)
     except OSError as error:
-        _say(f"no trace of this rank: {error}")
+        say(f"no trace of this rank: {error}")
         return NullRecorder()
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
     print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)
 
-
-if __name__ == "__main__":
-    main()
