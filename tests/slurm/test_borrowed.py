@@ -1,0 +1,129 @@
+"""Serving jobs on a real Slurm lend their ranks to a training job: they come, go, are killed and preempted."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rose.launch import state
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.status import read_status
+from tests.slurm.conftest import REPOSITORY, SlurmJob
+
+pytestmark = pytest.mark.slow
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import storm  # noqa: E402
+
+
+class Serving:
+    """A serving job; ended with the test."""
+
+    def __init__(self, lending, *options):
+        self.lending = lending
+        self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
+        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log}", *options,
+                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=run", f"output_dir={lending.folder}",
+                               "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.strip().split(";")[0]
+
+    def workers(self):
+        """Names that its ranks have borne, in the order in which they joined."""
+        found = re.findall(r"(borrowed-\d+): joined", self.log.read_text()) if self.log.exists() else []
+        return list(dict.fromkeys(found))
+
+    def joined(self, count=1):
+        return self.lending.until(lambda: self.workers() if len(self.workers()) >= count else None,
+                                  f"{count} ranks of job {self.id} to join\n{self.words()}")
+
+    def words(self):
+        return self.log.read_text()[-3000:] if self.log.exists() else ""
+
+    def cancel(self):
+        subprocess.run(["scancel", self.id], check=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def lending(cluster, tmp_path_factory):
+    """A training job that goes on until the module's end; then what must hold of any run is checked."""
+    job = SlurmJob(tmp_path_factory.mktemp("lending"))
+    job.submit("trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0", "rollout.workers=1",
+               "cluster.slurm.rollout.nodes=1", "trainer.checkpoint_every=20", "transfer.keep_versions=4")
+    job.until(lambda: job.steps(), "the first step")
+    yield job
+    newest = job.steps()[-1]
+    job.until(lambda: job.steps()[-1] >= newest + 2, "the training to go on")
+    subprocess.run(["scancel", job.id], check=True, timeout=60)
+    job.until(lambda: not state.is_active(job.id), "its end", 60)
+    assert storm.check(job.run) == []
+
+
+@pytest.fixture
+def serve(lending):
+    jobs = []
+
+    def start(*options):
+        jobs.append(Serving(lending, *options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if state.is_active(job.id):
+            job.cancel()
+    for job in jobs:
+        lending.until(lambda: not state.is_active(job.id), "scancel", 60)
+
+
+def happened(lending, what, worker):
+    return [row for row in read_metrics(lending.run) if row.get("what") == what and row["detail"].startswith(f"{worker}:")]
+
+
+def lends(lending, worker):
+    """Whether a step after now has tokens of it."""
+    after = lending.steps()[-1]
+    return lending.until(lambda: any(row["step"] > after and row.get(f"tokens_per_s/{worker}", 0) > 0
+                                     for row in rows_of(read_metrics(lending.run), "step")), f"tokens of {worker}")
+
+
+def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(lending, serve):
+    two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")  # heterogeneous
+    other = serve("--partition=spare")
+    first, second = two_kinds.joined(2)
+    [third] = other.joined()
+    lends(lending, third)
+    two_kinds.cancel()
+    lending.until(lambda: all(happened(lending, "left", w) + happened(lending, "borrowed rank lost", w)
+                              for w in (first, second)), "the cancelled ranks to leave")
+    [pid] = [int(m) for m in re.findall(rf"rose.serving\[(\d+)\].* {third}: joined", other.words())]
+    turns = lending.until(lambda: (s := read_status(lending.run)) and s.workers.get(third) and s.workers[third].running,
+                          "a turn on it")
+    os.kill(pid, signal.SIGKILL)
+    killed = time.time()
+    lost = lending.until(lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed", 30)
+    assert turns and lost[0]["time"] - killed < 3.0
+    again = other.joined(2)[-1]  # its command asks for another membership
+    lends(lending, again)
+    newest = lending.until(lambda: (s := read_status(lending.run)) and s.workers.get(again), "its state")
+    assert newest.version >= lending.steps()[-1] - 1 > 0
+
+
+def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
+    whole_node = ("--nodelist=n4", "--cpus-per-task=8")
+    spare = serve("--partition=spare", *whole_node)
+    [before] = spare.joined()
+    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", *whole_node, "--output=/dev/null",
+                             "--wrap=sleep 3"], capture_output=True, text=True, timeout=60).stdout.strip()
+    gone = lending.until(lambda: happened(lending, "left", before) + happened(lending, "borrowed rank lost", before),
+                         "the preempted rank to be gone")
+    assert gone
+    lending.until(lambda: not state.is_active(urgent), "the urgent job")
+    after = spare.joined(2)[-1]
+    assert after != before
+    lends(lending, after)
+
+
