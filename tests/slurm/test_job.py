@@ -55,6 +55,26 @@ def test_slurms_warning_saves_and_requeues_and_a_second_loss_is_one_too_many(job
     assert f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL" in state_of(job.run)
 
 
+def test_preempted_and_then_without_the_coordinators_node_it_comes_back_each_time(job):
+    job.submit("trainer.steps=6", "cluster.slurm.trainer.partition=spare")  # both components: it is preemptible
+    job.until(lambda: job.steps(), "the first step")
+    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive", "--output=/dev/null",
+                             "--wrap=sleep 1"], capture_output=True, text=True, timeout=60).stdout.strip()
+    job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted", 90)
+    job.until(lambda: 0 in ranks(job, 2), "the second attempt")
+    before = max(job.steps())
+    job.until(lambda: max(job.steps()) > before, "a step after the preemption")
+    node = ranks(job, 2)[0].host
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True, timeout=60)
+    try:
+        job.until(lambda: "NODE_FAIL" in json.dumps(job.states()) or "PENDING" in job.states() or 0 in ranks(job, 3),
+                  "Slurm to requeue it", 90)
+    finally:
+        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=True, timeout=60)
+    assert job.until_ended() == ["COMPLETED", "COMPLETED"]
+    assert job.steps() == list(range(1, 7)) and 0 in ranks(job, 3)
+
+
 def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
     said = job.submit("cluster.slurm.trainer.partition=nowhere", code=2)
     assert "sbatch refused the job of run" in said and "partition" in said
