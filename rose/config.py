@@ -203,6 +203,8 @@ class Component(Section):
 class Slurm(Section):
     trainer: Component  # trainer ranks, environment hosts and the coordinator
     rollout: Component  # the engines
+    borrowed: Component  # a job with one more engine, which the run asks for itself (scheduler/provisioning=on_demand)
+    pending_s: Positive  # such a job may wait in the queue for so long; then it counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     warning_s: Count  # so long before its time limit the job saves and requeues itself
     requeues: Natural  # how often at most
@@ -247,6 +249,11 @@ class Config(Section):
     scheduler: Scheduler
     cluster: Cluster
     observe: Observe
+
+    @property
+    def borrows(self) -> bool:
+        """Whether serving ranks may join: wanted, possible with this MPI, and not against `deterministic`."""
+        return self.serving.borrow and self.cluster.mpi.join and self.rollout.replay is None and not self.deterministic
 
     @property
     def run_dir(self) -> Path:
@@ -350,6 +357,10 @@ def _check_machine(c: Config, need: Need) -> None:
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
          f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
          f"{engines} rollout); raise it or run fewer")
+    if c.scheduler.provisioning.name == "on_demand":
+        need(c.cluster.kind == "slurm", "scheduler.provisioning.name", "on_demand submits jobs to Slurm: cluster=slurm")
+        need(c.borrows, "scheduler.provisioning.name", "on_demand needs ranks that may join: serving.borrow=true, "
+             f"cluster.mpi.join=true (of {c.cluster.mpi.name}: {c.cluster.mpi.join}), deterministic=false, no replay")
     if c.cluster.kind == "slurm":
         need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")
         _check_slurm(c, engines, need)
@@ -366,7 +377,9 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         need(not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
              f"cluster.slurm.{name}.gpus_per_node",
              f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}")
-        for at, option in enumerate(component.sbatch):
+    need(c.cluster.slurm.borrowed.nodes in (None, 1), "cluster.slurm.borrowed.nodes", "such a job is one engine: 1")
+    for name in ("trainer", "rollout", "borrowed"):
+        for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option, as --exclusive")
     for key, value in _leaves(msgspec.to_builtins(c.cluster.slurm)):
         need(not isinstance(value, str) or value.isprintable() and value != "", f"cluster.slurm.{key}",

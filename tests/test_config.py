@@ -96,7 +96,7 @@ def test_every_key_is_known(tree):
     def dotted(branch, prefix=""):
         for name, value in branch.items():
             yield prefix + name
-            if isinstance(value, dict) and name not in ("args", "env", "recipe", "engine_args", "chat_template_args",
+            if isinstance(value, dict) and name not in ("args", "env", "join_env", "recipe", "engine_args", "chat_template_args",
                                                         "shape") or prefix + name == "env":
                 yield from dotted(value, f"{prefix}{name}.")
 

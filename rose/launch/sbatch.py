@@ -35,14 +35,25 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path) -> str:
     lines = []
     for members in others:
         lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
-    path = shlex.quote(str(REPOSITORY))
-    lines += ["", f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *c.cluster.slurm.setup]
+    lines += _setup(c)
     return submitit_slurm._make_sbatch_string(
         command=f"{SUBMITIT_COMMAND} {shlex.quote(str(folder(run_dir)))}", folder=str(folder(run_dir)),
         job_name=c.name, wckey=None, use_srun=False, stderr_to_stdout=True, setup=lines, time=None,
         additional_parameters=_options(c, first) | {
             "output": str(Path(run_dir) / "logs" / "slurm-%j.out"), "requeue": True,
             "signal": f"B:USR2@{c.cluster.slurm.warning_s}"})
+
+
+def lend_script(c: Config, run_dir: Path, name: str) -> str:
+    """The batch script of a job that lends the run one more engine (rose/launch/lend.py); `run_dir` absolute."""
+    options = _component_options(c, c.cluster.slurm.borrowed, 1, 1)
+    if c.cluster.gpus:
+        options["gpus-per-node"] = c.rollout.tensor_parallel
+    return submitit_slurm._make_sbatch_string(
+        command=f"{SUBMITIT_COMMAND} {shlex.quote(str(folder(run_dir)))}", folder=str(folder(run_dir)),
+        job_name=f"{c.name}-{name}", wckey=None, use_srun=False, stderr_to_stdout=True, setup=_setup(c), time=None,
+        additional_parameters=options | {"output": str(Path(run_dir) / "logs" / f"{name}-%j.out"), "requeue": True,
+                                         "open-mode": "append"})
 
 
 def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
@@ -57,6 +68,11 @@ def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
                  f"--ntasks-per-node={len(members) // _nodes(members)}", "--distribution=block", "--kill-on-bad-exit=0",
                  *_step_options(c, members), *rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
     return argv
+
+
+def _setup(c: Config) -> list[str]:
+    path = shlex.quote(str(REPOSITORY))
+    return ["", f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *c.cluster.slurm.setup]
 
 
 def _by_component(ranks: Sequence[Rank]) -> list[list[Rank]]:
@@ -77,7 +93,11 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
     """sbatch's options of one component; True for one without a value."""
     slurm = c.cluster.slurm
     component: Component = slurm.rollout if members[0].component else slurm.trainer
-    options: dict[str, Any] = {"nodes": _nodes(members), "ntasks-per-node": len(members) // _nodes(members),
+    return _component_options(c, component, _nodes(members), len(members) // _nodes(members))
+
+
+def _component_options(c: Config, component: Component, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": ranks_per_node,
                                "cpus-per-task": component.cpus_per_task}
     if c.cluster.gpus:
         options["gpus-per-node"] = component.gpus_per_node

@@ -21,7 +21,7 @@ from submitit.core.utils import FailedJobError
 from rose import config as configuration
 from rose import processes
 from rose.config import Config, ConfigError
-from rose.launch import local, logs, model, resume, sbatch, state, supervise
+from rose.launch import lend, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe.report import build_report
 from rose.observe.terminal import say
@@ -38,7 +38,7 @@ def check_programs() -> None:
                           "Slurm's commands (a login node), or look at the job's text with cluster.dry_run=true")
 
 
-class _Executor(submitit.SlurmExecutor):
+class Executor(submitit.SlurmExecutor):
     """submitit's, with our text: a heterogeneous job."""
 
     def __init__(self, folder: Path, text: str) -> None:
@@ -56,7 +56,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
     try:
-        job = _Executor(sbatch.folder(run_dir), sbatch.script(c, ranks, run_dir)).submit(Run(run_dir))
+        job = Executor(sbatch.folder(run_dir), sbatch.script(c, ranks, run_dir)).submit(Run(run_dir))
     except FailedJobError as error:
         raise ConfigError(f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}") from None
     state.remember(run_dir, job.job_id)
@@ -88,6 +88,7 @@ class Run:
         # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
         if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
+        lend.cancel_all(self.run_dir)
         if outcome.failure:
             raise RunFailed(outcome.failure)
         return "stopped" if outcome.interrupted else "finished"

@@ -24,6 +24,7 @@ from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.borrowed import Borrowed
+from rose.roles.provisioner import Provisioner
 from rose.roles.journal import Journal
 from rose.roles.step_metrics import evaluation_row, step_row
 from rose.roles.train_messages import train_messages
@@ -62,6 +63,7 @@ class Coordinator:
         self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
         self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change)
         self.hub = TurnHub(scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size)
+        self.provisioner = Provisioner(config, self.run_dir, self.hub.feed, self._fault, self._change)
         self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
         self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in
@@ -91,8 +93,10 @@ class Coordinator:
         tasks = Tasks()
         tasks.spawn(self._receive())
         self._stepping = tasks.spawn(self._steps())
-        if self._borrows():
+        if self.config.borrows:
             tasks.spawn(self.borrowed.run())
+        if self.config.scheduler.provisioning.name != "fixed":
+            tasks.spawn(self.provisioner.run())
         try:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
@@ -329,6 +333,8 @@ class Coordinator:
                     self.hub.cancel(trajectory)
             case ev.StartTraining(_, groups):
                 self.batch = groups
+            case ev.RequestCapacity() | ev.ReleaseCapacity():
+                self.provisioner.do(action)
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
 
@@ -383,11 +389,6 @@ class Coordinator:
             raise RunFailed(str(error)) from None
         if replacement is not None:
             self._start([replacement])
-
-    def _borrows(self) -> bool:
-        """Whether serving ranks may join: wanted, possible with this MPI, and not against `deterministic`."""
-        c = self.config
-        return c.serving.borrow and c.cluster.mpi.join and c.rollout.replay is None and not c.deterministic
 
     def _change(self, what: str, detail: str) -> None:
         """A borrowed rank came or went in order."""

@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum(t.worker is None for t in self.cluster.turns.values())
+        return self.cluster.waiting
 
     # ----------------------------------------------------------------- workers
 
@@ -115,6 +115,23 @@ class Scheduler:
             for key in [k for k, w in homes.items() if w == name]:
                 del homes[key]
 
+    # ----------------------------------------------------------------- capacity
+
+    def _on_CapacityGranted(self, e: ev.CapacityGranted) -> list[Action]:
+        self.cluster.requests[e.request] = True
+        self.cluster.refusals = 0
+        return []
+
+    def _on_CapacityRefused(self, e: ev.CapacityRefused) -> list[Action]:
+        self.cluster.requests.pop(e.request, None)
+        self.cluster.refusals += 1
+        self.cluster.refused_at = e.at
+        return []
+
+    def _on_CapacityEnded(self, e: ev.CapacityEnded) -> list[Action]:
+        self.cluster.requests.pop(e.request, None)
+        return []
+
     # ----------------------------------------------------------------- turns
 
     def _on_TurnRequested(self, e: ev.TurnRequested) -> list[Action]:
@@ -152,7 +169,16 @@ class Scheduler:
         return self._batching.finished(e.group, e.accepted)
 
     def _on_Tick(self, e: ev.Tick) -> list[Action]:
-        return self._unstick(e.at) + self._provisioning.decide(e.at, self.cluster)
+        return self._unstick(e.at) + self._provision(e.at)
+
+    def _provision(self, at: float) -> list[Action]:
+        actions = self._provisioning.decide(at, self.cluster)
+        for action in actions:
+            if isinstance(action, ev.RequestCapacity):
+                self.cluster.requests[action.request] = False
+            elif isinstance(action, ev.ReleaseCapacity):
+                del self.cluster.requests[action.request]
+        return actions
 
     def _unstick(self, at: float) -> list[Action]:
         """Turns without a token for `turn_timeout_s` go elsewhere (stall deadline)."""

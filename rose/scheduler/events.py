@@ -51,6 +51,25 @@ class WorkerLoaded(Event):
     version: int
 
 
+class CapacityGranted(Event):
+    """A job that was asked for is in the queue, or an earlier attempt's still is. Its worker joins when it runs."""
+
+    request: str
+
+
+class CapacityRefused(Event):
+    """The queue did not take it, or let it wait for too long."""
+
+    request: str
+    reason: str
+
+
+class CapacityEnded(Event):
+    """The job is over, whoever ended it."""
+
+    request: str
+
+
 class VersionPublished(Event):
     version: int
 
@@ -98,8 +117,8 @@ class Tick(Event):
 
 
 AnyEvent = (
-    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded
-    | TrajectoryEnded | StepBegun | GroupFinished | Tick
+    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | CapacityGranted | CapacityRefused | CapacityEnded
+    | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun | GroupFinished | Tick
 )
 
 # --------------------------------------------------------------------------- actions
@@ -140,10 +159,23 @@ class StartTraining(Action):
     groups: list[str]
 
 
+class RequestCapacity(Action):
+    """Ask the cluster for one more job that lends a worker; `request` is its name from here on."""
+
+    request: str
+
+
+class ReleaseCapacity(Action):
+    """Give the job back: let its worker leave, and cancel it."""
+
+    request: str
+
+
 class GiveUp(Action):
     """The run can't go on; the driver stops it with this cause."""
 
     reason: str
 
 
-AnyAction = AssignTurn | AbortTurn | LoadWeights | AdmitGroup | DropGroup | StartTraining | GiveUp
+AnyAction = (AssignTurn | AbortTurn | LoadWeights | AdmitGroup | DropGroup | StartTraining | RequestCapacity
+             | ReleaseCapacity | GiveUp)

@@ -10,7 +10,7 @@ from rose.scheduler import batching, order, provisioning, routing
 from rose.scheduler.core import Scheduler
 
 POLICIES: dict[str, dict[str, type]] = {
-    "provisioning": {"fixed": provisioning.Fixed},
+    "provisioning": {"fixed": provisioning.Fixed, "on_demand": provisioning.OnDemand},
     "routing": {"round_robin": routing.RoundRobin, "least_loaded": routing.LeastLoaded,
                 "cache_affine": routing.CacheAffine},
     "order": {"fifo": order.Fifo},

@@ -64,6 +64,14 @@ class Cluster:
     home: dict[str, str] = field(default_factory=dict)  # trajectory -> worker with its cached prefix
     group_home: dict[str, str] = field(default_factory=dict)  # group -> worker with its prompt cached
     version: int = -1  # the newest published
+    requests: dict[str, bool] = field(default_factory=dict)  # capacity asked for -> whether it is granted
+    refusals: int = 0  # in a row
+    refused_at: float = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Turns in the queue."""
+        return sum(turn.worker is None for turn in self.turns.values())
 
     def ready(self) -> list[WorkerState]:
         """Workers that may take turns, by name: those with the newest weights."""
