@@ -197,7 +197,8 @@ class Component(Section):
     constraint: str | None
     mem: str | None  # per node, as Slurm writes it: 64G
     time: str | None  # as Slurm writes it: 2-00:00:00, or minutes
-    sbatch: list[str]  # further options, such as "--exclusive"
+    exclusive: bool  # its nodes are shared with no other job, nor with another component
+    sbatch: list[str]  # further options, such as "--mail-type=END"
 
 
 class Slurm(Section):

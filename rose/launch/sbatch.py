@@ -104,6 +104,8 @@ def _component_options(c: Config, component: Component, nodes: int, ranks_per_no
     for name in ("partition", "account", "qos", "constraint", "mem", "time"):
         if getattr(component, name) is not None:
             options[name] = getattr(component, name)
+    if component.exclusive:
+        options["exclusive"] = True
     for option in component.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
         options[name] = value if equals else True

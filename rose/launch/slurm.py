@@ -95,6 +95,7 @@ class Run:
 
     def _attempt(self, c: Config) -> supervise.Outcome:
         ranks = layout(c)
+        _refuse_shared_nodes()
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
         print(f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
@@ -124,6 +125,23 @@ class Run:
             raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm has "
                             "requeued it already, else the same launch.py command continues it")
         return "requeued"
+
+
+def _refuse_shared_nodes() -> None:
+    """Raises `RunFailed` when a node is in two components of this job: srun then starts no rank and never ends (its
+    PMI has one socket per job and node)."""
+    nodes: dict[str, str] = {}
+    for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
+        listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
+        asked = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True,
+                               timeout=COMMAND_DEADLINE_S, check=True)
+        shared = nodes.keys() & asked.stdout.split()
+        if shared:
+            other = nodes[min(shared)]
+            raise RunFailed(f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, and srun "
+                            "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or give "
+                            "them partitions without a common node")
+        nodes |= dict.fromkeys(asked.stdout.split(), listed)
 
 
 def _environment(c: Config) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What became of a run's Slurm job: every component's state and exit reason, and the ranks that failed.
 
     python -m rose.launch.state outputs/NAME
-Asks sacct, and squeue where accounting is off.
+Asks squeue, and sacct for jobs that ended some time ago.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ def submitted(run_dir: Path) -> str | None:
 
 def components(job: str) -> list[JobState]:
     """Every component's state; empty when Slurm no longer knows the job. Raises RuntimeError when Slurm doesn't
-    answer."""
-    out = _ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS), "--jobs", job])
-    if out is None:  # no accounting
-        out = _ask(["squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,exit_code:|,Reason:|,NodeList:|,"
-                    "TimeUsed:", "--jobs", job]) or ""
-    rows = [line.split("|") for line in out.splitlines()]
-    found = [JobState(*row[:len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
-    return [s._replace(state=s.state.split(" by ")[0]) for s in found]
+    answer.
+
+    The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment later but knows
+    it for longer.
+    """
+    found = {row.job: row for row in (
+        *_rows(["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS), "--jobs", job]),
+        *_rows(["squeue", "--noheader", "--states=all", "--format=%i|%T||%r|%N|%M", "--jobs", job]))}
+    return [found[name] for name in sorted(found)]
 
 
 def is_active(job: str) -> bool:
@@ -98,6 +99,12 @@ def show(run_dir: Path, console: Console) -> bool:
                 console.print(f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
                               f"{status.how_it_ended()}", markup=False, soft_wrap=True)
     return True
+
+
+def _rows(command: list[str]) -> list[JobState]:
+    rows = [line.split("|") for line in (_ask(command) or "").splitlines()]
+    found = [JobState(*row[:len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
+    return [row._replace(state=row.state.split(" by ")[0]) for row in found]
 
 
 def _ask(command: list[str]) -> str | None:

@@ -37,7 +37,6 @@ GOLDEN = """#!/bin/bash
 #SBATCH hetjob
 #SBATCH --account=me
 #SBATCH --cpus-per-task=4
-#SBATCH --exclusive
 #SBATCH --gpus-per-node=8
 #SBATCH --mail-user='a b'
 #SBATCH --nodes=1
@@ -58,7 +57,7 @@ def test_the_batch_script_word_for_word(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.partition=big", "cluster.slurm.rollout.partition=small",
                     "cluster.slurm.trainer.account=me", "cluster.slurm.trainer.time=2-00:00:00",
                     "cluster.slurm.trainer.cpus_per_task=12", "cluster.slurm.setup=[module load cuda]",
-                    "cluster.slurm.trainer.sbatch=[--exclusive,--mail-user=a b]")
+                    "cluster.slurm.trainer.sbatch=[--mail-user=a b]")
     text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
     assert text == GOLDEN.format(repository=REPOSITORY, python=sys.executable)
 
