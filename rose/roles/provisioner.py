@@ -20,14 +20,14 @@ from rose.scheduler import events as ev
 
 LOOK_S = 5.0  # between two questions to Slurm, of all jobs at once
 COMMAND_S = 60.0
-PROGRAMS = (sys.executable, "-m", "rose.launch.lend")
+PROGRAM = (sys.executable, "-m", "rose.launch.lend")
 
 
 @dataclass
 class _Job:
     id: str
-    since: float  # monotonic
-    started: bool = False
+    since: float  # monotonic; when it was last seen to run, or began to wait
+    ran: bool = False
 
 
 class Provisioner:
@@ -38,6 +38,8 @@ class Provisioner:
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
+        self._unwanted: set[str] = set()  # given back before sbatch had answered
+        self._submitting: set[str] = set()
         self._tasks: Tasks | None = None
         self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
 
@@ -46,8 +48,8 @@ class Provisioner:
         self._wishes.put_nowait(action)
 
     async def run(self) -> None:
-        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not requeued cancels them
-        (rose/launch/slurm.py)."""
+        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not requeued cancels
+        them (rose/launch/slurm.py)."""
         self._tasks = Tasks()
         try:
             await self._adopt()
@@ -59,7 +61,10 @@ class Provisioner:
         while True:
             match await self._wishes.get():
                 case ev.RequestCapacity(request):
+                    self._submitting.add(request)
                     self._tasks.spawn(self._submit(request))
+                case ev.ReleaseCapacity(request) if request in self._submitting:
+                    self._unwanted.add(request)
                 case ev.ReleaseCapacity(request):
                     self._tasks.spawn(self._cancel(request, "not needed any more"))
 
@@ -67,32 +72,38 @@ class Provisioner:
         """Jobs of an earlier attempt that are still there."""
         for request, job in lend.noted(self._run_dir).items():
             if await asyncio.to_thread(state.is_active, job):
-                self._granted(request, job)
+                self._queued(request, job)
 
     async def _submit(self, request: str) -> None:
-        code, out, err = await _command(*PROGRAMS, str(self._run_dir), request)
+        code, out, err = await _command(*PROGRAM, str(self._run_dir), request)
+        self._submitting.discard(request)
         if code:
+            self._unwanted.discard(request)
             self._on_fault("capacity refused", f"{request}: {err}")
             self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=err))
-            return
-        self._granted(request, out.split()[-1])
+        elif request in self._unwanted:
+            self._unwanted.discard(request)
+            self._jobs[request] = _Job(out.split()[-1], time.monotonic())
+            await self._cancel(request, "not needed any more")
+        else:
+            self._queued(request, out.split()[-1])
 
-    def _granted(self, request: str, job: str) -> None:
+    def _queued(self, request: str, job: str) -> None:
         self._jobs[request] = _Job(job, time.monotonic())
         self._remember()
         self._on_change("capacity asked for", f"{request}: job {job}")
-        self._feed(ev.CapacityGranted(at=time.time(), request=request))
+        self._feed(ev.CapacityQueued(at=time.time(), request=request))
 
     async def _cancel(self, request: str, why: str) -> None:
         job = self._jobs.pop(request, None)
         if job is None:
             return  # it has ended by itself
-        self._remember()
         code, _, err = await _command("scancel", job.id)
         if code:
             self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
         else:
             self._on_change("capacity given back", f"{request}: job {job.id}, {why}")
+        self._remember()
 
     async def _watch(self) -> None:
         while True:
@@ -103,22 +114,26 @@ class Provisioner:
                 except RuntimeError as error:
                     self._on_fault("Slurm does not answer", str(error))
                     continue
-                if request not in self._jobs:
-                    continue  # cancelled meanwhile
-                states = {component.state for component in found}
-                if found and not states & state.ACTIVE:
-                    self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
-                elif "RUNNING" in states:
-                    job.started, job.since = True, time.monotonic()
-                elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
-                    await self._cancel(request, "it waited too long in the queue")
-                    reason = f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
-                    self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
+                if request in self._jobs:  # not cancelled meanwhile
+                    await self._judge(request, job, {component.state for component in found})
+
+    async def _judge(self, request: str, job: _Job, states: set[str]) -> None:
+        """What has become of it."""
+        if states and not states & state.ACTIVE:
+            self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
+        elif "RUNNING" in states:
+            if not job.ran:
+                self._feed(ev.CapacityGranted(at=time.time(), request=request))
+            job.ran, job.since = True, time.monotonic()
+        elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
+            await self._cancel(request, "it waited too long in the queue")
+            reason = f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
+            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
 
     def _over(self, request: str, what: str) -> None:
         job = self._jobs.pop(request)
         self._remember()
-        if job.started:
+        if job.ran:
             self._on_change("capacity ended", f"{request}: {what}")
             self._feed(ev.CapacityEnded(at=time.time(), request=request))
         else:

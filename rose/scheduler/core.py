@@ -117,6 +117,10 @@ class Scheduler:
 
     # ----------------------------------------------------------------- capacity
 
+    def _on_CapacityQueued(self, e: ev.CapacityQueued) -> list[Action]:
+        self.cluster.requests.setdefault(e.request, False)
+        return []
+
     def _on_CapacityGranted(self, e: ev.CapacityGranted) -> list[Action]:
         self.cluster.requests[e.request] = True
         self.cluster.refusals = 0

@@ -51,14 +51,20 @@ class WorkerLoaded(Event):
     version: int
 
 
+class CapacityQueued(Event):
+    """The queue has taken it, or still has it from an earlier attempt."""
+
+    request: str
+
+
 class CapacityGranted(Event):
-    """A job that was asked for is in the queue, or an earlier attempt's still is. Its worker joins when it runs."""
+    """Its job runs; the worker joins by itself."""
 
     request: str
 
 
 class CapacityRefused(Event):
-    """The queue did not take it, or let it wait for too long."""
+    """The queue did not take it, or let it wait for too long: no job of it is left."""
 
     request: str
     reason: str
@@ -117,8 +123,8 @@ class Tick(Event):
 
 
 AnyEvent = (
-    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | CapacityGranted | CapacityRefused | CapacityEnded
-    | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun | GroupFinished | Tick
+    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | CapacityQueued | CapacityGranted | CapacityRefused
+    | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun | GroupFinished | Tick
 )
 
 # --------------------------------------------------------------------------- actions

@@ -64,7 +64,7 @@ class Cluster:
     home: dict[str, str] = field(default_factory=dict)  # trajectory -> worker with its cached prefix
     group_home: dict[str, str] = field(default_factory=dict)  # group -> worker with its prompt cached
     version: int = -1  # the newest published
-    requests: dict[str, bool] = field(default_factory=dict)  # capacity asked for -> whether it is granted
+    requests: dict[str, bool] = field(default_factory=dict)  # capacity asked for -> whether its job runs
     refusals: int = 0  # in a row
     refused_at: float = 0.0
 

@@ -1,0 +1,108 @@
+"""When on_demand asks for capacity and when it gives it back."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.scheduler import build
+from rose.scheduler import events as ev
+
+TIMES = {"patience_s": 5.0, "idle_s": 100.0, "cool_down_s": 10.0, "back_off_s": 60.0}
+
+
+def make(**args):
+    return build(SchedulerConfig(
+        provisioning=Policy(name="on_demand", args={"min": 0, "max": 2} | TIMES | args),
+        routing=Policy(name="least_loaded", args={}), order=Policy(name="fifo", args={}),
+        batching=Policy(name="synchronous", args={"oversample": 1.0, "max_admitted": 4.0}), queue_depth=0.0), 60.0)
+
+
+def tick(s, *seconds):
+    """What is decided at each of these, as (second, action)."""
+    return [(at, action) for at in seconds for action in s.handle(ev.Tick(at=float(at)))]
+
+
+def wait(s, at=0.0):
+    """A turn that no worker can take."""
+    s.handle(ev.TurnRequested(at=at, turn="g.0.t0", trajectory="g.0", group="g", context_tokens=1, max_new_tokens=1))
+
+
+def queued(s, name, at):
+    s.handle(ev.CapacityQueued(at=at, request=name))
+
+
+def granted(s, name, at):
+    s.handle(ev.CapacityGranted(at=at, request=name))
+
+
+def test_it_asks_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
+    s = make()
+    wait(s)
+    assert tick(s, *range(40)) == [(5, ev.RequestCapacity("lend-1")), (15, ev.RequestCapacity("lend-2"))]
+
+
+def test_a_short_wait_is_none():
+    s = make()
+    wait(s)
+    assert tick(s, 0, 4) == []
+    s.handle(ev.TurnEnded(at=4.0, turn="g.0.t0"))
+    assert tick(s, 4) == []
+    wait(s, 5.0)
+    assert tick(s, 5, 9) == []
+    assert tick(s, 10) == [(10, ev.RequestCapacity("lend-1"))]
+
+
+def test_the_minimum_is_asked_for_at_once_and_asked_for_again_when_it_ends():
+    s = make(min=2)
+    assert tick(s, 0, 1, 2) == [(0, ev.RequestCapacity("lend-1")), (1, ev.RequestCapacity("lend-2"))]
+    granted(s, "lend-1", 2.0)
+    s.handle(ev.CapacityEnded(at=3.0, request="lend-1"))
+    assert tick(s, 3) == [(3, ev.RequestCapacity("lend-3"))]
+
+
+def test_what_is_idle_is_given_back_the_last_first_and_never_the_minimum():
+    s = make(min=1)
+    wait(s)
+    assert len(tick(s, 0, 10)) == 2
+    granted(s, "lend-1", 11.0)
+    s.handle(ev.TurnEnded(at=20.0, turn="g.0.t0"))
+    assert tick(s, *range(20, 400)) == [(120, ev.ReleaseCapacity("lend-2"))]
+
+
+def test_each_refusal_in_a_row_doubles_the_pause_until_a_job_has_run():
+    s = make(max=1)
+    wait(s)
+    asked = []
+    for at in range(1000):
+        for _, action in tick(s, at):
+            asked.append(at)
+            if len(asked) == 4:
+                granted(s, action.request, at)
+                s.handle(ev.CapacityEnded(at=at, request=action.request))
+            else:
+                queued(s, action.request, at)  # taken, but never started
+                s.handle(ev.CapacityRefused(at=at, request=action.request, reason="pending for 1 s"))
+    pauses = [b - a for a, b in zip(asked, asked[1:], strict=False)]
+    assert pauses[:5] == [60, 120, 240, 10, 60]
+
+
+def test_jobs_of_an_earlier_attempt_count_and_keep_their_names():
+    s = make(max=2)
+    queued(s, "lend-1", 0.0)
+    wait(s)
+    assert tick(s, 0, 5, 30, 60) == [(5, ev.RequestCapacity("lend-2"))]
+
+
+@pytest.mark.parametrize("args", [{"min": 3}, {"max": 0}, {"min": -1}, {"patience_s": -1.0},
+                                  {"back_off_s": float("nan")}])
+def test_numbers_that_make_no_policy_are_refused(args):
+    with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
+        make(**args)
+
+
+def test_it_needs_slurm_and_ranks_that_may_join(make_config):
+    with pytest.raises(ConfigError, match="cluster=slurm"):
+        make_config("scheduler/provisioning=on_demand")
+    with pytest.raises(ConfigError, match="serving.borrow=true"):
+        make_config("scheduler/provisioning=on_demand", "cluster=dev", "serving=none")
+    assert make_config("scheduler/provisioning=on_demand", "cluster=dev").borrows
