@@ -1,8 +1,8 @@
 """One rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
 
 The same program and the same ranks on a laptop and on Slurm; only the launcher differs. A rank's number tells its
-role (rose/launch/layout.py), so that one command line serves all. MPI is
-initialised inside the guarded process, and each role's packages are imported by its own ranks only.
+role (rose/launch/layout.py), so that one command line serves all. MPI is initialised inside the guarded process, and
+each role's packages are imported by its own ranks only.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it ends the run in order
     from mpi4py import MPI  # initialises MPI
 
+    from rose.comm import shared_memory
     from rose.comm.mailbox import COORDINATOR, Mailbox, share_text, split_by_role
 
     world = MPI.COMM_WORLD
     if world.Get_rank() != me.rank:
         raise RuntimeError(f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py built "
                            "for the MPI whose mpiexec started it?")
+    shared_memory.unname(world)
     peers = split_by_role(world, me.role)
     mailbox = Mailbox(world)
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)

@@ -203,6 +203,9 @@ class Application:
         """The intercommunicator to the coordinator. Raises `JoinError` when it does not accept within `CONNECT_S`."""
         from mpi4py import MPI
 
+        from rose.comm import shared_memory
+
+        shared_memory.unname(MPI.COMM_WORLD)
         info = MPI.Info.Create()
         info.Set("timeout", str(CONNECT_S))
         MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)

@@ -32,8 +32,10 @@ def main() -> None:
     channel.connect(sys.argv[1])
     from mpi4py import MPI
 
+    from rose.comm import shared_memory
     from rose.comm.link import Link
 
+    shared_memory.unname(MPI.COMM_WORLD)
     MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
     port = MPI.Open_port()
     channel.sendall(frame(port.encode()))

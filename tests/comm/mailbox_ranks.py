@@ -1,12 +1,14 @@
 """Three real MPI ranks exchange messages of many sizes; run by test_mailbox.py under mpiexec."""
 
 import asyncio
+import os
 import sys
 import time
 
 from mpi4py import MPI
 
 from rose import protocol as p
+from rose.comm import shared_memory
 from rose.comm.address import rendezvous
 from rose.comm.mailbox import Mailbox, share_text, split_by_role
 
@@ -52,6 +54,9 @@ def give_burst(box: Mailbox) -> None:
 
 
 world = MPI.COMM_WORLD
+found = shared_memory.unname(world)
+assert any(world.allgather(found)), "no shared memory was found: has MPICH changed its name?"
+assert not [name for names in world.allgather(found) for name in names if os.path.exists(name)]
 box = Mailbox(world)
 assert share_text(world, "résumé/step-1" if box.rank == 0 else None) == "résumé/step-1"
 peers = split_by_role(world, p.Role.COORDINATOR if box.rank == 0 else p.Role.TRAINER)

@@ -1,0 +1,290 @@
+"""What ranks that come and go cost a training run, on a real Slurm.
+
+    slurm/dev_cluster.sh start && export SLURM_CONF=...
+    python scripts/bench_elastic.py [--rounds 3] [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
+
+A training job with one dedicated engine runs all the while. In each round serving jobs join it one after the other; at
+each number of borrowed ranks `--steps` training steps are timed. Then one half of them is asked to leave (SIGUSR2: its
+turns finish first) and the other half is killed (SIGKILL to every process of the rank). Printed, as median, smallest and
+largest over all rounds:
+
+    ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
+    joined to first token of it at the coordinator: the current weights are loaded in between
+    stall per join        the coordinator's longest lateness between ask and first token (its clock ticks every 0.5 s),
+                          beside its longest in as long a time without a join: what the training loop may wait
+    kill to notice, kill to reroute: until its last turn is with another rank
+    lost, computed again  per kill: tokens made and never received (its rate times the time since its last word), and
+                          tokens of its turns' contexts that another rank prefills again (unless it has them cached)
+    drain                 from SIGUSR2 to its goodbye
+    step time             by the number of borrowed ranks
+
+All but the kills' and signals' moments is read from the run's own journal and metrics afterwards. The kills need the
+virtual nodes of slurm/dev_cluster.sh: their processes run on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose.launch import state  # noqa: E402
+from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
+from rose.roles import journal  # noqa: E402
+from rose.roles.coordinator import TICK_S  # noqa: E402
+from rose.scheduler import events as ev  # noqa: E402
+
+DEADLINE_S = 300.0
+RUN = ("cluster=dev", "name=bench", "trainer.steps=1000000", "eval.episodes=0", "observe.terminal=false",
+       "observe.report=false", "rollout.workers=1", "cluster.slurm.rollout.nodes=1", "rollout.threads=1",
+       "trainer.threads=1", "rollout.kv_cache_gib=0.05", "trainer.checkpoint_every=1000000", "transfer.keep_versions=4")
+RATE_S = 2.0  # a killed rank's rate of tokens is that of so long before its last word
+
+
+class Training:
+    """The training job."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
+        self.folder, self.run = folder, folder / "bench"
+        done = subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), *RUN, f"output_dir={folder}", *overrides],
+                              capture_output=True, text=True, timeout=DEADLINE_S)
+        if done.returncode:
+            raise SystemExit(f"bench_elastic: {done.stdout}{done.stderr}")
+        self.id = state.submitted(self.run)
+
+    def until(self, condition: Callable[[], object], what: str):
+        end = time.monotonic() + DEADLINE_S
+        while not (value := condition()):
+            if time.monotonic() > end or not state.is_active(self.id):
+                raise SystemExit(f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see {self.run}/logs")
+            time.sleep(0.2)
+        return value
+
+    def steps(self) -> list[dict]:
+        return rows_of(read_metrics(self.run), "step")
+
+    def next_steps(self, count: int) -> list[float]:
+        """Times of the next whole ones, seconds."""
+        first = (self.steps()[-1]["step"] if self.steps() else 0) + 2  # the present one may have begun otherwise
+        self.until(lambda: self.steps() and self.steps()[-1]["step"] >= first + count - 1, f"{count} steps")
+        return [row["time_step"] for row in self.steps() if first <= row["step"] < first + count]
+
+
+class Serving:
+    """A serving job of one rank."""
+
+    def __init__(self, training: Training, number: int) -> None:
+        self.training, self.log = training, training.folder / f"serving-{number}.log"
+        done = subprocess.run(["sbatch", "--parsable", "--partition=spare", f"--output={self.log}",
+                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=bench", f"output_dir={training.folder}",
+                               "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+        if done.returncode:
+            raise SystemExit(f"bench_elastic: {done.stderr}")
+        self.id = done.stdout.strip().split(";")[0]
+
+    def joined(self) -> str:
+        """Its worker's name, once it has one."""
+        found = self.training.until(lambda: self.log.exists() and re.search(
+            r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()), f"job {self.id}")
+        self.pid, self.worker = int(found[1]), found[2]
+        return self.worker
+
+    def kill(self) -> float:
+        """All of its processes; the wall clock then."""
+        member = psutil.Process(self.pid)
+        lender = member.parent()
+        at = time.time()
+        for process in (*member.children(recursive=True), member, lender):
+            process.kill()
+        return at
+
+    def drain(self) -> float:
+        psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)  # its command, which begins no other membership
+        at = time.time()
+        self.training.until(lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave")
+        return at
+
+
+@dataclass
+class Loss:
+    """One killed rank; times in seconds since the kill, None if it did not come to that."""
+
+    notice: float | None = None
+    reroute: float | None = None
+    turns: int = 0
+    lost: float = 0.0
+    again: int = 0
+
+
+@dataclass
+class Story:
+    """What a journal tells of borrowed workers."""
+
+    joined: dict[str, float] = field(default_factory=dict)  # wall clock
+    first_token: dict[str, float] = field(default_factory=dict)
+    ticks: list[float] = field(default_factory=list)
+    losses: dict[str, Loss] = field(default_factory=dict)
+
+
+def read(entries, killed: dict[str, float]) -> Story:
+    """`entries`: a journal's, without the snapshot."""
+    story = Story(losses={worker: Loss() for worker in killed})
+    size: dict[str, int] = {}  # of each open turn: tokens of its context, and made
+    holder: dict[str, str] = {}
+    words: dict[str, list[tuple[float, int]]] = {}  # of each worker: when, tokens
+    orphans: dict[str, str] = {}  # turn -> the killed worker that had it
+    for entry in entries:
+        event = entry.event
+        match event:
+            case ev.Tick():
+                story.ticks.append(event.at)
+            case ev.WorkerJoined(kind="cooperative", worker=worker):
+                story.joined.setdefault(worker, event.at)
+            case ev.TurnRequested(turn=turn):
+                size[turn] = event.context_tokens
+            case ev.TurnProgressed(turn=turn) if turn in holder:
+                size[turn] += event.tokens
+                words.setdefault(holder[turn], []).append((event.at, event.tokens))
+                story.first_token.setdefault(holder[turn], event.at)
+            case ev.TurnEnded(turn=turn):
+                size.pop(turn, None), holder.pop(turn, None), orphans.pop(turn, None)
+            case ev.WorkerLost(worker=worker):
+                held = [turn for turn, name in holder.items() if name == worker and turn not in event.ended]
+                for turn in event.ended:
+                    size.pop(turn, None), holder.pop(turn, None)
+                for turn in held:
+                    del holder[turn]
+                if worker in killed:
+                    orphans |= dict.fromkeys(held, worker)
+                    story.losses[worker] = _loss(event.at, killed[worker], [size[t] for t in held], words.get(worker, []))
+        for action in entry.actions:
+            if isinstance(action, ev.AssignTurn):
+                holder[action.turn] = action.worker
+                if (worker := orphans.pop(action.turn, None)) is not None:
+                    story.losses[worker].reroute = event.at - killed[worker]
+    return story
+
+
+def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[float, int]]) -> Loss:
+    words = [(at, tokens) for at, tokens in words if at <= killed]
+    last = words[-1][0] if words else killed
+    rate = sum(tokens for at, tokens in words if at > last - RATE_S) / RATE_S
+    return Loss(noticed - killed, turns=len(held), lost=rate * (killed - last) if held else 0.0, again=sum(held))
+
+
+def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
+    """By how much the latest tick of this time came too late, seconds."""
+    late = [b - a - TICK_S for a, b in zip(ticks, ticks[1:], strict=False) if b > begin and a < end]
+    return max(late, default=0.0)
+
+
+def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
+    """The greatest lateness in each join, and in as long a time just before it if nobody joined then. Milliseconds."""
+    spans = [(asked[worker], story.first_token[worker]) for worker in asked if worker in story.first_token]
+    quiet = [(a - (b - a), a) for a, b in spans]
+    free = [(a, b) for a, b in quiet if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)]
+    return ([1000 * lateness(story.ticks, *span) for span in spans],
+            [1000 * lateness(story.ticks, *span) for span in free])
+
+
+def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console) -> None:
+    training, serving, number = Training(folder, overrides), [], 0
+    killed, drained = {}, {}
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    try:
+        training.until(training.steps, "the first step")
+        for at in range(rounds):
+            for count in counts:
+                while len(serving) < count:
+                    serving.append(Serving(training, number := number + 1))
+                    console.print(f"round {at + 1}: {serving[-1].joined()} joined")
+                times[count] += training.next_steps(steps)
+                console.print(f"round {at + 1}: {count} borrowed: {statistics.median(times[count][-steps:]):.2f} s a step")
+            for i, job in enumerate(serving):
+                moments = drained if i % 2 else killed
+                moments[job.worker] = job.drain() if i % 2 else job.kill()
+                training.until(lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone")
+            serving.clear()
+        training.next_steps(1)  # the journal is flushed with it
+    finally:
+        subprocess.run(["scancel", training.id, *(job.id for job in serving)], timeout=60, check=True)
+    end = time.monotonic() + DEADLINE_S
+    while state.is_active(training.id) and time.monotonic() < end:
+        time.sleep(0.5)
+    show(training, killed, drained, times, console)
+
+
+def gone(training: Training, worker: str) -> float | None:
+    """When the coordinator noted it, wall clock."""
+    return next((row["time"] for row in read_metrics(training.run) if row.get("what") in ("left", "borrowed rank lost")
+                 and row["detail"].startswith(f"{worker}:")), None)
+
+
+def show(training: Training, killed: dict[str, float], drained: dict[str, float], times: dict[int, list[float]],
+         console: Console) -> None:
+    [path] = (training.run / "journal").glob("attempt-*.jsonl")
+    entries = journal.read(path)
+    next(entries)
+    story = read(entries, killed)
+    waited = {worker: float(seconds) for row in read_metrics(training.run) if row.get("what") == "joined"
+              for worker, seconds in re.findall(r"^(\S+):.* ([\d.]+) s after it asked", row["detail"])}
+    during, without = stalls(story, {worker: story.joined[worker] - waited[worker] for worker in waited})
+    losses = list(story.losses.values())
+    table = Table(title=f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained")
+    for name in ("", "median", "smallest", "largest", "of"):
+        table.add_column(name, justify="right" if name else "left")
+    rows: list[tuple[str, str, list[float]]] = [
+        ("ask to joined, s", ".2f", list(waited.values())),
+        ("joined to first token, s", ".2f", [t - story.joined[w] for w, t in story.first_token.items() if w in waited]),
+        ("stall per join, ms", ".0f", during),
+        ("the same without a join, ms", ".0f", without),
+        ("kill to notice, s", ".2f", [loss.notice for loss in losses if loss.notice is not None]),
+        ("kill to reroute of its last turn, s", ".2f", [loss.reroute for loss in losses if loss.reroute is not None]),
+        ("turns moved per kill", ".0f", [loss.turns for loss in losses]),
+        ("tokens lost per kill", ".1f", [loss.lost for loss in losses]),
+        ("tokens computed again per kill", ".0f", [loss.again for loss in losses]),
+        ("drain, s", ".2f", [gone(training, worker) - at for worker, at in drained.items()]),
+        *((f"step with {count} borrowed, s", ".2f", seconds) for count, seconds in times.items())]
+    for name, form, values in rows:
+        if values:
+            table.add_row(name, *(format(f(values), form) for f in (statistics.median, min, max)), str(len(values)))
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--borrowed", type=int, nargs="+", default=[0, 1, 2, 4], help="ascending")
+    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
+    args, overrides = parser.parse_known_args()
+    if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
+        parser.error("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
+    if args.borrowed != sorted(args.borrowed):
+        parser.error(f"--borrowed {args.borrowed}: must ascend")
+    with tempfile.TemporaryDirectory(prefix="rose-elastic-") as scratch:
+        folder = (args.keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench(folder, args.rounds, args.steps, args.borrowed, overrides, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
