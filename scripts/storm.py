@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -87,21 +88,21 @@ def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def start_lender(folder: Path, number: int, chance: random.Random) -> Lender:
-    log = folder / f"lender-{number}.log"
+def start_lender(run_dir: Path, log: Path, chance: random.Random) -> Lender:
     with open(log, "ab") as words:  # appended to, so that it may be emptied meanwhile
-        process = subprocess.Popen([sys.executable, "-u", "-m", "rose.serving", "name=run", f"output_dir={folder}",
-                                    "rollout.threads=1"], stdout=words, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+        process = subprocess.Popen([sys.executable, "-u", "-m", "rose.serving", f"name={run_dir.name}",
+                                    f"output_dir={run_dir.parent}", "rollout.threads=1"], stdout=words,
+                                   stderr=subprocess.STDOUT, cwd=REPOSITORY)
     lender = Lender(process, log)
     lender.plan(chance)
     return lender
 
 
-def await_step(run: subprocess.Popen, run_dir: Path, step: int, deadline_s: float) -> None:
+def await_step(ended: Callable[[], str], run_dir: Path, step: int, deadline_s: float) -> None:
     end = time.monotonic() + deadline_s
     while not any(row["step"] >= step for row in rows_of(read_metrics(run_dir), "step")):
-        if run.poll() is not None or time.monotonic() > end:
-            raise SystemExit(f"storm: step {step} of {run_dir} did not come: {tail(run_dir.parent / 'launch.log')}")
+        if ended() or time.monotonic() > end:
+            raise SystemExit(f"storm: step {step} of {run_dir} did not come within {deadline_s:g} s: {ended()}")
         time.sleep(0.5)
 
 
@@ -109,56 +110,87 @@ def tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-20:])
 
 
+@dataclass
+class Storm:
+    """What befell the ranks."""
+
+    run_dir: Path
+    joins: int  # so many must have joined; then it is over
+    lenders: int  # at once
+    chance: random.Random
+    ended: Callable[[], str]  # why the run is not running, "" while it is
+    alive: list[Lender] = field(default_factory=list)
+    joined: set[str] = field(default_factory=set)
+    killed: dict[str, float] = field(default_factory=dict)  # worker -> when (wall clock)
+    early: int = 0  # killed on their way in
+    last_join: float = field(default_factory=time.monotonic)
+
+    def rage(self) -> list[str]:
+        """Until `joins` have joined, then all are killed; what went wrong."""
+        number = 0
+        try:
+            while len(self.joined) < self.joins:
+                if self.ended():
+                    return [f"the run ended in the storm: {self.ended()}"]
+                if time.monotonic() - self.last_join > JOIN_S:
+                    return [f"no rank joined for {JOIN_S:g} s: {tail(self.alive[0].log) if self.alive else ''}"]
+                while len(self.alive) < self.lenders:
+                    log = self.run_dir.parent / f"lender-{number}.log"
+                    self.alive.append(start_lender(self.run_dir, log, self.chance))
+                    number += 1
+                for lender in list(self.alive):
+                    self._watch(lender)
+                time.sleep(0.05)
+        finally:
+            for lender in list(self.alive):
+                self._kill(lender, whole=True)
+        print(f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed on their way in")
+        return []
+
+    def _watch(self, lender: Lender) -> None:
+        now = time.monotonic()
+        if lender.worker and lender.worker not in self.joined:
+            self.joined.add(lender.worker)
+            self.last_join = now
+            lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
+            print(f"{len(self.joined):3} joined: {lender.worker}", flush=True)
+        if lender.kill_at and now >= lender.kill_at:
+            self._kill(lender, whole=self.chance.random() < 0.3)  # else its command stays, and begins another membership
+
+    def _kill(self, lender: Lender, whole: bool) -> None:
+        worker, at = lender.worker, lender.kill(whole)
+        if whole:
+            self.alive.remove(lender)
+        else:
+            lender.log.write_text("")
+            lender.plan(self.chance)
+        if worker:
+            self.killed[worker] = at
+        self.early += not worker
+
+
 def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str]) -> list[str]:
-    """What did not hold; prints the rest."""
-    chance, run_dir = random.Random(seed), folder / "run"
-    run = start_run(folder, overrides)
-    alive: list[Lender] = []
-    killed: dict[str, float] = {}  # worker -> when (wall clock)
-    joined, early, number = set(), 0, 0
+    """What did not hold of a run of its own; prints the rest."""
+    run_dir, run = folder / "run", start_run(folder, overrides)
+
+    def ended() -> str:
+        return "" if run.poll() is None else f"launch.py ended with {run.returncode}: {tail(folder / 'launch.log')}"
+
     try:
-        await_step(run, run_dir, 1, START_S)
-        last_join = time.monotonic()
-        while len(joined) < joins:
-            if run.poll() is not None:
-                return [f"the run ended in the storm: {tail(folder / 'launch.log')}"]
-            while len(alive) < lenders:
-                alive.append(start_lender(folder, number, chance))
-                number += 1
-            for lender in list(alive):
-                now = time.monotonic()
-                if lender.worker and lender.worker not in joined:
-                    joined.add(lender.worker)
-                    last_join = now
-                    lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
-                    print(f"{len(joined):3} joined: {lender.worker}", flush=True)
-                if lender.kill_at and now >= lender.kill_at:
-                    whole = chance.random() < 0.3  # else its command stays, and begins another membership
-                    worker, at = lender.worker, lender.kill(whole)
-                    if whole:
-                        alive.remove(lender)
-                    else:
-                        lender.log.write_text("")
-                        lender.plan(chance)
-                    if worker:
-                        killed[worker] = at
-                    early += not worker
-            if time.monotonic() - last_join > JOIN_S:
-                return [f"no rank joined for {JOIN_S:g} s: {tail(alive[0].log) if alive else ''}"]
-            time.sleep(0.05)
-        newest = rows_of(read_metrics(run_dir), "step")[-1]["step"]
-        await_step(run, run_dir, newest + 2, JOIN_S)  # it goes on
-        run.send_signal(signal.SIGTERM)
-        code = run.wait(STOP_S)
+        await_step(ended, run_dir, 1, START_S)
+        one = Storm(run_dir, joins, lenders, random.Random(seed), ended)
+        wrong = one.rage()
+        if not wrong:
+            newest = rows_of(read_metrics(run_dir), "step")[-1]["step"]
+            await_step(ended, run_dir, newest + 2, JOIN_S)  # it goes on
+            run.send_signal(signal.SIGTERM)
+            if run.wait(STOP_S) != 128 + signal.SIGTERM:
+                wrong = [ended()]
     finally:
-        for lender in alive:
-            lender.kill(whole=True)
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-    wrong = [] if code == 128 + signal.SIGTERM else [f"launch.py ended with code {code}: {tail(folder / 'launch.log')}"]
-    print(f"{len(joined)} joins, {len(killed)} killed when joined, {early} killed on their way in")
-    return wrong + check(run_dir) + losses(run_dir, killed)
+    return wrong + check(run_dir) + losses(run_dir, one.killed)
 
 
 def check(run_dir: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Serving jobs on a real Slurm lend their ranks to a training job: they come, go, are killed and preempted."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -127,3 +128,16 @@ def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
     lends(lending, after)
 
 
+
+
+def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
+    """What must hold of the run afterwards is checked at the module's end."""
+    def ended():
+        return "" if state.is_active(lending.id) else lending.logs()
+
+    one = storm.Storm(lending.run, joins=20, lenders=3, chance=random.Random(2), ended=ended)
+    assert one.rage() == []
+    newest = lending.steps()[-1]
+    lending.until(lambda: lending.steps()[-1] >= newest + 2, "the training to go on")
+    assert len(one.joined) >= 20 and len(one.killed) >= 20
+    assert storm.losses(lending.run, one.killed) == []

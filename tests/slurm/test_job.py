@@ -1,6 +1,5 @@
 """The main job as a heterogeneous job on a real Slurm: it completes, requeues itself, resumes, and says how it ended."""
 
-import json
 import os
 import signal
 import subprocess
@@ -36,43 +35,43 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     assert "is finished (3 steps)" in job.submit()
 
 
-def test_slurms_warning_saves_and_requeues_and_a_second_loss_is_one_too_many(job):
-    """USR2 is what Slurm sends before the time limit and on preemption."""
-    job.submit("trainer.steps=400", "eval.episodes=0", "cluster.slurm.requeues=1", "observe.report=false")
+def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(job):
+    job.submit("trainer.steps=1000", "eval.episodes=0", "cluster.slurm.requeues=3", "observe.report=false",
+               "cluster.slurm.trainer.partition=spare")  # both components: it is preemptible
     job.until(lambda: len(job.steps()) >= 2, "two steps")
-    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)
-    job.until(lambda: len(ranks(job, 2)) == 5, "the second attempt's ranks")
-    before = job.steps()[-1]
-    job.until(lambda: job.steps()[-1] > before, "a step of the second attempt")
-    assert job.steps() == list(range(1, job.steps()[-1] + 1))  # each once, none missing
-    assert "requeueing, 1 of at most 1" in job.said()
-    assert json.loads((job.run / "config.json").read_text())["name"] == "run"
-    engine = next(s for s in ranks(job, 2).values() if s.role == "rollout")
+    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)  # Slurm's, near the limit
+    goes_on(job, 2)
+    assert "requeueing, 1 of at most 3" in job.said()
+
+    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive",
+                             "--output=/dev/null", "--wrap=sleep 1"], capture_output=True, text=True,
+                            timeout=60).stdout.strip()
+    job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted", 90)
+    goes_on(job, 3)
+
+    node = ranks(job, 3)[0].host
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True, timeout=60)
+    try:
+        job.until(lambda: "NODE_FAIL" in job.states() or "PENDING" in job.states() or 0 in ranks(job, 4),
+                  "Slurm to requeue it", 90)
+    finally:  # a node that reports in again is resumed without us
+        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=60)
+    goes_on(job, 4)
+
+    engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
-    assert "given up after 1 requeues (cluster.slurm.requeues=1)" in job.said() and "killed by SIGKILL" in job.said()
+    assert "given up after 3 requeues (cluster.slurm.requeues=3)" in job.said() and "killed by SIGKILL" in job.said()
     assert "4 ended with the job, 1 failed" in state_of(job.run)
     assert f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL" in state_of(job.run)
 
 
-def test_preempted_and_then_without_the_coordinators_node_it_comes_back_each_time(job):
-    job.submit("trainer.steps=6", "cluster.slurm.trainer.partition=spare")  # both components: it is preemptible
-    job.until(lambda: job.steps(), "the first step")
-    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive", "--output=/dev/null",
-                             "--wrap=sleep 1"], capture_output=True, text=True, timeout=60).stdout.strip()
-    job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted", 90)
-    job.until(lambda: 0 in ranks(job, 2), "the second attempt")
-    before = max(job.steps())
-    job.until(lambda: max(job.steps()) > before, "a step after the preemption")
-    node = ranks(job, 2)[0].host
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True, timeout=60)
-    try:
-        job.until(lambda: "NODE_FAIL" in json.dumps(job.states()) or "PENDING" in job.states() or 0 in ranks(job, 3),
-                  "Slurm to requeue it", 90)
-    finally:  # a node that reports in again is resumed without us
-        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=60)
-    assert job.until_ended() == ["COMPLETED", "COMPLETED"]
-    assert job.steps() == list(range(1, 7)) and 0 in ranks(job, 3)
+def goes_on(job, attempt):
+    """The attempt comes, and continues from the last checkpoint: each step is there once."""
+    job.until(lambda: len(ranks(job, attempt)) == 5, f"the ranks of attempt {attempt}")
+    before = job.steps()[-1]
+    job.until(lambda: job.steps()[-1] > before, f"a step of attempt {attempt}")
+    assert job.steps() == list(range(1, job.steps()[-1] + 1))
 
 
 def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
