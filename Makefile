@@ -2,7 +2,8 @@
 # make unit    only the tests that start nothing       make clean  removes the environment; runs in outputs/ stay
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile  # what is never imported need not be compiled: a minute less
+# What is never imported need not be compiled: a minute less.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: train test unit clean
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # A real Slurm of virtual nodes on this machine, to try ROSE's cluster side and to test it:
 #     slurm/dev_cluster.sh start|stop|status|install      then:  export SLURM_CONF=<what start prints>
+#     slurm/dev_cluster.sh lose|return n1                 a node goes, with all that runs on it, as if its power failed
 # slurmctld, one slurmd per node (with its own host name), slurmdbd on a private MariaDB, munge; partitions
 #     train   what a training job asks for (default)
 #     serve   more urgent than the others
@@ -175,20 +176,50 @@ start() {
     sacctmgr -i add cluster rose >/dev/null 2>&1 </dev/null
     slurmctld -i >$log/slurmctld.out 2>&1 </dev/null
     wait_for slurmctld $log/slurmctld.log sh -c "scontrol ping | grep -q UP"
-    # One mount and UTS namespace per node, where the kernel lets us: its own PMIx folder and host name.
-    local own="" i
-    unshare -m -u true 2>/dev/null && own=yes || echo "no namespaces here: all nodes have this machine's host name"
-    for i in $(seq 1 "$NODES"); do
-        mkdir -p $FOLDER/spool/n$i $FOLDER/pmix-n$i
-        if [ -n "$own" ]; then
-            unshare -m -u --propagation private bash -c "mount --bind $FOLDER/pmix-n$i $FOLDER/pmix &&
-                hostname n$i && exec slurmd -N n$i" >$log/slurmd-n$i.out 2>&1 </dev/null
-        else
-            slurmd -N n$i >$log/slurmd-n$i.out 2>&1 </dev/null
-        fi
-    done
+    namespaces || echo "no namespaces here: all nodes have this machine's host name"
+    for i in $(seq 1 "$NODES"); do start_node n$i; done
     wait_for "$NODES idle nodes" $log/slurmctld.log all_idle
     status
+}
+
+namespaces() { unshare -m -u true 2>/dev/null; }
+
+start_node() {  # NAME: one mount and UTS namespace, where the kernel lets us: its own PMIx folder and host name
+    mkdir -p $FOLDER/spool/$1 $FOLDER/pmix-$1
+    if namespaces; then
+        unshare -m -u --propagation private bash -c "mount --bind $FOLDER/pmix-$1 $FOLDER/pmix &&
+            hostname $1 && exec slurmd -N $1" >$log/slurmd-$1.out 2>&1 </dev/null
+    else
+        slurmd -N $1 >$log/slurmd-$1.out 2>&1 </dev/null
+    fi
+}
+
+check_node() {
+    check
+    up || fail "the cluster is not running"
+    case " $(scontrol show hostnames "n[1-$NODES]" | tr '\n' ' ')" in *" ${1:-} "*) ;; *) fail "no node '${1:-}'; there are n1 to n$NODES";; esac
+}
+
+lose() {  # NAME: Slurm is told at once, and not after SlurmdTimeout
+    check_node "${1:-}"
+    namespaces || fail "without namespaces nobody knows what runs on $1"
+    alive $run/slurmd-$1.pid || fail "$1 is lost already"
+    local space; space=$(readlink "/proc/$(cat $run/slurmd-$1.pid)/ns/uts")
+    [ -n "$space" ] && [ "$space" != "$(readlink /proc/$$/ns/uts)" ] || fail "$1 has no namespace of its own"
+    for _ in 1 2 3; do  # some may just have been started
+        for process in /proc/[0-9]*; do
+            [ "$(readlink $process/ns/uts 2>/dev/null)" = "$space" ] && kill -9 "${process#/proc/}" 2>/dev/null
+        done
+    done
+    rm -f $run/slurmd-$1.pid
+    scontrol update nodename=$1 state=down reason=lost
+}
+
+return_node() {  # NAME
+    check_node "${1:-}"
+    alive $run/slurmd-$1.pid && fail "$1 is here"
+    start_node $1
+    wait_for "$1 to report in" $log/slurmd-$1.log sh -c "sinfo -h -N -n $1 -t idle,alloc,mix | grep -q ."
 }
 
 end() {  # PIDFILE: TERM, then KILL after 10 s
@@ -225,5 +256,7 @@ case ${1:-} in
     stop) stop ;;
     status) status ;;
     install) install ;;
-    *) fail "usage: slurm/dev_cluster.sh start|stop|status|install" ;;
+    lose) lose "${2:-}" ;;
+    return) return_node "${2:-}" ;;
+    *) fail "usage: slurm/dev_cluster.sh start|stop|status|install|lose NODE|return NODE" ;;
 esac
