@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from rose import config_errors
 from rose.config_errors import ConfigError as ConfigError
+from rose.storage import write_whole
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -286,7 +287,7 @@ def load(path: Path) -> Config:
 
 
 def save(config: Config, path: Path) -> None:
-    Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    write_whole(Path(path), (json.dumps(to_dict(config), indent=2) + "\n").encode(), sync=True)
 
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)

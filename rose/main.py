@@ -96,6 +96,7 @@ def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox,
 def _latest_checkpoint(run_dir: Path) -> str | None:
     from rose.trainer import checkpoint
 
+    checkpoint.remove_halves(run_dir)
     found = checkpoint.latest(run_dir)
     return str(found) if found else None
 

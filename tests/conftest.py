@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import sys
 from pathlib import Path
 
 CPU_VARIABLES = {"OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -10,7 +11,10 @@ CPU_VARIABLES = {"OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1", "VL
 for name, value in CPU_VARIABLES.items():
     os.environ.setdefault(name, value)
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import pytest  # noqa: E402
+from disk import Disk  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
@@ -51,3 +55,13 @@ def tree():
 def make_config():
     """make_config("trainer.steps=3", ...) -> the checked `Config`."""
     return lambda *overrides: configuration.from_dict(compose_tree(*overrides))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small real disk, `disk.path`, that can be full, broken and mended."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk of its own")
+    made = Disk(tmp_path)
+    yield made
+    made.unmount("--lazy")  # a failed test may still hold a file

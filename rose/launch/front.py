@@ -25,10 +25,8 @@ from rose import config as configuration
 from rose import envs, processes, scheduler
 from rose.config import Config, ConfigError
 from rose.launch import errors, local, logs, model, plan, resume, sbatch, slurm, state, supervise
-from rose.observe import terminal
-from rose.observe.report import build_report
+from rose.observe import terminal, views
 from rose.observe.terminal import say
-from rose.observe.trace import build_trace
 from rose.rollout import replay
 from rose.trainer import algorithms  # imports torch (2 s): the algorithm's own checks are worth the wait
 
@@ -172,10 +170,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
                         c.cluster)
     outcome = _follow(job, c, console)
-    if c.observe.trace:
-        build_trace(c.run_dir)
-    if c.observe.report:
-        build_report(c.run_dir)
+    views.build(c.observe, c.run_dir)
     if outcome.failure:
         say(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:

@@ -71,16 +71,16 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     if path.exists():  # not if it died within its first instructions; the launcher then misses the file
         last = rank_status.read(run_dir, attempt, rank)
         state = "done" if code == 0 else "failed"
-        rank_status.write(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
+        _tell(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
     return code if code >= 0 else 128 - code
 
 
 def _body(run_dir: Path, attempt: int, me: Rank, body: Callable[[Rank], None]) -> int:
     status = rank_status.RankStatus(rank=me.rank, role=me.role, index=me.index, pid=os.getpid(),
                                     host=socket.gethostname(), state="running")
-    rank_status.write(run_dir, attempt, status)
     code = 0
     try:
+        rank_status.write(run_dir, attempt, status)
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -88,8 +88,17 @@ def _body(run_dir: Path, attempt: int, me: Rank, body: Callable[[Rank], None]) -
         traceback.print_exc()
         # still "running": the guard alone says that it ended, so that its exit code is there too
         text = f"{type(error).__name__}: {error}"
-        rank_status.write(run_dir, attempt, msgspec.structs.replace(status, error=text))
+        _tell(run_dir, attempt, msgspec.structs.replace(status, error=text))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _tell(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
+    """Write the status of a rank that ends. It ends, in order, on a full disk too: the launcher, which finds its
+    process gone, looks at the disk itself."""
+    try:
+        rank_status.write(run_dir, attempt, status)
+    except OSError as error:
+        print(f"rank {status.rank}: how it ended could not be written: {error}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import processes
+from rose import processes, storage
 from rose.config import Config, ConfigError
 from rose.launch import logs
 from rose.launch.layout import Rank
@@ -78,7 +78,7 @@ def environment(c: Config) -> dict[str, str]:
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or when it can't
-    be made or locked."""
+    be made, locked or written."""
     with _lock_file(run_dir) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,6 +88,8 @@ def locked(run_dir: Path) -> Iterator[None]:
                               f"{file.read().strip()}); wait for it, stop it, or give another name") from None
         except OSError as error:  # a file system without locks
             raise _unusable(run_dir, error) from None
+        if refused := storage.refusal(run_dir):
+            raise _unusable(run_dir, refused)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -103,15 +105,13 @@ def _lock_file(run_dir: Path) -> IO[str]:
 
 
 def _unusable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made or locked ({error.strerror}); "
-                       "give a folder that you may write, on a file system with locks")
+    return ConfigError(f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made, locked or written "
+                       f"({error.strerror}); give a folder that you may write, with room, on a file system with locks")
 
 
 def write_config(c: Config, run_dir: Path) -> None:
-    part = run_dir / "config.json.part"
-    configuration.save(c, part)
-    part.replace(run_dir / "config.json")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(configuration.to_dict(c), sort_keys=False))
+    configuration.save(c, run_dir / "config.json")
+    storage.write_whole(run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode())
 
 
 def start(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,

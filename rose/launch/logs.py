@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections import deque
 from pathlib import Path
 
 from rose.protocol import Role
+from rose.storage import Lossy
 
 
 def attempt_folder(run_dir: Path, attempt: int) -> Path:
@@ -33,14 +35,16 @@ def new_attempt(run_dir: Path) -> int:
 
 
 def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
-    """Send this process's stdout and stderr, and those of its children, to its log, a line at a time."""
+    """Send this process's stdout and stderr, and those of its children, to its log, a line at a time. Printing never
+    fails: words that a full disk refuses are lost."""
     path = rank_log(run_dir, attempt, role, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
         os.dup2(descriptor, number)
-        stream.reconfigure(line_buffering=True)
+        words = io.BufferedWriter(Lossy(number, "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(words, "utf-8", errors="backslashreplace", line_buffering=True))
     os.close(descriptor)
 
 

@@ -6,7 +6,6 @@ folder). Left out: progress, which is in metrics.jsonl.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from rose import storage
 from rose.protocol import Role
 
 
@@ -40,12 +40,10 @@ def folder(run_dir: Path, attempt: int) -> Path:
 
 
 def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
-    """Atomic: a reader sees the old file or the new one. Sets `since` to now."""
+    """Atomic: a reader sees the old file or the new one. Sets `since` to now. Raises OSError on a full disk."""
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
-    part.replace(path)
+    storage.write_whole(path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:

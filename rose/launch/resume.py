@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
-from rose import models
+from rose import models, storage
 from rose.config import Config, ConfigError
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
@@ -43,9 +43,7 @@ def mark_finished(run_dir: Path, steps: int) -> None:
     """The coordinator's last word: all `steps` training steps and the last evaluation are done and saved."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"steps": steps}) + "\n")
-    part.replace(path)
+    storage.write_whole(path, json.dumps({"steps": steps}).encode() + b"\n", sync=True)
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:

@@ -23,9 +23,8 @@ from rose import processes
 from rose.config import Config, ConfigError
 from rose.launch import lend, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
-from rose.observe.report import build_report
+from rose.observe import views
 from rose.observe.terminal import say
-from rose.observe.trace import build_trace
 
 COMMAND_DEADLINE_S = 60.0
 
@@ -105,10 +104,7 @@ class Run:
             srun = subprocess.Popen(sbatch.srun_argv(c, ranks, self.run_dir, attempt), stdin=subprocess.DEVNULL,
                                     stdout=words, stderr=subprocess.STDOUT, env=_environment(c), start_new_session=True)
         outcome = supervise.Job(srun, ranks, self.run_dir, attempt, c.cluster, starter="srun").wait()
-        if c.observe.trace:
-            build_trace(self.run_dir)
-        if c.observe.report:
-            build_report(self.run_dir)
+        views.build(c.observe, self.run_dir)
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:

@@ -1,10 +1,11 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at
-once: during a rollout or an evaluation it saves the last finished step first; during training or weight sync nothing
-is saved, and the run continues from its last checkpoint. From the signal on it has cluster.stop_timeout_s for this and
-for dismissing the other ranks; then everything is killed, as after a second signal. Every wait has a deadline. Left
-out: deciding about anything inside the run; that is the coordinator's.
+A dead rank ends the job, and so does a run folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's
+warning) asks the coordinator to stop, which it does at once: during a rollout or an evaluation it saves the last
+finished step first; during training or weight sync nothing is saved, and the run continues from its last checkpoint.
+From the signal on it has cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is
+killed, as after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run; that is
+the coordinator's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from rose import storage
 from rose.config import Cluster
 from rose.launch import logs, rank_status
 from rose.launch.layout import Rank
@@ -28,6 +30,7 @@ from rose.launch.rank_status import RankStatus
 POLL_S = 0.2
 SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
+PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
 TAIL_LINES = 15
 
@@ -57,6 +60,7 @@ class Job:
     starter: str = "mpiexec"  # its name, and that of its log
     signals: list[int] = field(default_factory=list)
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
+    probed: float = 0.0  # monotonic: when the run's folder was last tried
     lost: bool = False  # the dead rank that ends the job was killed, or vanished
 
     def statuses(self) -> dict[int, RankStatus]:
@@ -80,8 +84,9 @@ class Job:
             if failure and self._stopped():
                 return Outcome(interrupted=self._interrupted())
             if failure:
+                outcome = self._explained(failure)
                 self._end_ranks(FAILURE_GRACE_S)
-                return Outcome(failure, self._interrupted(), self.lost)
+                return outcome
             states = self.statuses()
             if len(states) == len(self.ranks) and all(status.state == "done" for status in states.values()):
                 self._await_starter()
@@ -122,7 +127,19 @@ class Job:
                     f"{self.cluster.start_timeout_s:g}\n{self._words(self.starter + '.log')}")
         if now > deadlines.get("stop", now):
             return f"the coordinator did not stop within cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
+        if now > self.probed + PROBE_S:
+            self.probed = now
+            if storage.refusal(self.run_dir):
+                return "the launcher could not write there"
         return ""
+
+    def _explained(self, failure: str) -> Outcome:
+        """A rank that dies of a disk that takes no more may not be able to say so: it then looks lost, and isn't."""
+        refused = storage.refusal(self.run_dir)
+        if refused and self.lost:
+            failure = f"what the ranks could still write is in {logs.attempt_folder(self.run_dir, self.attempt)}"
+        text = "\n".join(filter(None, [storage.advice(refused, failure), failure]))
+        return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:
         first = min(dead, key=lambda status: status.since)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rose.observe.recorder import read_lines
+from rose.storage import write_whole
 
 FILE = "metrics.jsonl"
 EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and `detail`
@@ -117,9 +118,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.writelines(_encode(row) for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_whole(path, b"".join(map(_encode, rows)), sync=True)

@@ -1,11 +1,13 @@
 """Spans, instants and counters of one rank, as JSON lines in `<run>/events/<attempt>/<role>-<rank>.jsonl`.
 
 Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks that differ
-between machines. Lines are flushed about each second and at `close`: a crash loses at most that.
+between machines. Lines are flushed about each second and at `close`: a crash loses at most that, and a full disk what
+it refuses; who must keep something tells of it.
 """
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from rose.storage import Lossy
 
 FLUSH_SECONDS = 1.0
 
@@ -50,7 +54,7 @@ class Recorder(NullRecorder):
     def __init__(self, run_dir: Path | str, rank: int, role: str, name: str, attempt: int = 1):
         path = Path(run_dir) / "events" / str(attempt) / f"{role}-{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = io.BufferedWriter(Lossy(path, "ab"))
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._closing = threading.Event()

@@ -7,7 +7,6 @@ page/ from numbers embedded in the file. A content security policy forbids the p
 from __future__ import annotations
 
 import json
-import os
 import time
 from html import escape
 from importlib.resources import files
@@ -21,6 +20,7 @@ from rose.observe import series
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.stats import difference_interval
 from rose.observe.timeline import build_timeline
+from rose.storage import write_whole
 
 FILE = "report.html"
 MAX_TABLE_ROWS = 200
@@ -51,9 +51,7 @@ def build_report(run_dir: Path | str) -> Path:
         result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps), steps=_step_table(steps),
         config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
     path = run_dir / FILE
-    part = path.with_suffix(".part")
-    part.write_text(html, encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, html.encode())
     return path
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from rose.storage import write_whole
 
 FILE = "live.json"
 
@@ -60,9 +61,7 @@ class LiveStatus:
 
     def _write(self) -> None:
         self.status = msgspec.structs.replace(self.status, time=time.time())
-        part = self._path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(self.status))
-        os.replace(part, self._path)
+        write_whole(self._path, msgspec.json.encode(self.status))
         self._written = time.monotonic()
 
 

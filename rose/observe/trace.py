@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import heapq
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rose.observe.recorder import RankEvents, read_events
+from rose.storage import whole
 
 FILE = "trace.json.gz"
 
@@ -75,10 +75,9 @@ def _fits(stack: list[Span], span: Span) -> bool:
 def build_trace(run_dir: Path | str) -> Path:
     """Write the trace of all attempts and return its path; one rank at a time in memory."""
     path = Path(run_dir) / FILE
-    part = path.with_suffix(".part")
     flows: dict[str, list[tuple[int, str, int, int]]] = {}  # trajectory -> (microseconds, span name, pid, tid)
     pids: dict[str, int] = {}  # by name: a rank that comes back in a later attempt is the same process
-    with gzip.open(part, "wb", compresslevel=5) as file:
+    with whole(path) as part, gzip.open(part, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
         for rank in read_events(run_dir):
@@ -86,7 +85,6 @@ def build_trace(run_dir: Path | str) -> Path:
             separator = _write(file, _rank_events(rank, pid, flows), separator)
         _write(file, _flow_events(flows), separator)
         file.write(b"\n]}\n")
-    os.replace(part, path)
     return path
 
 

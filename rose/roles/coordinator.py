@@ -33,6 +33,7 @@ from rose.rollout import control, replay
 from rose.rollout.filter import teaches
 from rose.scheduler import build
 from rose.scheduler import events as ev
+from rose.storage import close_all
 from rose.trainer import checkpoint
 from rose.trainer.batching import plan_batch
 
@@ -105,9 +106,7 @@ class Coordinator:
             raise
         finally:
             await tasks.close(1.0)
-            self.journal.close()
-            self.live.close()
-            self.metrics.close()
+            close_all(self.journal, self.live, self.metrics)
 
     async def _steps(self) -> None:
         await self._bring_up()

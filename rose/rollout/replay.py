@@ -6,13 +6,13 @@ Each step's trajectories are saved as ``rollouts/step-000012.msgpack`` (msgspec,
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from rose.config import ConfigError
 from rose.protocol import BatchSummary, Trajectory
+from rose.storage import write_whole
 
 _decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
 
@@ -25,9 +25,7 @@ def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
     """Write the step's groups, whole or not at all."""
     path = path_of(run_dir, step)
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(groups))
-    os.replace(temporary, path)
+    write_whole(path, msgspec.msgpack.encode(groups), sync=True)  # before the checkpoint that says they are done
 
 
 def load(run_dir: Path, step: int) -> list[list[Trajectory]]:

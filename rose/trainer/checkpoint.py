@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rose.storage import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE = "coordinator.json"
@@ -49,18 +50,20 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def begin(run_dir: Path, step: int) -> Path:
     """An empty folder for the trainer ranks to write into."""
     folder = _folder(run_dir) / f"step-{step:06d}.tmp"
-    for left in _folder(run_dir).glob("step-*.tmp"):  # of an attempt that was interrupted
-        shutil.rmtree(left, ignore_errors=True)
+    remove_halves(run_dir)
     folder.mkdir(parents=True)
     return folder
 
 
+def remove_halves(run_dir: Path) -> None:
+    """Remove what an interrupted attempt left: half a checkpoint may be all the room that the next one needs."""
+    for left in _folder(run_dir).glob("step-*.tmp"):
+        shutil.rmtree(left)
+
+
 def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
     """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest."""
-    with (folder / COORDINATOR_STATE).open("w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode())
     for path in folder.rglob("*"):
         if path.is_file():
             sync(path)

@@ -18,5 +18,5 @@ if __name__ == "__main__":
     with local.locked(run_dir):
         process = local.start(config, ranks, run_dir, attempt, command)
         outcome = supervise.Job(process, ranks, run_dir, attempt, config.cluster).wait()
-    print(outcome.failure)
+    print(outcome.failure + ("\na rank was lost" if outcome.lost_rank else ""))
     sys.exit(outcome.code)

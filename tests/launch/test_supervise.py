@@ -26,12 +26,13 @@ def run_dir(tmp_path, make_config):
 
 @pytest.fixture
 def begin(run_dir):
-    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process; whatever a failing test leaves is killed."""
+    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process, in `run_dir` or the folder given; whatever a failing
+    test leaves is killed."""
     started = []
 
-    def start(**toy):
+    def start(folder=run_dir, **toy):
         env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | toy
-        started.append(subprocess.Popen([sys.executable, str(DRIVE), str(run_dir)], env=env, text=True,
+        started.append(subprocess.Popen([sys.executable, str(DRIVE), str(folder)], env=env, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         return started[-1]
 
@@ -88,6 +89,7 @@ def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, d
     assert code == 1
     assert "rank 2 (trainer 0, pid" in output and words in output
     assert "toy trainer 0 of 5 is up" in output, "the last log lines are missing"
+    assert ("a rank was lost" in output) == (deed == "kill"), "which Slurm's job would be requeued for"
     assert not of_run(run_dir)
 
 
@@ -162,3 +164,18 @@ def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
     code, output = finish(begin())
     assert code == 1 and f"in use by another launch (process {first.pid})" in output
     assert first.poll() is None, "the second launch ended the first"
+
+
+@pytest.mark.parametrize("deed", ["raise", "hang"])
+def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_write(begin, disk, make_config, deed):
+    """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even ends."""
+    configuration.save(make_config("cluster.stop_timeout_s=3"), disk.path / "config.json")
+    process = begin(disk.path, TOY=f"trainer-0:{deed}", TOY_SECONDS="300", TOY_WAITS=str(disk.path / "filler"))
+    wait_until(lambda: all_up(disk.path))
+    disk.fill()
+    since = time.monotonic()
+    code, output = finish(process)
+    assert time.monotonic() - since < 20
+    assert code == 1 and f"{disk.path}: No space left on device; free some space there; the same launch.py" in output
+    assert "a rank was lost" not in output
+    assert not of_run(disk.path)

@@ -1,7 +1,8 @@
 """A rank program for the supervisor's tests: real MPI, a real guard, and a body that does what TOY says.
 
 TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank works until the
-coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on SIGTERM.
+coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on SIGTERM. The deed waits for the file
+TOY_WAITS, if one is named.
 """
 
 import argparse
@@ -39,6 +40,9 @@ def misbehave(deed):
     if deed == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(300)
+    time.sleep(0.5)
+    while not Path(os.environ.get("TOY_WAITS", "/")).exists():
+        time.sleep(0.02)
     time.sleep(0.5)
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

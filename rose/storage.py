@@ -1,0 +1,92 @@
+"""Disks that take no more: what refuses, what to do about it, and files that are written whole or not at all.
+
+A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher says so once, whatever
+the ranks could still write about it. Imports nothing of ROSE. Left out: disks that lose what they took.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+PROBE_BYTES = 65_536  # less room than this is none: one line of metrics and the ranks' status files
+REMEDIES = {errno.ENOSPC: "free some space there", errno.EDQUOT: "free some space there or have the quota raised",
+            errno.EROFS: "have it mounted writable again"}
+CONTINUE = "the same launch.py command then continues the run from its last checkpoint"
+
+
+def refusal(folder: Path | str) -> OSError | None:
+    """Why `folder` takes no new file now, as an error that names it; None if it takes one (of which nothing stays)."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # where NFS and quotas answer
+    except OSError as error:
+        return OSError(error.errno, error.strerror, str(folder))
+    return None
+
+
+def advice(refused: OSError | None, words: str = "") -> str:
+    """What happened and what to do, when a folder refused or `words`, those of an error, tell of a disk that did;
+    else ''."""
+    if refused is not None:
+        remedy = REMEDIES.get(refused.errno, "make it writable again")
+        return f"{refused.filename}: {refused.strerror}; {remedy}; {CONTINUE}"
+    found = next((number for number in REMEDIES if os.strerror(number) in words), None)
+    return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """The temporary name to write `path` under; it becomes `path` at the block's end. One process writes it at a time:
+    a reader sees the old file or the new one, and a failure leaves the old one and nothing else. Raises OSError that
+    names `path`."""
+    part = path.with_name(f"{path.name}.part")  # what a killed process left of it is overwritten
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # of a disk that is read-only by now: then it stays, and the next write takes it
+            part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_whole(path: Path, data: bytes, sync: bool = False) -> None:
+    """`data` as the whole content of `path`; with `sync` on the disk when this returns. Raises as `whole`."""
+    with whole(path) as part, part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+
+
+class Lossy(io.FileIO):
+    """A file of words that nobody needs to go on, a log or a trace: what the disk refuses is lost, so that telling
+    of an error neither fails nor hides it. What must be kept is written by others, who fail."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def close_all(*files: Closes) -> None:
+    """Close each. A refusal is only printed: whoever closes for an error has that error to tell."""
+    for file in files:
+        try:
+            file.close()
+        except OSError as error:
+            print(f"{type(file).__name__} not written to its end: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,58 @@
+"""A small disk of its own: ext4 in a file, mounted through a loop device, which can be full, broken and mended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+SIZE = 24 * 2**20  # bytes: the small job leaves 6 MB
+
+
+class Disk:
+    """Needs root, as mounting does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.image, self.path = folder / "disk.img", folder / "disk"
+        self.path.mkdir()
+        with self.image.open("wb") as file:
+            file.truncate(SIZE)
+        _do("mke2fs", "-q", "-t", "ext4", "-m", "0", "-F", str(self.image))
+        self.mount()
+
+    def mount(self) -> None:
+        _do("mount", "-o", "loop,errors=remount-ro", str(self.image), str(self.path))
+
+    def unmount(self, *options: str) -> None:
+        _do("umount", *options, str(self.path))
+
+    def fill(self, leave: int = 0) -> None:
+        """Another user's file takes the room but for `leave` bytes."""
+        with (self.path / "filler").open("wb", buffering=0) as file, suppress(OSError):  # no block is left
+            while self.free() > leave or leave == 0:
+                file.write(bytes(65_536 if leave else 4096))
+                if leave:
+                    os.fsync(file.fileno())  # else the file system guesses at its free blocks
+
+    def empty(self) -> None:
+        (self.path / "filler").unlink()
+
+    def free(self) -> int:
+        room = os.statvfs(self.path)
+        return room.f_bavail * room.f_frsize
+
+    def fail(self) -> None:
+        """As when the device reports an error: read-only from now on, for files that are open too."""
+        found = subprocess.run(["findmnt", "-no", "SOURCE", str(self.path)], capture_output=True, text=True, check=True)
+        Path("/sys/fs/ext4", Path(found.stdout.strip()).name, "trigger_fs_error").write_text("1")
+
+    def mend(self) -> None:
+        self.unmount()
+        subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True)  # code 1: errors were corrected
+        self.mount()
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()} (root, e2fsprogs and loop devices are needed)"

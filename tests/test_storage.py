@@ -1,0 +1,47 @@
+"""Files on a disk that is full or read-only: whole or absent, and the refusal is told with its remedy."""
+
+import errno
+
+import pytest
+
+from rose import storage
+
+
+def test_a_folder_with_room_refuses_nothing_and_keeps_nothing_of_the_question(tmp_path):
+    assert storage.refusal(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert storage.advice(None, "ValueError: no such thing") == ""
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
+    path = disk.path / "state.json"
+    storage.write_whole(path, b"old")
+    disk.fill()
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'") as full:
+        storage.write_whole(path, bytes(100_000), sync=True)
+    assert full.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"old"
+    assert {p.name for p in disk.path.iterdir()} == {"state.json", "filler", "lost+found"}
+
+
+@pytest.mark.parametrize("deed, words", [("fill", "No space left on device; free some space there"),
+                                         ("fail", "Read-only file system; have it mounted writable again")])
+def test_a_refusing_folder_is_named_with_the_remedy(disk, deed, words):
+    getattr(disk, deed)()
+    assert storage.advice(storage.refusal(disk.path)).startswith(f"{disk.path}: {words}; the same launch.py command")
+
+
+def test_a_folder_that_is_gone_refuses_too(tmp_path):
+    assert storage.advice(storage.refusal(tmp_path / "gone")).startswith(f"{tmp_path / 'gone'}: No such file")
+
+
+def test_an_error_about_another_disk_gets_its_remedy():
+    words = "rank 2 exited with code 1: OSError: [Errno 28] No space left on device: '/other/file'"
+    assert storage.advice(None, words).startswith("No space left on device, see below where; free some space")
+
+
+def test_words_that_find_no_room_are_lost_without_an_error(disk):
+    with open(disk.path / "log", "wb"):
+        disk.fill()
+    with storage.Lossy(disk.path / "log", "ab") as log:
+        assert log.write(bytes(50_000)) > 0
+        assert log.write(bytes(50_000)) == 50_000, "the second finds no block at all"
