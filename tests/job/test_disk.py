@@ -1,0 +1,88 @@
+"""The run's folder takes no more: the main job ends with one clear error, and continues once there is room again."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from job import Job  # noqa: E402
+
+from rose.rollout import replay  # noqa: E402
+from rose.trainer import checkpoint  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SOON_S = 30.0  # from the moment that the disk refuses to the end of the job
+CONTINUES = "the same launch.py command then continues the run from its last checkpoint"
+
+
+@pytest.fixture
+def start(disk):
+    """start() -> the job on the disk; whatever a failing test leaves of it is killed before the disk goes."""
+    jobs = []
+
+    def begin() -> Job:
+        jobs.append(Job(disk.path, "rollout.workers=1"))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:
+            job.kill_everything()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def halves(run: Path) -> list[Path]:
+    return [path for path in run.rglob("*") if path.suffix in (".tmp", ".part")]
+
+
+def assert_complete(job: Job) -> None:
+    """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished left."""
+    assert [row["step"] for row in job.steps()] == [1, 2, 3]
+    trained = [t.id.split("r")[0] for step in (1, 2, 3) for group in replay.load(job.run, step) for t in group]
+    assert trained == [f"g{g}.{m}" for g in range(12) for m in range(4)]
+    assert halves(job.run) == []
+
+
+def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_again_it_continues(disk, start):
+    job = start()
+    job.until(lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2), "the second step's rollout")
+    whole = contents(checkpoint.latest(job.run))
+    disk.fill(leave=1_200_000)  # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
+    assert job.wait(SOON_S) == 1, job.said
+    assert f"{job.run}: No space left on device; free some space there; {CONTINUES}" in job.said
+    assert "Traceback" not in job.said and job.orphans() == []
+    assert (job.run / "checkpoints" / "step-000002.tmp").exists(), "the disk was to be full during the checkpoint"
+    assert checkpoint.latest(job.run).name == "step-000001" and contents(checkpoint.latest(job.run)) == whole
+
+    refused = start()
+    assert refused.wait(60) == 2
+    assert str(job.run) in refused.said and "No space left on device" in refused.said
+
+    disk.empty()
+    job = start()
+    assert job.wait() == 0, job.said + job.logs()
+    assert_complete(job)
+
+
+def test_a_disk_that_becomes_read_only_ends_the_job_and_once_mended_it_continues(disk, start):
+    job = start()
+    job.until(lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2), "the second step's rollout")
+    disk.fail()
+    assert job.wait(SOON_S) == 1, job.said
+    assert f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}" in job.said
+    assert "Traceback" not in job.said and job.orphans() == []
+
+    refused = start()
+    assert refused.wait(60) == 2
+    assert str(job.run) in refused.said and "Read-only file system" in refused.said
+
+    disk.mend()
+    job = start()
+    assert job.wait() == 0, job.said + job.logs()
+    assert_complete(job)
