@@ -142,7 +142,7 @@ def launch(made: plan.Plan, console: Console) -> int:
             print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
         return 0
     if c.cluster.kind == "slurm" and (job := state.submitted(c.run_dir)) and state.is_active(job):
-        say(console, f"{c.name} is job {job} already; to end it: scancel {job}")
+        say(console, f"{c.name} is job {job} already; " + (state.cannot_start(job) or f"to end it: scancel {job}"))
         state.show(c.run_dir, console)
         return 0
     if c.fresh and c.run_dir.exists():

@@ -69,6 +69,17 @@ def is_active(job: str) -> bool:
     return _any_active(components(job))
 
 
+def cannot_start(job: str) -> str:
+    """Why a job that waits will wait for ever; '' for any other. Slurm (22.05) leaves a heterogeneous job so when the
+    node of its first component was set DOWN by hand while its slurmd lived on."""
+    states = {component.job: component.state for component in components(job)}
+    over = [name for name, found in states.items() if found not in ACTIVE]
+    if "PENDING" not in states.values() or not over:
+        return ""
+    return (f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel {job}`, and the "
+            "same launch.py command continues the run")
+
+
 def _any_active(found: list[JobState]) -> bool:
     return any(component.state in ACTIVE for component in found)
 
@@ -85,6 +96,8 @@ def show(run_dir: Path, console: Console) -> bool:
     for component in found:
         table.add_row(*component)
     console.print(table)
+    if hopeless := cannot_start(job):
+        console.print(hopeless, soft_wrap=True)
     attempts = sorted((run_dir / "status").glob("attempt-*"))
     if attempts:
         attempt = int(attempts[-1].name.removeprefix("attempt-"))

@@ -24,16 +24,19 @@ DEADLINE_S = 300.0
 @pytest.fixture(scope="session")
 def cluster():
     """Four nodes; stopped, and everything of them removed, afterwards."""
-    folder = tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp")  # sockets want short paths
-    settings = os.environ | {"FOLDER": folder, "PORT": "18500", "GPUS": "0"}
-    script = str(REPOSITORY / "slurm" / "dev_cluster.sh")
-    started = subprocess.run([script, "start"], env=settings, capture_output=True, text=True, timeout=180)
-    assert started.returncode == 0, started.stdout + started.stderr
+    folder = Path(tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp"))  # sockets want short paths
+    dev_cluster(folder, "start")
     os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
-    yield Path(folder)
+    yield folder
     del os.environ["SLURM_CONF"]
-    subprocess.run([script, "stop"], env=settings, check=True, timeout=120)
+    dev_cluster(folder, "stop")
     shutil.rmtree(folder)
+
+
+def dev_cluster(folder: Path, *words: str) -> None:
+    done = subprocess.run([str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words], capture_output=True, text=True,
+                          env=os.environ | {"FOLDER": str(folder), "PORT": "18500", "GPUS": "0"}, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class SlurmJob:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rose.launch import rank_status, state
+from tests.slurm.conftest import dev_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     assert "is finished (3 steps)" in job.submit()
 
 
-def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(job):
+def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(job, cluster):
     job.submit("trainer.steps=1000", "eval.episodes=0", "cluster.slurm.requeues=3", "observe.report=false",
                "cluster.slurm.trainer.partition=spare")  # both components: it is preemptible
     job.until(lambda: len(job.steps()) >= 2, "two steps")
@@ -50,13 +51,12 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     goes_on(job, 3)
 
     node = ranks(job, 3)[0].host
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True, timeout=60)
+    dev_cluster(cluster, "lose", node)
     try:
-        job.until(lambda: "NODE_FAIL" in job.states() or "PENDING" in job.states() or 0 in ranks(job, 4),
-                  "Slurm to requeue it", 90)
-    finally:  # a node that reports in again is resumed without us
-        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=60)
-    goes_on(job, 4)
+        goes_on(job, 4)
+        assert ranks(job, 4)[0].host != node
+    finally:
+        dev_cluster(cluster, "return", node)
 
     engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
