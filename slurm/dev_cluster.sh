@@ -184,11 +184,11 @@ start() {
 
 namespaces() { unshare -m -u true 2>/dev/null; }
 
-start_node() {  # NAME: one mount and UTS namespace, where the kernel lets us: its own PMIx folder and host name
+start_node() {  # NAME: one mount and UTS namespace, where the kernel lets us: its own PMIx folder, /dev/shm and host name
     mkdir -p $FOLDER/spool/$1 $FOLDER/pmix-$1
     if namespaces; then
         unshare -m -u --propagation private bash -c "mount --bind $FOLDER/pmix-$1 $FOLDER/pmix &&
-            hostname $1 && exec slurmd -N $1" >$log/slurmd-$1.out 2>&1 </dev/null
+            mount -t tmpfs -o mode=1777 tmpfs /dev/shm && hostname $1 && exec slurmd -N $1" >$log/slurmd-$1.out 2>&1 </dev/null
     else
         slurmd -N $1 >$log/slurmd-$1.out 2>&1 </dev/null
     fi
