@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ class Run:
     def _attempt(self, c: Config) -> supervise.Outcome:
         ranks = layout(c)
         _refuse_shared_nodes()
+        _end_old_steps()
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
         print(f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
@@ -138,6 +140,27 @@ def _refuse_shared_nodes() -> None:
                             "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or give "
                             "them partitions without a common node")
         nodes |= dict.fromkeys(asked.stdout.split(), listed)
+
+
+def _end_old_steps() -> None:
+    """When the first node is lost, Slurm requeues its component only: on the others the last attempt's step lives on,
+    and srun can't start ours beside it. Raises `RunFailed` when it won't end."""
+    jobs = [os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
+            for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))]
+    end = time.monotonic() + COMMAND_DEADLINE_S
+    while old := _numbered_steps(jobs):
+        if time.monotonic() > end:
+            raise RunFailed(f"steps {' '.join(old)} of an earlier attempt did not end within {COMMAND_DEADLINE_S:g} s")
+        print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
+        subprocess.run(["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S)  # one may be gone: look again
+        time.sleep(1.0)
+
+
+def _numbered_steps(jobs: Sequence[str]) -> list[str]:
+    """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is."""
+    asked = subprocess.run(["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)],
+                           capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    return [step for step in asked.stdout.split() if step.rpartition(".")[2].isdigit()]
 
 
 def _environment(c: Config) -> dict[str, str]:
