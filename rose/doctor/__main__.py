@@ -1,0 +1,77 @@
+"""What of ROSE will work on this machine or cluster, in under a minute: a line per part, ok, warning or failed with
+the remedy.
+
+    python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm cluster/mpi=...]
+
+Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components of a run, one beside
+it that a third joins (and one with GPUs, if cluster.gpus wants some); leaves nothing behind. Exit code 0 if nothing
+failed. Left out: whether an experiment fits (launch.py with cluster.dry_run=true).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+
+from rose.config import Config, ConfigError, from_dict
+from rose.doctor import join, machine, slurm, world
+from rose.doctor.finding import Finding
+from rose.launch import errors, front
+from rose.models import REPOSITORY
+
+CONF = REPOSITORY / "conf"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where runs will be written; default: output_dir")
+    args, overrides = parser.parse_known_args()
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        trees = front.compose(CONF, overrides)
+        if len(trees) != 1:
+            raise ConfigError(f"{' '.join(overrides)}: the doctor takes one configuration, no sweep")
+        c = from_dict(trees[0])
+    except errors.COMPLAINTS as error:
+        return _refuse(errors.explain(error, CONF, overrides))
+    except ConfigError as error:
+        return _refuse(str(error))
+    failed = 0
+    for finding in examine(c, (args.folder or Path(c.output_dir)).resolve()):
+        colour = {"ok": "green", "warning": "yellow", "failed": "red"}[finding.state]
+        console.print(f"[{colour}]{finding.state:8}[/] {finding.part}: ", end="")
+        console.print(finding.words + (f". {finding.remedy}" if finding.remedy else ""), markup=False)
+        failed += finding.state == "failed"
+    return int(failed > 0)
+
+
+def _refuse(words: str) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"bad configuration: {words}", markup=False, highlight=False)
+    return 2
+
+
+def examine(c: Config, folder: Path) -> Iterator[Finding]:
+    """Every finding, in the order of the parts; the checks run side by side."""
+    checks: list[Callable[[], list[Finding]]] = [*(lambda name=name: [machine.package(name)] for name in machine.PACKAGES),
+                                                 lambda: machine.gpus(c)]
+    holds_runs = machine.file_system(folder)  # first: the others write there
+    if holds_runs.state == "failed":
+        folder = None
+    if c.cluster.kind == "slurm":
+        checks.append(lambda: slurm.examine(c, folder))
+    else:
+        checks += [lambda: [world.local(c)], lambda: [join.local(c, folder)]]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        found = [pool.submit(check) for check in checks]
+        yield holds_runs
+        for each in found:
+            yield from each.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

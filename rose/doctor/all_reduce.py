@@ -1,0 +1,58 @@
+"""An all-reduce between the GPUs of this node, checked and timed.
+
+    python -m rose.doctor.all_reduce BACKEND RANKS          BACKEND: nccl, a GPU per rank; gloo, in main memory
+
+Says {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes / seconds, so that it
+compares with the links' speed for any number of ranks n. Left out: between nodes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from rose.doctor.finding import say
+
+FLOATS = 2**24  # 64 MiB
+ROUNDS = 5
+TIMEOUT = timedelta(seconds=30)
+
+
+def main(backend: str, ranks: int) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < ranks:
+        sys.exit(f"torch sees {torch.cuda.device_count()} GPUs of {ranks}; is its build for this driver?")
+    with tempfile.TemporaryDirectory(prefix="rose-doctor-") as folder:  # a file: no port to be taken by another
+        torch.multiprocessing.spawn(_rank, (ranks, backend, f"{folder}/rendezvous"), nprocs=ranks)
+
+
+def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
+    """Raises `RuntimeError` on a wrong sum."""
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    values = torch.full((FLOATS,), rank + 1.0, device=device)
+    dist.all_reduce(values)  # the first one makes the connections
+    wanted = ranks * (ranks + 1) / 2
+    if not bool((values == wanted).all()):
+        raise RuntimeError(f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, and should be {wanted}")
+    values.zero_()
+    dist.barrier()
+    began = time.monotonic()
+    for _ in range(ROUNDS):
+        dist.all_reduce(values)
+    values.sum().item()  # waits for the device
+    seconds = time.monotonic() - began
+    if rank == 0:
+        say("all-reduce", gib_per_s=2 * (ranks - 1) / ranks * 4 * FLOATS * ROUNDS / seconds / 2**30)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,115 @@
+"""What the doctor says of a part, and the processes by which it finds out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+DEADLINE_S = 55.0  # of one check; they run side by side
+END_S = 5.0
+_MAX_BYTES = 2**20
+_POLL_S = 0.02
+
+
+class Finding(NamedTuple):
+    state: str  # ok, warning, failed
+    part: str
+    words: str
+    remedy: str = ""
+
+
+class Ended(NamedTuple):
+    """How a process ended (124: not by itself), and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> str:
+        """The line that probably says what was wrong."""
+        lines = (self.err.strip() or self.out.strip() or f"exit code {self.code}").splitlines()
+        ours = [line for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
+        return (ours or lines)[-1].strip()
+
+    def events(self) -> list[dict[str, Any]]:
+        """What it said by `say`, in order; other lines are left out."""
+        found = []
+        for line in self.out.splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue  # a library's or Slurm's own words
+            if isinstance(content, dict) and "what" in content:
+                found.append(content)
+        return found
+
+
+def say(what: str, **details: Any) -> None:
+    """One event of a program that the doctor started, for `Ended.events`."""
+    print(json.dumps({"what": what, "node": node(), **details}), flush=True)
+
+
+def node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+class Child:
+    """A process whose words are read while it runs, and that does not outlive the `with`."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+        self._out.close()
+        self._err.close()
+
+    def so_far(self) -> Ended:
+        code = self._process.poll()
+        out, err = (os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace") for file in (self._out, self._err))
+        return Ended(124 if code is None else code, out, err)
+
+    def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
+        """Wait until it has said enough: True; False when it ended without, or `deadline_s` went by."""
+        end = time.monotonic() + deadline_s
+        while not enough(self.so_far()):
+            if self._process.poll() is not None or time.monotonic() > end:
+                return bool(enough(self.so_far()))
+            time.sleep(_POLL_S)
+        return True
+
+    def wait(self, deadline_s: float) -> Ended:
+        """Its end, or ended by us after `deadline_s`."""
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._end()
+            ended = self.so_far()
+            return Ended(124, ended.out, f"{ended.err}\nno end within {deadline_s:g} s")
+        return self.so_far()
+
+    def _end(self) -> None:
+        """SIGTERM first: srun gives its job back, and mpiexec ends its ranks."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def run(argv: Sequence[str], env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Ended:
+    with Child(argv, env) as child:
+        return child.wait(deadline_s)

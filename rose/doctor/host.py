@@ -1,0 +1,76 @@
+"""The coordinator's side of a join, without a run: its own half for borrowed ranks, with nothing behind it.
+
+    python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
+
+Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's would. Says `open`, then
+every join, first word, loss and farewell; ends when one rank was lost and one has left, or after `HOST_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+from rose import config as configuration
+from rose import protocol as p
+from rose.comm import join
+from rose.config import Config
+from rose.doctor.finding import say
+from rose.roles.borrowed import Borrowed
+
+HOST_S = 50.0
+FIRST_ADDRESS = 1  # this process's own world has rank 0
+
+
+class Listener:
+    """In the place of the run's turns, of which there are none."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.heard_at: dict[str, float] = {}
+        self.lost = asyncio.Event()
+
+    def handle(self, _: int, message: p.WorkerLoad | p.WorkerLeft) -> None:
+        if message.worker not in self.heard_at:
+            say("heard", worker=message.worker)
+        self.heard_at[message.worker] = time.monotonic()
+
+    def lose(self, worker: str, _: str) -> int:
+        heard = self.heard_at.get(worker)
+        say("lost", worker=worker, seconds=None if heard is None else time.monotonic() - heard)
+        self.lost.set()
+        return 0
+
+
+async def host(c: Config, run_dir: Path) -> None:
+    """Raises what ends the coordinator's half."""
+    listener, left = Listener(), asyncio.Event()
+
+    def changed(what: str, detail: str) -> None:
+        say(what, worker=detail.partition(":")[0], detail=detail)
+        if what == "left":
+            left.set()
+
+    borrowed = Borrowed(c, run_dir, 1, FIRST_ADDRESS, lambda: listener,
+                        lambda what, detail: say("fault", detail=f"{what}: {detail}"), changed)
+    serving = asyncio.create_task(borrowed.run())
+    while join.endpoint(run_dir) is None and not serving.done():
+        await asyncio.sleep(0.02)
+    say("open")
+    seen = asyncio.gather(listener.lost.wait(), left.wait())
+    await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    serving.cancel()  # ends the porters
+    await asyncio.wait({serving})
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    asyncio.run(host(configuration.load(directory / "config.json"), directory))
+    sys.stdout.flush()
+    os._exit(0)  # MPI is not finalised: after a peer's death that can abort

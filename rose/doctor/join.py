@@ -1,0 +1,92 @@
+"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, and the next one joins.
+
+What decides is what the coordinator's side (rose/doctor/host.py) saw; the other one (rose/doctor/joiner.py) tells why.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rose import config as configuration
+from rose.config import Config, ConfigError
+from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding
+from rose.doctor.jobs import srun, task
+from rose.launch import local as launcher
+
+PART = "join and survive a killed peer"
+OTHER_NODE_S = 15  # to wait for a second node
+MEMBERS_S = 35.0
+REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without borrowed ranks"
+STAGES = (("joined", 1, "no rank could join"), ("heard", 1, "a rank joined, and no message of it came"),
+          ("joined", 2, "after one was killed, no other rank could join"),
+          ("heard", 2, "after one was killed, no message of the next came"),
+          ("lost", 1, "that a rank was killed went unnoticed"), ("left", 2, "the next rank could not leave"))
+
+
+def local(c: Config, folder: Path | None) -> Finding:
+    """Both sides on this machine."""
+    try:
+        host = [launcher.find_mpiexec(), *launcher.MPIEXEC_OPTIONS, "-n", "1"]
+    except ConfigError as error:
+        return Finding("failed", PART, str(error))
+    return _join(c, folder, host, lambda _: [()])
+
+
+def over_nodes(c: Config, folder: Path | None) -> Finding:
+    """Each side a job of its own, on two nodes where there are two."""
+    host = [*srun(*c.cluster.mpi.srun), *task(c, c.cluster.slurm.trainer)]
+    joiner = ["--mpi=none", "--kill-on-bad-exit=0", *task(c, c.cluster.slurm.borrowed)]
+    return _join(c, folder, host, lambda node: [[*srun(f"--exclude={node}", queue_s=OTHER_NODE_S), *joiner],
+                                                [*srun(queue_s=OTHER_NODE_S), *joiner]])
+
+
+def _join(c: Config, folder: Path | None, host: Sequence[str],
+          joiners: Callable[[str], Sequence[Sequence[str]]]) -> Finding:
+    """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to try them."""
+    if not c.cluster.mpi.join:
+        return Finding("warning", PART, f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})",
+                       "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout ranks only")
+    if folder is None:
+        return Finding("warning", PART, "not tried: it needs a folder for the run's files")
+    python = (sys.executable, "-u", "-m")
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder, ignore_cleanup_errors=True) as run_dir:
+        configuration.save(c, Path(run_dir) / "config.json")
+        env = launcher.environment(c)
+        with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
+            opened = coordinator.until(lambda so_far: _nodes(so_far, "open"), DEADLINE_S - MEMBERS_S)
+            members = Ended(1, "", "")
+            for starter in joiners(_nodes(coordinator.so_far(), "open")[0]) if opened else ():
+                with Child([*starter, *python, "rose.doctor.joiner", run_dir], env) as joiner:
+                    members = joiner.wait(MEMBERS_S)
+                if _nodes(members, "started"):
+                    break
+            saw = coordinator.wait(c.serving.lost_after_s + END_S) if members.code == 0 else coordinator.so_far()
+    return joined(saw, members, c.cluster.kind == "slurm")
+
+
+def _nodes(ended: Ended, what: str) -> list[str]:
+    return [event["node"] for event in ended.events() if event["what"] == what]
+
+
+def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
+    """What both sides' words tell. `two_nodes`: they should have been on different ones."""
+    events = host.events()
+    seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
+    missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]
+    if not _nodes(host, "open"):
+        return Finding("failed", PART, f"the coordinator's side did not start: {host.last}",
+                       "It needs what the lines above are about: the folder on that node, and MPI there")
+    if missing:
+        reasons = [event["detail"] for event in events if event["what"] == "fault"][:1]
+        reasons += [ended.last for ended in (joiner, host) if ended.err.strip()]
+        return Finding("failed", PART, "; ".join([missing[0], *reasons]), REMEDY)
+    here, there = _nodes(host, "open")[0], _nodes(joiner, "started")[0]
+    after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
+    words = (f"one of {there} joined {here} ({after}), was killed, which was noticed "
+             f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and left")
+    if two_nodes and here == there:
+        return Finding("warning", PART, words, "Both sides ran on one node: try again when two are free")
+    return Finding("ok", PART, words)

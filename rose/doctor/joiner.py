@@ -1,0 +1,86 @@
+"""The serving side of a join, without an engine: one rank that joins and is killed, then another that joins and leaves.
+
+    python -m rose.doctor.joiner RUN_DIR          of rose.doctor.host
+
+Each is forked from here, as `rose.serving` does it, and an MPI world of its own. Says why one could not join.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from rose import config as configuration
+from rose import protocol as p
+from rose.comm import join, singleton
+from rose.comm.wire import decode, encode
+from rose.doctor.finding import say
+
+FOUND_S = 10.0  # until the host's endpoint is seen
+ANSWER_S = 15.0
+STAY_S = 15.0
+BEATS = 2  # of the host, until it is killed or leaves
+
+
+def main(run_dir: Path) -> int:
+    say("started")
+    mpi = configuration.load(run_dir / "config.json").cluster.mpi
+    for name in singleton.launchers():
+        del os.environ[name]
+    os.environ.update(mpi.env | mpi.join_env)
+    end = time.monotonic() + FOUND_S
+    while join.endpoint(run_dir) is None:
+        if time.monotonic() > end:
+            print(f"no {join.folder(run_dir) / 'endpoint.json'} here within {FOUND_S:g} s", file=sys.stderr)
+            return 1
+        time.sleep(join.POLL_S)
+    for dies in (True, False):
+        child = os.fork()
+        if child == 0:
+            _rank(run_dir, dies)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != (-signal.SIGKILL if dies else 0):
+            return 1
+    return 0
+
+
+def _rank(run_dir: Path, dies: bool) -> NoReturn:
+    code = 1
+    try:
+        code = _take_part(join.Application(run_dir), dies)
+    except Exception as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)  # MPI is not finalised, as in rose.serving
+
+
+def _take_part(application: join.Application, dies: bool) -> int:
+    """Answer the host's heartbeats; at the second be killed, or leave. Raises `JoinError`, or `LinkError`."""
+    answer = application.ask(ANSWER_S)
+    from rose.comm.link import Link  # initialises MPI, which reads its environment then
+
+    link = Link(application.connect(answer.port))
+    link.send(encode(p.JoinHello(application.token, answer.worker)))
+    beats, end = 0, time.monotonic() + STAY_S
+    while time.monotonic() < end:
+        data = link.take()
+        message = decode(data) if data is not None else None
+        if isinstance(message, p.Heartbeat):
+            beats += 1
+            link.send(encode(p.WorkerLoad(answer.worker, 1, 0, 0, 0.0, 0, 0, 0)))
+            if beats == BEATS and dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if beats == BEATS:
+                link.send(encode(p.WorkerLeft(answer.worker, 1, "the doctor's rank is done")))
+        elif isinstance(message, p.Shutdown):
+            return 0
+        time.sleep(0.002)
+    raise TimeoutError(f"joined, and then nothing of the other side for {STAY_S:g} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,81 @@
+"""This machine: packages, the file system where runs are written, GPUs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.config import Config
+from rose.doctor.finding import Ended, Finding, run
+
+FILE_MIB = 64
+SLOW_MIB_PER_S = 100
+PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
+
+
+def package(name: str) -> Finding:
+    """Does it import here?"""
+    top = name.split(".")[0]
+    done = run([sys.executable, "-c", f"import {name}; print({top}.__version__)"])
+    part = f"import {top}"
+    if done.code == 0:
+        return Finding("ok", part, done.out.strip().splitlines()[-1])
+    return Finding("failed", part, done.last, "pip install -e .[gpu] (or .[cpu]) into this environment")
+
+
+def file_system(folder: Path) -> Finding:
+    """Rename, fsync, lock and speed where runs are written."""
+    part = f"file system of {folder}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as scratch:
+            path = Path(scratch) / "a"
+            block = os.urandom(2**20)
+            began = time.monotonic()
+            with path.open("wb") as file:
+                for _ in range(FILE_MIB):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            rate = FILE_MIB / (time.monotonic() - began)
+            path.replace(path.with_name("b"))
+    except OSError as error:
+        return Finding("failed", part, f"{error.strerror}: {error.filename or folder}",
+                       "give a folder that you may write, on a file system with rename, fsync and flock")
+    slow = rate < SLOW_MIB_PER_S
+    return Finding("warning" if slow else "ok", part, f"rename, fsync and locks work; {rate:.0f} MiB/s written",
+                   "weights and checkpoints will take their time" if slow else "")
+
+
+def gpus(c: Config) -> list[Finding]:
+    """Those of this machine, and NCCL between them."""
+    smi = shutil.which("nvidia-smi")
+    listed = sum(line.startswith("GPU ") for line in run([smi, "-L"]).out.splitlines()) if smi else 0
+    if listed:
+        here = Finding("ok", "GPUs here", f"{listed}; `python scripts/gpu_check.py` tries them")
+        return [here, nccl(listed)] if listed > 1 else [here]
+    if c.cluster.gpus and c.cluster.kind == "local":
+        return [Finding("failed", "GPUs here", f"none, and cluster.gpus={c.cluster.gpus}", "use cluster=local")]
+    return [Finding("ok", "GPUs here", "none, and none needed on this machine")]
+
+
+def nccl(count: int, starter: Sequence[str] = ()) -> Finding:
+    """An all-reduce over `count` GPUs of one node: this one, or that on which `starter` (srun) puts it."""
+    return reduced(run([*starter, sys.executable, "-m", "rose.doctor.all_reduce", "nccl", str(count)]), count)
+
+
+def reduced(done: Ended, count: int) -> Finding:
+    """What the end of rose.doctor.all_reduce tells."""
+    part = f"NCCL between {count} GPUs"
+    for event in done.events():
+        if event["what"] == "all-reduce" and done.code == 0:
+            return Finding("ok", part, f"all-reduce on {event['node']} at {event['gib_per_s']:.1f} GiB/s bus bandwidth")
+    return Finding("failed", part, done.last, "NCCL_DEBUG=INFO says more; `nvidia-smi topo -m` shows the links, and "
+                   "NCCL_P2P_DISABLE=1 in cluster.env goes around a broken one")

@@ -1,0 +1,101 @@
+"""What the doctor runs on a node of each component: files that go to the other node and back, then one MPI world.
+
+    python -m rose.doctor.rank                  the world only
+    python -m rose.doctor.rank FOLDER SIDE      SIDE: 0 writes first, 1 answers
+
+Says {"what": "files", "round_trips": [seconds]} or {"what": "files", "missing": path}, then {"what": "world", "size": ...}.
+Imports nothing but the standard library before the files are through.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from rose.doctor.finding import Ended, Finding, say
+
+ROUNDS = 5
+SEEN_S = 10.0  # a file that takes longer is not shared
+SLOW_S = 1.0
+POLL_S = 0.005
+PART = "files seen between nodes"
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        say("files", **exchange(Path(sys.argv[1]), int(sys.argv[2])))
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    say("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
+    world.Barrier()
+    os._exit(0)
+
+
+def exchange(folder: Path, side: int) -> dict:
+    """`side` 0 writes a file and waits for the other's answer, `ROUNDS` times."""
+    end = time.monotonic() + SEEN_S
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            return {"missing": str(folder)}
+        time.sleep(POLL_S)
+    took = []
+    for number in range(ROUNDS):
+        began = time.monotonic()
+        if side == 0:
+            _publish(folder / f"ask-{number}")
+        other = folder / f"{'answer' if side == 0 else 'ask'}-{number}"
+        if not _appears(other):
+            return {"missing": str(other)}
+        if side == 1:
+            _publish(folder / f"answer-{number}")
+        took.append(time.monotonic() - began)
+    return {"round_trips": took}
+
+
+def _publish(path: Path) -> None:
+    """As the run does it: whole, on the disk, then under its name."""
+    part = path.with_suffix(".part")
+    with part.open("w") as file:
+        file.write(path.name)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _appears(path: Path) -> bool:
+    """Whether it is seen, with its content, within `SEEN_S`."""
+    end = time.monotonic() + SEEN_S
+    while time.monotonic() < end:
+        if path.exists() and path.read_text() == path.name:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def files(done: Ended, folder: Path) -> Finding:
+    """What two sides' words tell of `folder`."""
+    said = [event for event in done.events() if event["what"] == "files"]
+    unseen = next((event for event in said if "missing" in event), None)
+    if unseen is not None:
+        return Finding("failed", PART, f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s",
+                       f"give an output_dir (--folder) on a file system that all nodes share; {folder} is none")
+    if len(said) < 2:
+        return Finding("warning", PART, "not tried, since no job over two components ran", "see the MPI world below")
+    here, there = (event["node"] for event in said)
+    if here == there:
+        return Finding("warning", PART, f"both components ran on {here}", "try again when two nodes are free")
+    seconds = statistics.median(min((event["round_trips"] for event in said), key=sum)) / 2
+    words = f"a file of {here} is seen on {there} after {1e3 * seconds:.0f} ms"
+    if seconds > SLOW_S:
+        return Finding("warning", PART, words, "joining and weights wait for it; a mount without attribute caching "
+                       "(actimeo=1 or noac for NFS) is faster")
+    return Finding("ok", PART, words)
+
+
+if __name__ == "__main__":
+    main()
