@@ -255,7 +255,19 @@ class Config(Section):
     @property
     def borrows(self) -> bool:
         """Whether serving ranks may join: wanted, possible with this MPI, and not against `deterministic`."""
-        return self.serving.borrow and self.cluster.mpi.join and self.rollout.replay is None and not self.deterministic
+        return self._would_borrow and self.cluster.mpi.join
+
+    @property
+    def _would_borrow(self) -> bool:
+        return self.serving.borrow and self.rollout.replay is None and not self.deterministic
+
+    @property
+    def why_not_borrowed(self) -> str:
+        """In words, what is lost when serving ranks are wanted and this MPI can't let them in; else empty."""
+        if self.borrows or not self._would_borrow:
+            return ""
+        return (f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so the run has its "
+                f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is meant")
 
     @property
     def run_dir(self) -> Path:
@@ -359,13 +371,27 @@ def _check_machine(c: Config, need: Need) -> None:
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
          f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
          f"{engines} rollout); raise it or run fewer")
+    _check_mpi(c.cluster.mpi, need)
     if c.scheduler.provisioning.name == "on_demand":
         need(c.cluster.kind == "slurm", "scheduler.provisioning.name", "on_demand submits jobs to Slurm: cluster=slurm")
+        need(c.cluster.mpi.join, "cluster.mpi.join", f"with {c.cluster.mpi.name} no rank can join, and scheduler."
+             "provisioning.name='on_demand' asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed")
         need(c.borrows, "scheduler.provisioning.name", "on_demand needs ranks that may join: serving.borrow=true, "
-             f"cluster.mpi.join=true (of {c.cluster.mpi.name}: {c.cluster.mpi.join}), deterministic=false, no replay")
+             "deterministic=false, no replay")
     if c.cluster.kind == "slurm":
         need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")
         _check_slurm(c, engines, need)
+
+
+def _check_mpi(mpi: Mpi, need: Need) -> None:
+    """Options and variables that srun and the system take as they are."""
+    for at, option in enumerate(mpi.srun):
+        need(option.startswith("-") and option.isprintable(), f"cluster.mpi.srun.{at}",
+             "must be an option, as --mpi=pmi2")
+    for section, variables in (("env", mpi.env), ("join_env", mpi.join_env)):
+        for name, value in variables.items():
+            need(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and value.isprintable(),
+                 f"cluster.mpi.{section}.{name}", "must be the name of a variable, and one line of text")
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:

@@ -57,15 +57,14 @@ def _refuse(words: str) -> int:
 
 def examine(c: Config, folder: Path) -> Iterator[Finding]:
     """Every finding, in the order of the parts; the checks run side by side."""
-    checks: list[Callable[[], list[Finding]]] = [*(lambda name=name: [machine.package(name)] for name in machine.PACKAGES),
-                                                 lambda: machine.gpus(c)]
-    holds_runs = machine.file_system(folder)  # first: the others write there
-    if holds_runs.state == "failed":
-        folder = None
+    holds_runs = machine.file_system(folder)  # first: others write there
+    shared = folder if holds_runs.state != "failed" else None
+    checks: list[Callable[[], list[Finding]]] = [lambda name=name: [machine.package(name)] for name in machine.PACKAGES]
+    checks.append(lambda: machine.gpus(c))
     if c.cluster.kind == "slurm":
-        checks.append(lambda: slurm.examine(c, folder))
+        checks.append(lambda: slurm.examine(c, shared))
     else:
-        checks += [lambda: [world.local(c)], lambda: [join.local(c, folder)]]
+        checks += [lambda: [world.local(c)], lambda: [join.local(c, shared)]]
     with ThreadPoolExecutor(len(checks)) as pool:
         found = [pool.submit(check) for check in checks]
         yield holds_runs

@@ -41,7 +41,7 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     dist.all_reduce(values)  # the first one makes the connections
     wanted = ranks * (ranks + 1) / 2
     if not bool((values == wanted).all()):
-        raise RuntimeError(f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, and should be {wanted}")
+        raise RuntimeError(f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, not {wanted}")
     values.zero_()
     dist.barrier()
     began = time.monotonic()

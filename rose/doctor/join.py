@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from rose.doctor.jobs import srun, task
 from rose.launch import local as launcher
 
 PART = "join and survive a killed peer"
-OTHER_NODE_S = 15  # to wait for a second node
-MEMBERS_S = 35.0
+QUEUE_S = 15  # of each job; plain ones start as soon as there is room
+OPEN_S = 20.0
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without borrowed ranks"
 STAGES = (("joined", 1, "no rank could join"), ("heard", 1, "a rank joined, and no message of it came"),
           ("joined", 2, "after one was killed, no other rank could join"),
@@ -37,10 +38,9 @@ def local(c: Config, folder: Path | None) -> Finding:
 
 def over_nodes(c: Config, folder: Path | None) -> Finding:
     """Each side a job of its own, on two nodes where there are two."""
-    host = [*srun(*c.cluster.mpi.srun), *task(c, c.cluster.slurm.trainer)]
-    joiner = ["--mpi=none", "--kill-on-bad-exit=0", *task(c, c.cluster.slurm.borrowed)]
-    return _join(c, folder, host, lambda node: [[*srun(f"--exclude={node}", queue_s=OTHER_NODE_S), *joiner],
-                                                [*srun(queue_s=OTHER_NODE_S), *joiner]])
+    host = [*srun(*c.cluster.mpi.srun, queue_s=QUEUE_S), *task(c, c.cluster.slurm.trainer)]
+    joiner = [*srun("--mpi=none", "--kill-on-bad-exit=0", queue_s=QUEUE_S), *task(c, c.cluster.slurm.borrowed)]
+    return _join(c, folder, host, lambda node: [[*joiner, f"--exclude={node}"], joiner])
 
 
 def _join(c: Config, folder: Path | None, host: Sequence[str],
@@ -56,11 +56,12 @@ def _join(c: Config, folder: Path | None, host: Sequence[str],
         configuration.save(c, Path(run_dir) / "config.json")
         env = launcher.environment(c)
         with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
-            opened = coordinator.until(lambda so_far: _nodes(so_far, "open"), DEADLINE_S - MEMBERS_S)
+            end = time.monotonic() + DEADLINE_S - END_S
+            opened = coordinator.until(lambda so_far: _nodes(so_far, "open"), OPEN_S)
             members = Ended(1, "", "")
             for starter in joiners(_nodes(coordinator.so_far(), "open")[0]) if opened else ():
                 with Child([*starter, *python, "rose.doctor.joiner", run_dir], env) as joiner:
-                    members = joiner.wait(MEMBERS_S)
+                    members = joiner.wait(max(1.0, end - time.monotonic()))
                 if _nodes(members, "started"):
                     break
             saw = coordinator.wait(c.serving.lost_after_s + END_S) if members.code == 0 else coordinator.so_far()
@@ -80,9 +81,10 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
         return Finding("failed", PART, f"the coordinator's side did not start: {host.last}",
                        "It needs what the lines above are about: the folder on that node, and MPI there")
     if missing:
-        reasons = [event["detail"] for event in events if event["what"] == "fault"][:1]
-        reasons += [ended.last for ended in (joiner, host) if ended.err.strip()]
-        return Finding("failed", PART, "; ".join([missing[0], *reasons]), REMEDY)
+        faults = [event["detail"] for event in events if event["what"] == "fault"]
+        porters = [line for line in host.err.splitlines() if line.startswith("porter: ")]
+        why = (porters or faults or [joiner.last])[0]
+        return Finding("failed", PART, f"{missing[0]}: {why}", REMEDY)
     here, there = _nodes(host, "open")[0], _nodes(joiner, "started")[0]
     after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
     words = (f"one of {there} joined {here} ({after}), was killed, which was noticed "

@@ -3,7 +3,7 @@
     python -m rose.doctor.rank                  the world only
     python -m rose.doctor.rank FOLDER SIDE      SIDE: 0 writes first, 1 answers
 
-Says {"what": "files", "round_trips": [seconds]} or {"what": "files", "missing": path}, then {"what": "world", "size": ...}.
+Says {"what": "files", "round_trips": [seconds]}, or "missing": path, then {"what": "world", "size": ranks}.
 Imports nothing but the standard library before the files are through.
 """
 

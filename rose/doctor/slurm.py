@@ -78,7 +78,8 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
                      "rose.doctor.rank", *([shared, str(side)] if folder else [])]
         done = run(argv, local.environment(c))
     found = [rank.files(done, folder)] if folder else []
-    return [*found, world(done, "srun over two components", "if the queue is full try again; else another cluster/mpi=")]
+    return [*found, world(done, "srun over two components",
+                          "if the queue is full try again; else another cluster/mpi=")]
 
 
 def nccl(c: Config) -> Finding:

@@ -136,6 +136,8 @@ def check(tree: dict) -> plan.Plan:
 
 def launch(made: plan.Plan, console: Console) -> int:
     c = made.config
+    if c.why_not_borrowed:
+        say(console, c.why_not_borrowed, label="[yellow]warning:[/]")
     if c.cluster.dry_run:
         plan.show(made, console)
         if c.cluster.kind == "slurm":

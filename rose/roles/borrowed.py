@@ -56,7 +56,7 @@ class Borrowed:
         self._on_fault, self._on_change = on_fault, on_change
         self._patience_s = config.rollout.engine_start_timeout_s
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
-        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
+        self._launcher: tuple[str, ...] = ()
         self._door = Door(run_dir, attempt)
         self._ranks: dict[int, _Rank] = {}  # by address
         self._first = self._next = world_size
@@ -65,6 +65,7 @@ class Borrowed:
     async def run(self) -> None:
         """For ever. The door's files may lie on a slow file system, so another thread looks at them."""
         self._tasks = Tasks()
+        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")  # not every site's MPI has one
         await asyncio.to_thread(self._door.open)
         try:
             await self._tasks.run_until(self._attend())

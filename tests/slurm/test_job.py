@@ -85,14 +85,3 @@ def test_a_sweep_submits_every_point_and_returns(job):
     for seed in (1, 2):
         name = job.folder / f"run-seed={seed}" / "status" / "job"
         subprocess.run(["scancel", name.read_text().strip()], check=True, timeout=30)
-
-
-def test_the_doctor_finds_a_world_over_two_components_and_a_kind_of_mpi_that_is_not_there(cluster, tmp_path):
-    def doctor(*overrides):
-        return subprocess.run([sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path), "cluster=dev", *overrides],
-                              capture_output=True, text=True, timeout=120)
-
-    well = doctor()
-    assert well.returncode == 0 and "ok       one MPI world, srun over two components" in well.stdout, well.stdout
-    ill = doctor("cluster.mpi.srun=['--mpi=pmi9']")
-    assert ill.returncode == 1 and "failed   srun --mpi: no pmi9 here" in ill.stdout, ill.stdout

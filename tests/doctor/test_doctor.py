@@ -1,0 +1,206 @@
+"""What the doctor says of a part that works, and of one that doesn't."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rose.doctor import join, machine, rank
+from rose.doctor.finding import Child, Ended, run
+from rose.doctor.world import world
+
+
+def ended(*events, err="", code=0):
+    return Ended(code, "srun: a line of somebody else\n" + "".join(json.dumps(event) + "\n" for event in events), err)
+
+
+def test_a_folder_that_cannot_hold_runs_is_named(tmp_path):
+    assert machine.file_system(tmp_path / "runs").state in ("ok", "warning")
+    assert list((tmp_path / "runs").iterdir()) == []
+    (tmp_path / "file").touch()
+    found = machine.file_system(tmp_path / "file" / "runs")
+    assert found.state == "failed" and str(tmp_path / "file") in found.words
+    assert "folder that you may write" in found.remedy
+
+
+def test_a_package_that_does_not_import_is_named():
+    assert machine.package("h5py").state == "ok"
+    found = machine.package("rose_has_no_such_package")
+    assert found.state == "failed" and "rose_has_no_such_package" in found.words and "pip install" in found.remedy
+
+
+def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
+    polite = ("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', flush=True); "
+              "time.sleep(60)")
+    began = time.monotonic()
+    with Child([sys.executable, "-c", polite]) as child:
+        assert child.until(lambda so_far: "here" in so_far.out, 30.0)
+        said = child.wait(0.1)
+    assert (said.code, said.out, said.last) == (124, "here\n", "no end within 0.1 s")
+    assert time.monotonic() - began < 30.0
+    assert run(["sh", "-c", "echo why >&2; echo 'srun: error: n1: task 0' >&2; exit 3"]).last == "why"
+
+
+# --------------------------------------------------------------------------- one MPI world
+
+
+def ranks(*sizes):
+    return [{"what": "world", "node": "n", "size": size, "library": "MPICH 5"} for size in sizes]
+
+
+@pytest.mark.parametrize(("done", "state", "words"), [
+    (ended(*ranks(2, 2)), "ok", "MPICH 5"),
+    (ended(*ranks(1, 1)), "failed", "2 ranks, each in a world of 1"),
+    (ended(*ranks(2)), "failed", "1 ranks"),
+    (ended(err="srun: error: no", code=1), "failed", "srun: error: no"),
+    (Ended(3, "", ""), "failed", "exit code 3"),
+])
+def test_one_world_is_two_ranks_that_know_of_each_other(done, state, words):
+    found = world(done, "srun", "ask")
+    assert found.state == state and words in found.words
+
+
+# --------------------------------------------------------------------------- files between nodes
+
+
+def side(node, **said):
+    return {"what": "files", "node": node} | said
+
+
+@pytest.mark.parametrize(("done", "state", "words"), [
+    (ended(side("n1", round_trips=[0.02] * 5), side("n2", round_trips=[0.5])), "ok", "n1 is seen on n2 after 10 ms"),
+    (ended(side("n1", round_trips=[6.0] * 5), side("n2", round_trips=[6.0] * 5)), "warning", "3000 ms"),
+    (ended(side("n1", round_trips=[0.02]), side("n1", round_trips=[0.02])), "warning", "both components ran on n1"),
+    (ended(side("n2", missing="/tmp/x")), "failed", "n2 did not see /tmp/x within 10 s"),
+    (ended(code=1), "warning", "not tried"),
+])
+def test_files_are_shared_when_each_side_sees_the_others(done, state, words):
+    found = rank.files(done, Path("/tmp"))
+    assert found.state == state and words in found.words, found
+
+
+def test_two_sides_see_each_others_files(tmp_path):
+    answers = ("import sys; from pathlib import Path; from rose.doctor import rank; "
+               "print(len(rank.exchange(Path(sys.argv[1]), 1)['round_trips']))")
+    other = subprocess.Popen([sys.executable, "-c", answers, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    took = rank.exchange(tmp_path, 0)["round_trips"]
+    assert other.communicate(timeout=30)[0] == f"{rank.ROUNDS}\n"
+    assert len(took) == rank.ROUNDS and all(seconds > 0 for seconds in took)
+
+
+def test_who_sees_nothing_says_of_what(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank, "SEEN_S", 0.1)
+    assert rank.exchange(tmp_path / "elsewhere", 0) == {"missing": str(tmp_path / "elsewhere")}
+    assert rank.exchange(tmp_path, 1) == {"missing": str(tmp_path / "ask-0")}
+
+
+# --------------------------------------------------------------------------- join and survive
+
+
+def story(*without):
+    """What the coordinator's side says when all is well, but for the events named."""
+    events = [{"what": "open"},
+              {"what": "joined", "worker": "borrowed-1", "detail": "borrowed-1: on n2, 1.0 s after it asked"},
+              {"what": "heard", "worker": "borrowed-1"},
+              {"what": "joined", "worker": "borrowed-2", "detail": "borrowed-2: on n2, 1.0 s after it asked"},
+              {"what": "heard", "worker": "borrowed-2"},
+              {"what": "left", "worker": "borrowed-2", "detail": "borrowed-2: done"},
+              {"what": "lost", "worker": "borrowed-1", "seconds": 2.04}]
+    return [event | {"node": "n1"} for event in events if (event["what"], event.get("worker")) not in without]
+
+
+def joiner(node="n2", **rest):
+    return ended({"what": "started", "node": node}, **rest)
+
+
+def test_a_join_that_survives_a_kill_tells_the_times():
+    found = join.joined(ended(*story()), joiner(), two_nodes=True)
+    assert found.state == "ok"
+    assert "one of n2 joined n1 (1.0 s after it asked)" in found.words and "2.0 s after its last word" in found.words
+    assert join.joined(ended(*story()), joiner("n1"), two_nodes=True).state == "warning"
+    assert join.joined(ended(*story()), joiner("n1"), two_nodes=False).state == "ok"
+
+
+@pytest.mark.parametrize(("missing", "words"), [
+    (("joined", "borrowed-1"), "no rank could join"), (("heard", "borrowed-1"), "no message of it came"),
+    (("lost", "borrowed-1"), "went unnoticed"), (("joined", "borrowed-2"), "no other rank could join"),
+    (("left", "borrowed-2"), "could not leave"),
+])
+def test_what_did_not_happen_is_named_with_the_reason(missing, words):
+    fault = {"what": "fault", "node": "n1", "detail": "its porter was not up"}
+    found = join.joined(ended(*story(missing), fault), joiner(), two_nodes=True)
+    assert found.state == "failed" and words in found.words and "its porter was not up" in found.words
+    assert "cluster.mpi.join=false" in found.remedy
+    mpi = ended(*story(missing), fault, err="porter: Exception: not supported with ucx")
+    assert "not supported with ucx" in join.joined(mpi, joiner(), two_nodes=True).words
+
+
+def test_a_host_that_does_not_start_is_said_first():
+    found = join.joined(ended(err="FileNotFoundError: 'config.json'", code=1), Ended(1, "", ""), two_nodes=True)
+    assert found.state == "failed" and "did not start: FileNotFoundError" in found.words
+
+
+def test_without_join_it_says_what_is_lost(make_config, tmp_path):
+    found = join.local(make_config("cluster.mpi.join=false"), tmp_path)
+    assert found.state == "warning" and "cluster.mpi.join=false" in found.words
+    assert "dedicated rollout ranks only" in found.remedy
+
+
+# --------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.slow
+def test_an_all_reduce_is_checked_and_timed():
+    """The program that NCCL is tried with, on the CPU's backend."""
+    done = run([sys.executable, "-m", "rose.doctor.all_reduce", "gloo", "2"], os.environ)
+    [event] = done.events()
+    assert done.code == 0 and event["what"] == "all-reduce" and event["gib_per_s"] > 0
+
+
+def test_nccl_tells_its_bandwidth_or_what_went_wrong():
+    found = machine.reduced(ended({"what": "all-reduce", "node": "n1", "gib_per_s": 123.4}), 8)
+    assert found == ("ok", "NCCL between 8 GPUs", "all-reduce on n1 at 123.4 GiB/s bus bandwidth", "")
+    found = machine.reduced(ended(err="RuntimeError: NCCL error: unhandled system error", code=1), 8)
+    assert found.state == "failed" and "unhandled system error" in found.words and "NCCL_DEBUG" in found.remedy
+
+
+@pytest.mark.parametrize(("listed", "parts"), [
+    (0, ["GPUs here"]), (1, ["GPUs here"]), (2, ["GPUs here", "NCCL between 2 GPUs"])])
+def test_nccl_is_tried_between_two_gpus_or_more(make_config, tmp_path, monkeypatch, listed, parts):
+    """By an nvidia-smi of our own, since this machine may have no GPU: torch then sees fewer, and that is said."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "echo GPU 0: some\n" * listed)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = machine.gpus(make_config())
+    assert [each.part for each in found] == parts and found[0].state == "ok"
+    if listed == 2:
+        assert found[1].state == "failed" and "torch sees 0 GPUs of 2" in found[1].words
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["cluster.kind=pbs"], "cluster.kind='pbs'"), (["cluster=nowhere"], "cluster=nowhere"),
+    (["-m", "seed=1,2"], "no sweep")])
+def test_bad_overrides_are_refused_with_code_2(overrides, words):
+    done = subprocess.run([sys.executable, "-m", "rose.doctor", *overrides], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_this_machine_works_in_under_a_minute(tmp_path):
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path)], capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 60.0
+    for part in ("import vllm", "import deepspeed", "one MPI world, mpiexec", "join and survive a killed peer"):
+        assert f"ok       {part}" in done.stdout
+    assert list(tmp_path.iterdir()) == []
