@@ -6,6 +6,7 @@ import pytest
 
 from rose import config as configuration
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape
+from tests.conftest import CONF
 
 
 def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path):
@@ -27,6 +28,8 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("scheduler.queue_depth=-0.1", ["scheduler.queue_depth=-0.1", ">= 0"]),
     ("trainer.optimizer.betas=[0.9,x]", ["trainer.optimizer.betas[1]='x'", "expected `float`"]),
     ("+cluster.mpi.srun=[1]", ["cluster.mpi.srun[0]=1", "expected `str`"]),
+    ("cluster.mpi.srun=[pmi2]", ["cluster.mpi.srun.0='pmi2'", "--mpi=pmi2"]),
+    ("+cluster.mpi.env.A-B=x", ["cluster.mpi.env.A-B='x'", "name of a variable"]),
     ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
     ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
     ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
@@ -49,6 +52,34 @@ def test_impossible_values_are_named_with_their_remedy(tree, override, words):
     with pytest.raises(ConfigError) as refused:
         from_dict(tree(override))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_mpi_is_a_configuration_and_says_whether_ranks_may_join(make_config, name):
+    c = make_config("cluster=slurm", f"cluster/mpi={name}")
+    assert c.cluster.mpi.name == name and c.borrows == c.cluster.mpi.join == (name in ("mpich", "mpich_wheel"))
+    assert not c.cluster.mpi.join_env or c.cluster.mpi.join
+
+
+def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
+    openmpi = "cluster/mpi=openmpi"
+    words = make_config(openmpi).why_not_borrowed
+    assert "cluster.mpi.join=false (of openmpi)" in words and "2 dedicated rollout ranks only" in words
+    assert make_config().why_not_borrowed == ""
+    assert make_config(openmpi, "serving=none").why_not_borrowed == ""
+    assert make_config(openmpi, "rollout.replay=earlier").why_not_borrowed == ""
+
+
+def test_asking_for_ranks_that_cannot_join_is_refused_by_its_key(make_config):
+    on_demand = ("cluster=dev", "scheduler/provisioning=on_demand")
+    make_config(*on_demand)
+    with pytest.raises(ConfigError, match="cluster.mpi.join=False: with openmpi no rank can join.*on_demand"):
+        make_config(*on_demand, "cluster/mpi=openmpi")
+    with pytest.raises(ConfigError, match="scheduler.provisioning.name='on_demand': .* serving.borrow=true"):
+        make_config(*on_demand, "serving=none")
 
 
 def shape(**changes):
