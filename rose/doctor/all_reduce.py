@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=30)
 
 def main(backend: str, ranks: int) -> None:
     if backend == "nccl" and torch.cuda.device_count() < ranks:
-        sys.exit(f"torch sees {torch.cuda.device_count()} GPUs of {ranks}; is its build for this driver?")
+        sys.exit(f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none for this driver")
     with tempfile.TemporaryDirectory(prefix="rose-doctor-") as folder:  # a file: no port to be taken by another
         torch.multiprocessing.spawn(_rank, (ranks, backend, f"{folder}/rendezvous"), nprocs=ranks)
 

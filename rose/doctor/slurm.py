@@ -21,7 +21,13 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
     found = settings(c)
     if any(finding.state == "failed" for finding in found):
         return found
-    jobs = [lambda: over_components(c, folder), lambda: [join.over_nodes(c, folder)]]
+
+    def in_turn() -> list[Finding]:
+        """The small jobs first: one over two components may wait for nodes, and then holds up what comes after it."""
+        last = join.over_nodes(c, folder)
+        return [*over_components(c, folder), last]
+
+    jobs = [in_turn]
     if c.cluster.gpus and c.cluster.slurm.trainer.gpus_per_node > 1:
         jobs.append(lambda: [nccl(c)])
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -79,7 +85,7 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
         done = run(argv, local.environment(c))
     found = [rank.files(done, folder)] if folder else []
     return [*found, world(done, "srun over two components",
-                          "if the queue is full try again; else another cluster/mpi=")]
+                          "if two nodes are not free now, try again; else another cluster/mpi=")]
 
 
 def nccl(c: Config) -> Finding:
