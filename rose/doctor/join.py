@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from rose import config as configuration
 from rose.config import Config, ConfigError
 from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding
@@ -20,6 +22,7 @@ from rose.launch import local as launcher
 PART = "join and survive a killed peer"
 QUEUE_S = 15  # of each job; plain ones start as soon as there is room
 OPEN_S = 20.0
+LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without borrowed ranks"
 STAGES = (("joined", 1, "no rank could join"), ("heard", 1, "a rank joined, and no message of it came"),
           ("joined", 2, "after one was killed, no other rank could join"),
@@ -53,7 +56,8 @@ def _join(c: Config, folder: Path | None, host: Sequence[str],
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
     python = (sys.executable, "-u", "-m")
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder, ignore_cleanup_errors=True) as run_dir:
-        configuration.save(c, Path(run_dir) / "config.json")
+        patient = msgspec.structs.replace(c.serving, lost_after_s=max(c.serving.lost_after_s, LOST_AFTER_S))
+        configuration.save(msgspec.structs.replace(c, serving=patient), Path(run_dir) / "config.json")
         env = launcher.environment(c)
         with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
             end = time.monotonic() + DEADLINE_S - END_S
@@ -64,7 +68,7 @@ def _join(c: Config, folder: Path | None, host: Sequence[str],
                     members = joiner.wait(max(1.0, end - time.monotonic()))
                 if _nodes(members, "started"):
                     break
-            saw = coordinator.wait(c.serving.lost_after_s + END_S) if members.code == 0 else coordinator.so_far()
+            saw = coordinator.wait(patient.lost_after_s + END_S) if members.code == 0 else coordinator.so_far()
     return joined(saw, members, c.cluster.kind == "slurm")
 
 

