@@ -5,8 +5,8 @@
 
 A training job with one dedicated engine runs all the while. In each round serving jobs join it one after the other; at
 each number of borrowed ranks `--steps` training steps are timed. Then one half of them is asked to leave (SIGUSR2: its
-turns finish first) and the other half is killed (SIGKILL to every process of the rank). Printed, as median, smallest and
-largest over all rounds:
+turns finish first) and the other half is killed (SIGKILL to every process of the rank). Printed, as median, smallest
+and largest over all rounds:
 
     ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
     joined to first token of it at the coordinator: the current weights are loaded in between
@@ -93,8 +93,8 @@ class Serving:
     def __init__(self, training: Training, number: int) -> None:
         self.training, self.log = training, training.folder / f"serving-{number}.log"
         done = subprocess.run(["sbatch", "--parsable", "--partition=spare", f"--output={self.log}",
-                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=bench", f"output_dir={training.folder}",
-                               "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=bench",
+                               f"output_dir={training.folder}", "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
         if done.returncode:
             raise SystemExit(f"bench_elastic: {done.stderr}")
         self.id = done.stdout.strip().split(";")[0]
@@ -173,7 +173,8 @@ def read(entries, killed: dict[str, float]) -> Story:
                     del holder[turn]
                 if worker in killed:
                     orphans |= dict.fromkeys(held, worker)
-                    story.losses[worker] = _loss(event.at, killed[worker], [size[t] for t in held], words.get(worker, []))
+                    story.losses[worker] = _loss(event.at, killed[worker], [size[t] for t in held],
+                                                 words.get(worker, []))
         for action in entry.actions:
             if isinstance(action, ev.AssignTurn):
                 holder[action.turn] = action.worker
@@ -199,7 +200,8 @@ def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[flo
     """The greatest lateness in each join, and in as long a time just before it if nobody joined then. Milliseconds."""
     spans = [(asked[worker], story.first_token[worker]) for worker in asked if worker in story.first_token]
     quiet = [(a - (b - a), a) for a, b in spans]
-    free = [(a, b) for a, b in quiet if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)]
+    free = [(a, b) for a, b in quiet
+            if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)]
     return ([1000 * lateness(story.ticks, *span) for span in spans],
             [1000 * lateness(story.ticks, *span) for span in free])
 
@@ -216,7 +218,8 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
                     serving.append(Serving(training, number := number + 1))
                     console.print(f"round {at + 1}: {serving[-1].joined()} joined")
                 times[count] += training.next_steps(steps)
-                console.print(f"round {at + 1}: {count} borrowed: {statistics.median(times[count][-steps:]):.2f} s a step")
+                median = statistics.median(times[count][-steps:])
+                console.print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step")
             for i, job in enumerate(serving):
                 moments = drained if i % 2 else killed
                 moments[job.worker] = job.drain() if i % 2 else job.kill()

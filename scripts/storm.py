@@ -4,8 +4,8 @@
 
 The main job trains on this machine while `--lenders` serving ranks with real engines come over MPI, each killed with
 SIGKILL at a random moment (half of them on their way in or within a second of joining, half in the midst of their
-turns) and followed by another, until JOINS have joined. Then the run is stopped as by Ctrl-C, and all of this must hold:
-the run stopped in order, in its first attempt; every kill of a joined rank was noticed; each step trained its full
+turns) and followed by another, until JOINS have joined. Then the run is stopped as by SIGTERM, and all of this must
+hold: the run stopped in order, in its first attempt; every kill of a joined rank was noticed; each step trained its full
 batch, every trajectory in one step only and with a version for each token; the journal replays to the same decisions.
 Printed: joins, kills, turns that moved, and how long a loss took to be noticed. Exit code 1 if something does not hold.
 """
@@ -155,7 +155,7 @@ class Storm:
             lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
             print(f"{len(self.joined):3} joined: {lender.worker}", flush=True)
         if lender.kill_at and now >= lender.kill_at:
-            self._kill(lender, whole=self.chance.random() < 0.3)  # else its command stays, and begins another membership
+            self._kill(lender, whole=self.chance.random() < 0.3)  # else its command begins another membership
 
     def _kill(self, lender: Lender, whole: bool) -> None:
         worker, at = lender.worker, lender.kill(whole)
@@ -217,8 +217,8 @@ def check(run_dir: Path) -> list[str]:
                 wrong.append(f"{t.id} of step {step} has tokens of versions {sorted(set(versions[made].tolist()))}")
     for path in attempts:
         try:
-            print(f"{path.name}: {journal.replay(path, scheduler.build(c.scheduler, c.rollout.turn_timeout_s)):,} events "
-                  "replayed to the same decisions")
+            events = journal.replay(path, scheduler.build(c.scheduler, c.rollout.turn_timeout_s))
+            print(f"{path.name}: {events:,} events replayed to the same decisions")
         except ValueError as error:
             wrong.append(str(error))
     moved = sum(row["migrations"] for row in rows_of(read_metrics(run_dir), "step"))

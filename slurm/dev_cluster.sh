@@ -184,7 +184,7 @@ start() {
 
 namespaces() { unshare -m -u true 2>/dev/null; }
 
-start_node() {  # NAME: one mount and UTS namespace, where the kernel lets us: its own PMIx folder, /dev/shm and host name
+start_node() {  # NAME: its own PMIx folder, /dev/shm and host name (mount and UTS namespaces), where the kernel lets us
     mkdir -p $FOLDER/spool/$1 $FOLDER/pmix-$1
     if namespaces; then
         unshare -m -u --propagation private bash -c "mount --bind $FOLDER/pmix-$1 $FOLDER/pmix &&

@@ -37,7 +37,7 @@ class Guest:
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
         """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` when it isn't up within `START_S`."""
         here = os.getpid()
-        came: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.get_running_loop().create_future()
+        came = asyncio.get_running_loop().create_future()  # of (StreamReader, StreamWriter)
         with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
             path = f"{folder}/s"
             server = await asyncio.start_unix_server(lambda *ends: came.done() or came.set_result(ends), path)
@@ -52,7 +52,8 @@ class Guest:
             except (TimeoutError, GuestGone):
                 if porter.returncode is None:
                     porter.kill()
-                raise GuestGone(f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the coordinator's "
+                raise GuestGone(f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the "
+                                "coordinator's "
                                 "log") from None
             finally:
                 server.close()

@@ -1,13 +1,13 @@
 """How a serving rank finds a running job and is let in, although either may vanish at any instruction.
 
-    outputs/RUN/join/endpoint.json    the running attempt: protocol version, pid, host, and a count that grows while it runs
+    outputs/RUN/join/endpoint.json    the running attempt: protocol version, pid, host, a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)
     outputs/RUN/join/ID.asks          announce: a rank shows token and protocol version and asks to join
     outputs/RUN/join/ID.answer        admitted (under which name, at which MPI port), or refused and why
     outputs/RUN/join/ID.comes         ID.asks renamed: its engine is up, it connects in the next instant
 
-The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from the last of these on:
-a rank that dies in between costs nothing. Left out: what is said afterwards (rose/roles/borrowed.py).
+The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from the last of these
+on: a rank that dies in between costs nothing. Left out: what is said afterwards (rose/roles/borrowed.py).
 """
 
 from __future__ import annotations
@@ -88,12 +88,13 @@ class Door:
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.folder = folder(run_dir)
         self.token = secrets.token_hex(32)
-        self._endpoint = Endpoint(protocol=PROTOCOL_VERSION, attempt=attempt, host=socket.gethostname(), pid=os.getpid(),
-                                  started=time.time(), beats=0)
+        self._endpoint = Endpoint(protocol=PROTOCOL_VERSION, attempt=attempt, host=socket.gethostname(),
+                                  pid=os.getpid(), started=time.time(), beats=0)
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError when the folder can't be written."""
+        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError when the folder can't be
+        written."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for old in self.folder.iterdir():
@@ -137,8 +138,8 @@ class Door:
             content = msgspec.json.decode(_read(path))
             protocol = content.get("protocol") if isinstance(content, dict) else None
             if protocol != PROTOCOL_VERSION:  # another version's ask may have other fields
-                return (f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start the serving job with "
-                        "the run's own release of ROSE")
+                return (f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start the serving job "
+                        "with the run's own release of ROSE")
             ask = msgspec.convert(content, Ask)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return f"{path.name} is no request to join: {error}"
@@ -159,13 +160,13 @@ def endpoint(run_dir: Path) -> Endpoint | None:
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise JoinError(f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs as the user "
-                        "whose training it joins", temporary=False) from None
+        raise JoinError(f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs as the "
+                        "user whose training it joins", temporary=False) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise JoinError(f"{path}: {error}", temporary=True) from None
     if found.protocol != PROTOCOL_VERSION:
-        raise JoinError(f"{path}: the run speaks protocol version {found.protocol}, this process {PROTOCOL_VERSION}; use "
-                        "one release of ROSE for both", temporary=False)
+        raise JoinError(f"{path}: the run speaks protocol version {found.protocol}, this process {PROTOCOL_VERSION}; "
+                        "use one release of ROSE for both", temporary=False)
     return found
 
 
@@ -184,8 +185,8 @@ class Application:
             _write(self._path("asks"), Ask(protocol=PROTOCOL_VERSION, token=self.token, host=socket.gethostname(),
                                            pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID", "")))
         except OSError as error:
-            raise JoinError(f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not writable here",
-                            temporary=True) from None
+            raise JoinError(f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not writable "
+                            "here", temporary=True) from None
         end = time.monotonic() + deadline_s
         while not self._path("answer").exists():
             if time.monotonic() > end:

@@ -5,8 +5,8 @@
 MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it accepts. So the
 coordinator connects to no borrowed rank: this process does, and may block or die of it, which costs that rank alone.
 Frames on the socket: length (uint32, little-endian), then the bytes; the first to the coordinator is the MPI port. An
-empty one from it says that the rank comes (accepting takes a whole core, so not before), the answer that it is here. By mpiexec, because to MPICH all processes without a launcher are the
-same one, and the rank has none. Imports little: one runs for each rank.
+empty one from it says that the rank comes (accepting takes a whole core, so not before), the answer that it is here.
+By mpiexec, because to MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one runs for each rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _READ_BYTES = 2**20
 
 def frame(data: bytes | bytearray) -> bytes:
     return HEADER.pack(len(data)) + data
+
+
+def _end_of_frame(received: bytearray) -> int:
+    return HEADER.size + (HEADER.unpack_from(received)[0] if len(received) >= HEADER.size else 0)
 
 
 def main() -> None:
@@ -58,7 +62,7 @@ def forward(channel: socket.socket, link) -> None:
             if not chunk:
                 return
             received += chunk
-            while len(received) >= HEADER.size and len(received) >= (end := HEADER.size + HEADER.unpack_from(received)[0]):
+            while len(received) >= (end := _end_of_frame(received)):
                 link.send(bytes(received[HEADER.size:end]))
                 del received[:end]
         pause = min(pause * 1.5, _PAUSE_S)

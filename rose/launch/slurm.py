@@ -120,8 +120,8 @@ class Run:
         asked = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True,
                                timeout=COMMAND_DEADLINE_S)
         if asked.returncode:
-            raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm has "
-                            "requeued it already, else the same launch.py command continues it")
+            raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm "
+                            "has requeued it already, else the same launch.py command continues it")
         return "requeued"
 
 

@@ -1,7 +1,7 @@
-"""The run's numbers: one JSON line per training step, evaluation, fault or borrowed rank, and the same as TensorBoard events.
+"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the same for TensorBoard.
 
-A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its values. metrics.jsonl
-is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of it. Never imports torch.
+A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its values.
+metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def build_report(run_dir: Path | str) -> Path:
         title=escape(run_dir.resolve().name), style=(page / "report.css").read_text(),
         scripts="\n".join((page / name).read_text() for name in ("charts.js", "figures.js", "timeline.js")),
         data=_embed(data), subtitle=_subtitle(config, rows), facts=_facts(steps, timeline),
-        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps), steps=_step_table(steps),
+        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps),
+        steps=_step_table(steps),
         config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
     path = run_dir / FILE
     write_whole(path, html.encode())

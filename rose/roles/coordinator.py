@@ -24,8 +24,8 @@ from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.borrowed import Borrowed
-from rose.roles.provisioner import Provisioner
 from rose.roles.journal import Journal
+from rose.roles.provisioner import Provisioner
 from rose.roles.step_metrics import evaluation_row, step_row
 from rose.roles.train_messages import train_messages
 from rose.roles.turn_hub import TurnHub
@@ -62,7 +62,8 @@ class Coordinator:
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.live = LiveStatus(run_dir)
         self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
-        self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change)
+        self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault,
+                                 self._change)
         self.hub = TurnHub(scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size)
         self.provisioner = Provisioner(config, self.run_dir, self.hub.feed, self._fault, self._change)
         self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)

@@ -55,7 +55,8 @@ class Ledger:
             return None
         count = len(message.tokens) // 4
         if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:
-            raise ValueError(f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} of "
+            raise ValueError(f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} "
+                             "of "
                              "log-probabilities; both have 4 for each token")
         wanted, total = entry.request.sampling.max_new_tokens, entry.made + count
         if total > wanted or total == 0 and isinstance(message, p.TurnFinished):

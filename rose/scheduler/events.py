@@ -124,7 +124,8 @@ class Tick(Event):
 
 AnyEvent = (
     WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | CapacityQueued | CapacityGranted | CapacityRefused
-    | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun | GroupFinished | Tick
+    | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun
+    | GroupFinished | Tick
 )
 
 # --------------------------------------------------------------------------- actions

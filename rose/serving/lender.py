@@ -16,8 +16,7 @@ from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
 from rose.engine import start
 from rose.launch import resume
-from rose.serving import settings
-from rose.serving import member
+from rose.serving import member, settings
 from rose.serving.member import Ended, say
 
 LOOK_S = 0.5
@@ -64,6 +63,9 @@ class Lender:
         seen: Endpoint | None = None
         began = said = time.monotonic()
         while not self.signals:
+            if why := self._takes_none():
+                say(why)
+                return 1
             try:
                 found = endpoint(self.run_dir)
             except JoinError as error:
@@ -87,6 +89,14 @@ class Lender:
                 say(f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}")
             self._sleep(LOOK_S)
         return 0
+
+    def _takes_none(self) -> str:
+        """Why the run takes no borrowed ranks, if it has begun and takes none."""
+        if not (self.run_dir / "config.json").exists():
+            return ""
+        config = settings.of_run(self.run_dir, self.overrides)
+        reason = config.why_not_borrowed or "serving.borrow=false, deterministic=true or rollout.replay"
+        return "" if config.borrows else f"{self.run_dir} takes no borrowed ranks: {reason}"
 
     def _wait_s(self) -> float:
         try:

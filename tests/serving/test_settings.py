@@ -1,6 +1,7 @@
 """A serving rank's settings: the run's, with what may differ over it."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -8,7 +9,9 @@ import pytest
 
 from rose import config as configuration
 from rose.config import ConfigError
+from rose.launch import local
 from rose.serving import settings
+from rose.serving.lender import Lender
 
 
 @pytest.fixture
@@ -66,3 +69,16 @@ def test_a_run_that_is_finished_needs_nobody(run_dir, config):
     (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))
     done = serve(f"name={run_dir.name}", f"output_dir={run_dir.parent}")
     assert done.returncode == 0 and "is finished" in done.stdout
+
+
+def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_config, capsys):
+    config = make_config("serving=none", f"output_dir={tmp_path}", "name=run")
+    (tmp_path / "run").mkdir()
+    local.write_config(config, tmp_path / "run")
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    try:
+        assert Lender(tmp_path / "run", []).run() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "takes no borrowed ranks: serving.borrow=false" in capsys.readouterr().out
