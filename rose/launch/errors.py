@@ -1,6 +1,6 @@
 """Hydra's and OmegaConf's complaints in ROSE's form: key, value, remedy, and what was probably meant.
 
-Left out: what is wrong with a composed configuration; rose/config.py says that.
+Left out: what is wrong with a composed configuration; rose/config/ says that.
 """
 
 from __future__ import annotations

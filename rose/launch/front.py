@@ -32,7 +32,7 @@ from rose.trainer import algorithms  # imports torch (2 s): the algorithm's own 
 
 INSTEAD_OF_RUNNING = frozenset(("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i",
                                 "--shell-completion", "-sc"))  # Hydra's flags that compose no point
-NAME_LIMIT = 151  # characters of a run's name; rose/config.py refuses longer ones
+NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
 
 
 def main(conf: Path, arguments: list[str]) -> int:

@@ -1,0 +1,74 @@
+"""One typed tree for all of conf/, validated once, before anything starts.
+
+`from_dict` turns the composed Hydra tree into a frozen `Config` or raises `ConfigError`, whose text names the key, its
+value and what would be right. Nothing else reads the YAML of conf/.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose.config import errors
+from rose.config.checks import check, check_model
+from rose.config.errors import ConfigError
+from rose.config.tree import (
+    Algorithm, Cluster, Component, Config, Env, Eval, Model, ModelShape, Mpi, Observe, Optimizer, Policy, Rollout,
+    Scheduler, Serving, Slurm, Trainer, Transfer, nodes_of,
+)
+from rose.storage import write_whole
+
+__all__ = [
+    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Env", "Eval", "Model", "ModelShape", "Mpi",
+    "Observe", "Optimizer", "Policy", "Rollout", "Scheduler", "Serving", "Slurm", "Trainer", "Transfer",
+    "check_model", "from_dict", "keys", "load", "nodes_of", "read_shape", "save", "to_dict",
+]
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Resolved plain containers -> checked `Config`. Raises `ConfigError`."""
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(errors.explain(str(error), tree, Config)) from None
+    check(config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return msgspec.to_builtins(config)
+
+
+def keys() -> list[str]:
+    """Every key of the tree, dotted, sections included."""
+    return errors.keys(Config)
+
+
+def load(path: Path) -> Config:
+    """Read the resolved config that `save` wrote into a run's folder."""
+    return from_dict(json.loads(Path(path).read_text()))
+
+
+def save(config: Config, path: Path) -> None:
+    write_whole(Path(path), (json.dumps(to_dict(config), indent=2) + "\n").encode(), sync=True)
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Shape from an HF folder's config.json. Raises `ConfigError` when it is absent or unreadable."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        heads = raw["num_attention_heads"]
+        return ModelShape(
+            layers=raw["num_hidden_layers"], hidden=raw["hidden_size"], intermediate=raw["intermediate_size"],
+            heads=heads, kv_heads=raw.get("num_key_value_heads", heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, vocab=raw["vocab_size"],
+            tied_embeddings=raw.get("tie_word_embeddings", False))
+    except FileNotFoundError:
+        raise ConfigError(f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
+                          "model") from None
+    except (KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model.path={str(folder)!r}: config.json is no decoder model's ({error!r})") from None
