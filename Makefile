@@ -30,5 +30,5 @@ $(VENV)/.stamp-run: requirements/cpu.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
-	@$(PIP) -r requirements/test.txt
+	@$(subst --no-compile,,$(PIP)) -r requirements/test.txt
 	@touch $@
