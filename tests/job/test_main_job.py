@@ -29,7 +29,7 @@ def trained_on(run: Path, steps: int) -> list[str]:
 
 
 def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
-    job = Job(tmp_path, "trainer.ranks=2", "rollout.environment_hosts=2")
+    job = Job(tmp_path, "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert [row["step"] for row in steps] == [1, 2, 3] and [row["version"] for row in steps] == [1, 2, 3]
@@ -43,12 +43,12 @@ def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
-    again = Job(tmp_path, "trainer.ranks=2", "rollout.environment_hosts=2")
+    again = Job(tmp_path, "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
     assert again.wait(60) == 0 and "finished" in again.said
 
 
 def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
-    job = Job(tmp_path, "trainer.steps=4", "trainer.batch_size=64")
+    job = Job(tmp_path, "rollout.workers=2", "trainer.steps=4", "trainer.batch_size=64")
     job.until(lambda: job.phase() == ("rollout", 2) and job.steps(), "step 2")
     engine = job.engine()
     engine.kill()
@@ -61,7 +61,7 @@ def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
 
 
 def test_killed_outright_it_resumes_to_the_same_metrics(tmp_path):
-    exact = ("deterministic=true", "rollout.workers=1", "trainer.steps=3")
+    exact = ("deterministic=true", "trainer.steps=3")
     whole = Job(tmp_path / "whole", *exact)
     assert whole.wait() == 0, whole.said + whole.logs()
     broken = Job(tmp_path / "broken", *exact)

@@ -48,7 +48,7 @@ class SlurmJob:
     def submit(self, *overrides: str, code: int = 0) -> str:
         """`launch.py`'s words; its exit code must be `code`."""
         done = subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), "cluster=dev", f"output_dir={self.folder}",
-                               "name=run", *SMALL, *overrides], capture_output=True, text=True, timeout=120)
+                               "name=run", *SMALL, "cluster.slurm.rollout.nodes=1", *overrides], capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -53,8 +53,8 @@ class Serving:
 def lending(cluster, tmp_path_factory):
     """A training job that goes on until the module's end; then what must hold of any run is checked."""
     job = SlurmJob(tmp_path_factory.mktemp("lending"))
-    job.submit("trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0", "rollout.workers=1",
-               "cluster.slurm.rollout.nodes=1", "trainer.checkpoint_every=20", "transfer.keep_versions=4")
+    job.submit("trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0",
+               "trainer.checkpoint_every=20", "transfer.keep_versions=4")
     job.until(lambda: job.steps(), "the first step")
     yield job
     newest = job.steps()[-1]

@@ -24,16 +24,17 @@ def ranks(job, attempt):
 
 
 def test_a_heterogeneous_job_trains_and_every_component_completes(job):
-    said = job.submit()
+    two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2")
+    said = job.submit(*two_nodes)
     assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
-    assert f"run is job {job.id} already" in job.submit()  # the same command again: nothing is sent twice
+    assert f"run is job {job.id} already" in job.submit(*two_nodes)  # the same command again: nothing is sent twice
     assert job.until_ended() == ["COMPLETED", "COMPLETED"], job.logs()
     assert job.steps() == [1, 2, 3]
     assert [component.nodes for component in state.components(job.id)] == ["n1", "n[2-3]"]
     assert state_of(job.run).count("COMPLETED") == 2
     assert "5 done" in state_of(job.run)
     assert (job.run / "report.html").exists()
-    assert "is finished (3 steps)" in job.submit()
+    assert "is finished (3 steps)" in job.submit(*two_nodes)
 
 
 def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(job, cluster):
@@ -62,13 +63,13 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
     assert "given up after 3 requeues (cluster.slurm.requeues=3)" in job.said() and "killed by SIGKILL" in job.said()
-    assert "4 ended with the job, 1 failed" in state_of(job.run)
+    assert "3 ended with the job, 1 failed" in state_of(job.run)
     assert f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL" in state_of(job.run)
 
 
 def goes_on(job, attempt):
     """The attempt comes, and continues from the last checkpoint: each step is there once."""
-    job.until(lambda: len(ranks(job, attempt)) == 5, f"the ranks of attempt {attempt}")
+    job.until(lambda: len(ranks(job, attempt)) == 4, f"the ranks of attempt {attempt}")
     before = job.steps()[-1]
     job.until(lambda: job.steps()[-1] > before, f"a step of attempt {attempt}")
     assert job.steps() == list(range(1, job.steps()[-1] + 1))

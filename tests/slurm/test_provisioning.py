@@ -115,8 +115,7 @@ def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
 def test_a_run_gets_the_worker_that_it_asked_for_and_leaves_no_job_behind(job):
     job.submit("scheduler/provisioning=on_demand", "scheduler.provisioning.args.min=1",
                "scheduler.provisioning.args.max=1", "trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0",
-               "rollout.workers=1", "cluster.slurm.rollout.nodes=1", "observe.report=false",
-               "trainer.checkpoint_every=1000")
+               "observe.report=false", "trainer.checkpoint_every=1000")
     job.until(lambda: any(row.get("borrowed_token_share", 0) > 0 for row in rows_of(read_metrics(job.run), "step")),
               "tokens of a borrowed worker")
     [lent] = lend.noted(job.run).values()
