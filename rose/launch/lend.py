@@ -15,7 +15,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 
 from rose import config as configuration
-from rose.launch import sbatch
+from rose.launch import sbatch, state
 
 WAIT_S = 900.0  # for a requeued run; such a job is of no use to anybody else
 COMMAND_DEADLINE_S = 60.0
@@ -30,7 +30,15 @@ class Lend:
     def __call__(self) -> int:
         from rose.serving.lender import Lender
 
-        return Lender(self.run_dir, [f"serving.wait_s={WAIT_S:g}"]).run()
+        return Lender(self.run_dir, [f"serving.wait_s={WAIT_S:g}"], self._wanted).run()
+
+    def _wanted(self) -> bool:
+        """Whether the training job lives. One that Slurm killed in the midst of its end could not cancel this one."""
+        try:
+            job = state.submitted(self.run_dir)
+            return job is None or state.is_active(job)
+        except RuntimeError:
+            return True  # Slurm doesn't answer now
 
 
 def note(run_dir: Path, jobs: dict[str, str]) -> None:

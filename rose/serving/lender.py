@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rose import processes
@@ -20,6 +21,7 @@ from rose.serving import member, settings
 from rose.serving.member import Ended, say
 
 LOOK_S = 0.5
+ASK_S = 10.0  # between two questions whether anybody wants us
 SAY_EVERY_S = 60.0
 KILL_S = 15.0  # beyond serving.drain_s
 FAILURES = 5  # memberships in a row that never came to join
@@ -27,10 +29,10 @@ BACK_OFF_S = (1.0, 60.0)
 
 
 class Lender:
-    """`overrides`: of the run's configuration."""
+    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that is not there."""
 
-    def __init__(self, run_dir: Path, overrides: list[str]) -> None:
-        self.run_dir, self.overrides = run_dir, overrides
+    def __init__(self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True) -> None:
+        self.run_dir, self.overrides, self.wanted = run_dir, overrides, wanted
         self.command = ("-m", "rose.serving", f"name={run_dir.name}", f"output_dir={run_dir.parent}", *overrides)
         self.signals: list[int] = []
         self.drain_s = 0.0
@@ -61,7 +63,7 @@ class Lender:
     def _await_run(self) -> int | None:
         """Wait until the run is seen alive: None. Else the exit code."""
         seen: Endpoint | None = None
-        began = said = time.monotonic()
+        began = said = asked = time.monotonic()
         while not self.signals:
             if why := self._takes_none():
                 say(why)
@@ -81,6 +83,11 @@ class Lender:
                 say(f"{self.run_dir} is finished")
                 return 0
             now = time.monotonic()
+            if now - asked > ASK_S:
+                asked = now
+                if not self.wanted():
+                    say(f"nobody will continue {self.run_dir} now")
+                    return 0
             if now - began > wait_s:
                 say(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")
                 return 0
