@@ -13,8 +13,9 @@ and largest over all rounds:
     stall per join        the coordinator's longest lateness between ask and first token (its clock ticks every 0.5 s),
                           beside its longest in as long a time without a join: what the training loop may wait
     kill to notice, kill to reroute: until its last turn is with another rank
-    lost, computed again  per kill: tokens made and never received (its rate times the time since its last word), and
-                          tokens of its turns' contexts that another rank prefills again (unless it has them cached)
+    lost, computed again  per kill: tokens made and never received (at most its rate times the time since its last word,
+                          0.1 s at most while it has turns), and tokens of its turns' contexts that another
+                          rank prefills again (unless it has them cached)
     drain                 from SIGUSR2 to its goodbye
     step time             by the number of borrowed ranks
 
@@ -49,12 +50,14 @@ from rose.launch import state  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.roles import journal  # noqa: E402
 from rose.roles.coordinator import TICK_S  # noqa: E402
+from rose.roles.rollout import PROGRESS_S  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
 
 DEADLINE_S = 300.0
 RUN = ("cluster=dev", "name=bench", "trainer.steps=1000000", "eval.episodes=0", "observe.terminal=false",
        "observe.report=false", "rollout.workers=1", "cluster.slurm.rollout.nodes=1", "rollout.threads=1",
        "trainer.threads=1", "rollout.kv_cache_gib=0.05", "trainer.checkpoint_every=1000000", "transfer.keep_versions=4")
+TELL_S = PROGRESS_S  # a rank with turns tells their new tokens so often
 RATE_S = 2.0  # a killed rank's rate of tokens is that of so long before its last word
 
 
@@ -100,10 +103,10 @@ class Serving:
         self.id = done.stdout.strip().split(";")[0]
 
     def joined(self) -> str:
-        """Its worker's name, once it has one."""
-        found = self.training.until(lambda: self.log.exists() and re.search(
-            r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()), f"job {self.id}")
-        self.pid, self.worker = int(found[1]), found[2]
+        """Its worker's name, once it has one; that of its present membership, should it have been lost in between."""
+        found = self.training.until(lambda: self.log.exists() and re.findall(
+            r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()), f"job {self.id}")[-1]
+        self.pid, self.worker = int(found[0]), found[1]
         return self.worker
 
     def kill(self) -> float:
@@ -187,7 +190,7 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
     words = [(at, tokens) for at, tokens in words if at <= killed]
     last = words[-1][0] if words else killed
     rate = sum(tokens for at, tokens in words if at > last - RATE_S) / RATE_S
-    return Loss(noticed - killed, turns=len(held), lost=rate * (killed - last) if held else 0.0, again=sum(held))
+    return Loss(noticed - killed, turns=len(held), lost=rate * min(killed - last, TELL_S) if held else 0.0, again=sum(held))
 
 
 def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
@@ -221,8 +224,11 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
                 median = statistics.median(times[count][-steps:])
                 console.print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step")
             for i, job in enumerate(serving):
-                moments = drained if i % 2 else killed
-                moments[job.worker] = job.drain() if i % 2 else job.kill()
+                worker = job.joined()
+                if i % 2:
+                    drained[worker] = job.drain()
+                else:
+                    killed[worker] = job.kill()
                 training.until(lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone")
             serving.clear()
         training.next_steps(1)  # the journal is flushed with it
