@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 from collections.abc import Coroutine
 from typing import Any
+
+_HUNG_S = 60.0  # longer than any step of a loop that is well
+_STDERR = 2
 
 
 class Tasks:
@@ -26,8 +30,9 @@ class Tasks:
             self._failed.set_exception(task.exception())
 
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
-        """Run `services` beside the spawned tasks until one of them returns; raises what any task raised."""
-        running = [self.spawn(service) for service in services]
+        """Run `services` beside the spawned tasks until one of them returns; raises what any task raised. A loop that
+        stands still, inside MPI for instance, has its threads' stacks written to standard error."""
+        running = [self.spawn(service) for service in (_tell_if_hung(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             self._failed.result()
@@ -41,3 +46,13 @@ class Tasks:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=deadline_s)
+
+
+async def _tell_if_hung() -> None:
+    """The process's one watchdog thread is told again and again that this loop turns."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)
+            await asyncio.sleep(_HUNG_S / 4)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -32,18 +32,25 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body)) + body
 
 
-def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Raises `WireError` on anything but one whole, valid message."""
-    view = memoryview(data)
-    if len(view) < _HEADER.size:
-        raise WireError(f"{len(view)} bytes are too few for a message header of {_HEADER.size}")
-    magic, version, _, length = _HEADER.unpack_from(view)
+def promised(data: bytes | bytearray | memoryview) -> int:
+    """Bytes of the message that begins with `data`, by its header. Raises `WireError` on what is no header."""
+    if len(data) < _HEADER.size:
+        raise WireError(f"{len(data)} bytes are too few for a message header of {_HEADER.size}")
+    magic, version, _, length = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise WireError(f"a message begins with {_MAGIC!r}, this one with {bytes(magic)!r}")
     if version != PROTOCOL_VERSION:
         raise WireError(f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one release")
-    if length != len(view) - _HEADER.size or length > MAX_MESSAGE_BYTES:
-        raise WireError(f"the header promises {length} bytes, {len(view) - _HEADER.size} came")
+    if length > MAX_MESSAGE_BYTES:
+        raise WireError(f"the header promises {length} bytes; at most {MAX_MESSAGE_BYTES} travel at once")
+    return _HEADER.size + length
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Raises `WireError` on anything but one whole, valid message."""
+    view = memoryview(data)
+    if len(view) != (whole := promised(view)):
+        raise WireError(f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} came")
     try:
         return _decoder.decode(view[_HEADER.size:])
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from rose.comm import shared_memory
 from rose.comm.address import rendezvous
 from rose.comm.mailbox import Mailbox, share_text, split_by_role
 
-SIZES = [0, 1, 1000, 100_000, 3_000_000]
+SIZES = [0, 1, 1000, 65_500, 65_536, 100_000, 3_000_000]
 BURST = 1000  # messages that all lie there before the first is taken
 
 
@@ -72,5 +72,6 @@ else:
         box.receive_blocking(0.2, "a word that never comes")
     except TimeoutError as error:
         print(error)
+box.close()
 MPI.Finalize()
 sys.exit(0)

@@ -1,6 +1,7 @@
 """The mailbox between real MPI ranks."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,21 @@ from rose.launch.local import find_mpiexec
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
-def test_real_ranks_exchange_messages_of_all_sizes():
-    env = os.environ | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "PYTHONPATH": str(HERE.parents[1])}
-    ran = subprocess.run([find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, str(HERE / "mailbox_ranks.py")],
+def ranks(script: str) -> str:
+    env = os.environ | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1",
+                        "PYTHONPATH": str(HERE.parents[1])}
+    ran = subprocess.run([find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, str(HERE / script)],
                          env=env, capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "waited 0 s for a word that never comes" in ran.stdout
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_real_ranks_exchange_messages_of_all_sizes():
+    assert "waited 0 s for a word that never comes" in ranks("mailbox_ranks.py")
+
+
+@pytest.mark.slow
+def test_words_and_broadcasts_to_one_rank_all_arrive():
+    counts = re.findall(r"(\d+) broadcasts", ranks("traffic_ranks.py"))
+    assert len(counts) == 2 and counts[0] == counts[1] != "0"

@@ -1,0 +1,43 @@
+"""A rank's tasks: none fails unseen, and a loop that stands still says where."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from rose.comm.tasks import Tasks
+
+STANDS_STILL = """
+import asyncio, time
+from rose.comm import tasks
+tasks._HUNG_S = 0.2
+
+async def inside_a_call_that_does_not_return():
+    time.sleep(1.0)
+
+async def main():
+    await tasks.Tasks().run_until(inside_a_call_that_does_not_return())
+
+asyncio.run(main())
+"""
+
+
+def test_a_loop_that_stands_still_writes_where():
+    ran = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=60, check=True)
+    assert "in inside_a_call_that_does_not_return" in ran.stderr
+
+
+def test_the_first_task_that_raises_ends_all():
+    async def fails():
+        raise ValueError("this one")
+
+    async def main():
+        tasks = Tasks()
+        try:
+            await tasks.run_until(asyncio.Event().wait(), fails())
+        finally:
+            await tasks.close(1.0)
+
+    with pytest.raises(ValueError, match="this one"):
+        asyncio.run(main())

@@ -1,0 +1,121 @@
+"""Three real MPI ranks: 0 floods 2 with words of many sizes while 1 broadcasts to it; run by test_mailbox.py.
+
+A mailbox that probed lost a frame of the broadcast within a minute of this, and the run stood still.
+"""
+
+import asyncio
+import os
+import random
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from rose import protocol as p
+from rose.comm import shared_memory
+from rose.comm.mailbox import Mailbox
+from rose.transfer.broadcast import make_broadcast
+
+SECONDS, DEADLINE_S = 15.0, 30.0
+TABLE = bytes(3000)
+
+
+def payload(number: int) -> bytes:
+    rng = np.random.default_rng(number)
+    return rng.bytes(int(rng.integers(1000, 400_000)))
+
+
+class Compare:
+    """A sink that checks each broadcast."""
+
+    def __init__(self):
+        self.ended = 0
+
+    def begin(self, root, name):
+        assert name == f"v{self.ended}"
+        self.got = bytearray()
+
+    def payload(self, root, data):
+        self.got += data
+
+    def table(self, root, data):
+        assert bytes(data) == TABLE
+
+    def end(self, root):
+        assert self.got == payload(self.ended)
+        self.ended += 1
+
+
+async def flood():
+    draw, end, sent = random.Random(1), time.monotonic() + SECONDS, 0
+    echoes = asyncio.ensure_future(swallow())
+    while time.monotonic() < end:
+        for _ in range(draw.randrange(1, 20)):
+            box.send(2, p.AbortTurn("t" * draw.choice([10, 300, 2000, 9000, 30_000]), sent))
+            sent += 1
+        await asyncio.sleep(draw.random() * 0.01)
+    box.send(2, p.Shutdown(str(sent)))
+    assert box.flush(DEADLINE_S)
+    echoes.cancel()
+
+
+async def swallow():
+    while True:
+        await box.receive()
+
+
+def publish():
+    draw, end, number = random.Random(2), time.monotonic() + SECONDS - 1, 0
+    while time.monotonic() < end:
+        stream = broadcast.begin(f"v{number}")
+        stream.send(payload(number))
+        stream.finish(TABLE)
+        number += 1
+        time.sleep(draw.random() * 0.02)
+    box.send(2, p.Shutdown(str(number)))
+    assert box.flush(DEADLINE_S)
+    return number
+
+
+async def listen():
+    """To the last word of both others, which say how much there was of each."""
+    words, said = 0, {}
+    while len(said) < 2:
+        source, message = await box.receive()
+        if isinstance(message, p.Shutdown):
+            said[source] = int(message.reason)
+            continue
+        assert message.attempt == words
+        words += 1
+        if words % 5 == 0:
+            box.send(0, message)
+    assert words == said[0]
+    while sink.ended < said[1]:
+        await asyncio.sleep(0.01)
+
+
+async def take_all():
+    frames = asyncio.ensure_future(broadcast.receive(sink))
+    words = asyncio.ensure_future(listen())
+    await asyncio.wait([frames, words], return_when="FIRST_COMPLETED", timeout=SECONDS + DEADLINE_S)
+    if frames.done():
+        frames.result()
+    assert words.done(), f"words or frames are missing: {sink.ended} broadcasts came"
+    words.result()
+    frames.cancel()
+
+
+world = MPI.COMM_WORLD
+shared_memory.unname(world)
+rank = world.Get_rank()
+box, sink = Mailbox(world), Compare()
+broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S) if rank else None
+if rank == 0:
+    asyncio.run(flood())
+elif rank == 1:
+    print(publish(), "broadcasts sent", flush=True)
+else:
+    asyncio.run(take_all())
+    print(sink.ended, "broadcasts taken", flush=True)
+world.Barrier()
+os._exit(0)  # as the ranks of a run: receives are still posted
