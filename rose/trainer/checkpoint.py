@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from rose.storage import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE = "coordinator.json"
+
+
+@dataclass
+class Save:
+    """A checkpoint that is being written: its folder is begun once, and committed when every rank has saved."""
+
+    step: int
+    folder: Path
+    ranks: set[int] = field(default_factory=set)  # trainer ranks that have saved
 
 
 def _folder(run_dir: Path) -> Path:

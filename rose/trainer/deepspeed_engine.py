@@ -1,4 +1,4 @@
-"""DeepSpeed behind four words: start, backward, update, gather. Knows nothing of RL.
+"""DeepSpeed behind three words: start, backward, update. Knows nothing of RL.
 
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a sum
 over all micro-batches and ranks, and their number varies from step to step, so gradient accumulation is
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,14 @@ class DeepSpeedEngine:
         """Add the gradient of `loss`; the update's is the sum over its micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
-    def update(self) -> tuple[float, float]:
-        """Apply the gradient; returns (its norm before clipping, the learning rate).
+    def update(self, stepped: Callable[[], None] | None = None) -> tuple[float, float]:
+        """Apply the gradient; returns (its norm before clipping, the learning rate). Under ZeRO `stepped` is called
+        once this rank's partition is final, before the ranks gather each other's.
 
         Raises `NonFiniteGradient` on every rank, with nothing applied.
         """
+        if stepped is not None and self.settings.zero_stage:
+            return self._update_and_tell(stepped)
         lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -138,6 +141,23 @@ class DeepSpeedEngine:
             raise NonFiniteGradient("the gradient is not finite")
         self.updates += 1
         return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
+
+    def _update_and_tell(self, stepped: Callable[[], None]) -> tuple[float, float]:
+        """ZeRO steps torch's optimizer once per group of its partition."""
+        zero = self.engine.optimizer
+        left = len(zero.fp16_groups if self.settings.zero_stage == 3 else zero.bit16_groups)
+
+        def count(*_) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                stepped()
+
+        hook = zero.optimizer.register_step_post_hook(count)
+        try:
+            return self.update()
+        finally:
+            hook.remove()
 
     def _learning_rate(self) -> float:
         """Linear warm-up over `warmup_steps` updates, then constant."""
@@ -152,20 +172,6 @@ class DeepSpeedEngine:
         if not np.isfinite(norm):
             raise NonFiniteGradient("the gradient is not finite")
         return norm
-
-    def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name, whole tensor) of each weight on the one rank that it falls to, (name, None) on the others.
-
-        Shares are even in bytes. All ranks must run it to its end: ZeRO-3 gathers one tensor at a time.
-        """
-        import deepspeed
-
-        weights = self.policy.named_weights()
-        owners = share([getattr(p, "ds_numel", p.numel()) for _, p in weights], self.world)
-        for (name, parameter), owner in zip(weights, owners, strict=True):
-            split = self.settings.zero_stage == 3
-            with deepspeed.zero.GatheredParameters([parameter]) if split else nullcontext():
-                yield name, parameter.detach() if owner == self.rank else None
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, update count and random states into `folder`; whole when every rank has returned."""
@@ -201,15 +207,6 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
             raise ValueError(f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to {state[key]}, "
                              "or begin a run of another name")
     return state
-
-
-def share(sizes: list[int], world: int) -> list[int]:
-    """Owner rank of each size: largest first, to the rank with least."""
-    loads, owners = [0] * world, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += sizes[i]
-    return owners
 
 
 def _load_policy(trainer: configuration.Trainer, folder: Path | str) -> Policy:

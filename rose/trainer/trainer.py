@@ -8,9 +8,10 @@ the size of the whole batch's and gradient clipping means the same.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +28,11 @@ from rose.trainer.deepspeed_engine import (
     DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
 from rose.trainer.prefix_tree import obstacle
 from rose.trainer.importance import importance_weights, mismatch
-from rose.transfer import VersionWriter, commit, prepare
+from rose.trainer.shards import ShardReader
+from rose.transfer import codec
+from rose.transfer.blocks import cut
+from rose.transfer.publish import Published, Publisher, Stream
+from rose.transfer.store import FORMAT, Plan
 
 PHASES = ("proximal", "forward_backward", "optimizer")
 NEVER = 2**62  # number of a micro-batch that does not exist
@@ -53,36 +58,49 @@ class Trainer:
         join_world(self.device, index, world, address, port, config.trainer.step_timeout_s)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device)
+        self._publisher: Publisher | None = None
 
     @property
     def no_trees(self) -> str:
         """Why this model cannot be trained on prefix trees; "" if it can."""
         return obstacle(self.engine.policy.hf.config) or ""
 
-    def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]) -> dict[str, float]:
-        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank.
+    def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory],
+              publish_as: int | None = None) -> dict[str, float]:
+        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank. A
+        version to `publish` next is encoded from the moment at which this rank's optimizer has stepped.
 
         Raises `TrainingDiverged` on every rank, before anything of that update is applied, and
         `ValueError` for a trajectory that makes no sense.
         """
         with self.recorder.timed("train_step", step=step.step):
-            return _Step(self, step, trajectories).run()
+            stepped = None if publish_as is None else lambda: self._publisher.ahead(publish_as)
+            return _Step(self, step, trajectories, stepped).run()
 
-    def publish(self, folder: Path, version: int) -> Path | None:
-        """Write the weights, in model.dtype, as `version`. Rank 0 returns the manifest's path, the others None."""
-        dtype = DTYPES[self.config.model.dtype]
+    def open_store(self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]) -> None:
+        """Versions go to this folder from now on; before `load`, while the weights are still the model folder's.
+
+        `cuts(name, shape)`: rows and columns at which some server's part of a tensor begins or ends.
+        """
+        codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
+        c, dtype = self.config, DTYPES[self.config.model.dtype]
+        shards = ShardReader(self.engine.engine, self.engine.policy.named_weights(), c.trainer.zero_stage, dtype,
+                             self.index, self.world)
+        blocks = cut(shards.tensors, {t.name: cuts(t.name, t.shape) for t in shards.tensors}, shards.shards, self.world)
+        self._publisher = Publisher(
+            folder, Plan(FORMAT, "", self.world, shards.tensors, blocks), _Peers(self.index, self.world, self.device),
+            shards.read, c.transfer.threads or c.trainer.threads or os.cpu_count(), c.transfer.full_every,
+            c.transfer.keep_versions, c.trainer.step_timeout_s)
+
+    def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:
+        """Write the weights, in model.dtype, as `version`; see `Publisher.publish`."""
         with self.recorder.timed("publish", version=version):
-            if self.index == 0:
-                prepare(folder, version)
-            torch.distributed.barrier()
-            writer = VersionWriter(folder, version, self.index, self.world)
-            for name, tensor in self.engine.gather():
-                if tensor is not None:
-                    writer.add(name, tensor.to(dtype))
-            writer.finish()
-            if self.index:
-                return None
-            return commit(folder, version, self.world, timeout_s=self.config.trainer.step_timeout_s)
+            return self._publisher.publish(version, begin)
+
+    def tidy(self) -> None:
+        """While nobody waits for this rank: make the store short for late readers, and no larger than it must be."""
+        with self.recorder.timed("tidy"):
+            self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
         """Checkpoint into an existing folder; it is whole when this has returned on every rank."""
@@ -98,10 +116,27 @@ class Trainer:
         torch.distributed.destroy_process_group()
 
 
+class _Peers:
+    """The trainer ranks over torch.distributed."""
+
+    def __init__(self, rank: int, world: int, device: torch.device):
+        self.rank, self.world, self._device = rank, world, device
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+    def sum(self, value: int) -> int:
+        total = torch.tensor(value, device=self._device)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+
 class _Step:
     """One training step's data and running sums."""
 
-    def __init__(self, trainer: Trainer, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]):
+    def __init__(self, trainer: Trainer, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory],
+                 stepped: Callable[[], None] | None):
+        self.stepped = stepped  # after the last update
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, step.step
         self.device, self.recorder = trainer.device, trainer.recorder
         self.cap = trainer.config.algorithm.importance_cap
@@ -179,7 +214,7 @@ class _Step:
 
     def _apply(self, update: int) -> tuple[float, float]:
         try:
-            return self.engine.update()
+            return self.engine.update(self.stepped if update == len(self.updates) - 1 else None)
         except NonFiniteGradient as error:
             raise TrainingDiverged(f"step {self.number}, update {update}, after its last micro-batch: {error}; "
                                    "nothing of this update was applied") from None

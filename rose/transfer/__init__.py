@@ -1,9 +1,14 @@
-"""Policy versions on disk: immutable HDF5 files per trainer rank, committed by a manifest.
+"""Policy versions: from the trainer's shards to the engines' live weights, exactly, and with few bytes (docs/format.md).
 
-May import `rose.protocol` and `rose.config`; knows nothing of vLLM, MPI or the trainer.
+    blocks, codec (payload, rice; codec_torch)      what is sent: differences of blocks as bytes
+    store, edge, route, source                      where it lies, and by which way a reader gets to a version
+    publish                                         the trainer's side
+    receive, stage                                  the reader's side
+    broadcast, mirror, relay                        other ways for the same bytes than a shared folder
+
+May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or the roles.
 """
 
-from rose.transfer.errors import TransferError
-from rose.transfer.store import Version, VersionWriter, collect_garbage, commit, open_version, prepare
+from rose.transfer.errors import Corrupted, Missing, TransferError
 
-__all__ = ["TransferError", "Version", "VersionWriter", "collect_garbage", "commit", "open_version", "prepare"]
+__all__ = ["Corrupted", "Missing", "TransferError"]

@@ -1,306 +1,300 @@
-"""Write, commit, read and drop policy versions.
+"""Write, commit and read edges: what takes an engine from one policy version to another (docs/format.md).
 
-    <folder>/v000012/rank-00003.h5    one per trainer rank, complete once it has this name
-    <folder>/v000012/manifest.json    written last: the version exists when this file does
+    <store>/plan.json                                the tensors, their blocks, who writes them; the store's lineage
+    <store>/v000012/from-000011/rank-00003.h5        one per trainer rank, complete once it has this name
+    <store>/v000012/from-000011/manifest.json        written last: the edge exists when this file does
+    <store>/v000012/full/...                         the same, from nothing
+    <store>/v000000/from-initial/...                 from the weights of the model's folder
 
-Every file is written under a temporary name, synced and renamed, so a reader never sees half of one.
-Order for the trainer: rank 0 `prepare`, barrier, every rank `VersionWriter(...).add(...).finish()`,
-rank 0 `commit`. A tensor stands whole in exactly one rank's file. Splitting tensors into blocks and
-differencing against `base_version` belong to a later codec; the fields for them are here.
+Every file is written under a temporary name, synced and renamed, so a reader never sees half of one. Order for the
+trainer: rank 0 `prepare`, barrier, every rank `EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte of an
+edge is covered by a hash: the manifest's by its last line, a rank file's payloads by the table's, the rest of a rank
+file by the manifest. Hashes are xxh3: against accidents, not against an enemy.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import msgspec
 import numpy as np
+import xxhash
 
-from rose.transfer.codec import CODECS, Streams, digest
-from rose.transfer.errors import TransferError
+from rose.storage import write_whole
+from rose.transfer.blocks import Block, Tensor
+from rose.transfer.errors import Corrupted, TransferError
 
-FORMAT = 1
-DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}  # bf16 travels as its bit pattern
-INDEX = "index"  # dataset of a rank file: JSON of `RankIndex`
-
-
-class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a rank file; `nbytes` and `xxh3` are of the decoded tensor."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    nbytes: int
-    xxh3: str
-    encoding: str
+FORMAT = 2
+INITIAL = -1  # the version of the model folder's own weights
+FULL = None  # as a base: none is needed
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+WIDTHS = {"bfloat16": np.dtype("<u2"), "float32": np.dtype("<u4")}  # bit patterns
+ENTRY = np.dtype([("block", "<u4"), ("offset", "<u8"), ("length", "<u8"),  # of the payload, within `data`
+                  ("check", "<u8"),  # xxh3-64 of the payload
+                  ("old", "u1", 16), ("new", "u1", 16)])  # xxh3-128 of the block before (0 if it needs none) and after
 
 
-class RankIndex(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True):
+    """What stays the same for all versions of a store. `lineage` is unique: version numbers mean nothing elsewhere."""
+
     format: int
-    version: int
-    rank: int
-    world: int
-    base_version: int | None
-    tensors: list[TensorEntry]
+    lineage: str
+    world: int  # trainer ranks
+    tensors: list[Tensor]
+    blocks: list[Block]
+
+    def width(self, block: int) -> np.dtype:
+        return WIDTHS[self.tensors[self.blocks[block].tensor].dtype]
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+class RankFile(msgspec.Struct, frozen=True):
     file: str
-    size: int  # bytes on disk
-    tensors: list[TensorEntry]
+    size: int  # bytes
+    data_offset: int  # of `data` within the file
+    data_size: int
+    rest: str  # xxh3-128 of all other bytes of the file
 
 
 class Manifest(msgspec.Struct, frozen=True):
     format: int
+    lineage: str
+    plan: str  # xxh3-128 of the plan's file
     version: int
-    base_version: int | None  # null: full
-    dtype: str  # of the tensors; "mixed" if they differ
-    files: list[FileEntry]
+    base: int | None
+    files: list[RankFile]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payloads."""
+        return sum(file.data_size for file in self.files)
 
 
-def version_folder(folder: str | Path, version: int) -> Path:
-    return Path(folder) / f"v{version:06d}"
+def edge_name(version: int, base: int | None) -> str:
+    """Folder of an edge within its store, with "/"."""
+    origin = "full" if base is FULL else "from-initial" if base == INITIAL else f"from-{base:06d}"
+    return f"v{version:06d}/{origin}"
 
 
-def prepare(folder: str | Path, version: int) -> None:
-    """Rank 0, before any rank writes: drop what an interrupted or superseded run left of this version."""
-    target = version_folder(folder, version)
-    (target / "manifest.json").unlink(missing_ok=True)
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir(parents=True)
+def parse_edge(version: str, origin: str) -> tuple[int, int | None] | None:
+    """(version, base) of the two names of an edge's folder; null for other folders."""
+    number = version.removeprefix("v")
+    base = origin.removeprefix("from-")
+    if not number.isdigit() or version == number:
+        return None
+    if origin in ("full", "from-initial"):
+        return int(number), FULL if origin == "full" else INITIAL
+    return (int(number), int(base)) if base.isdigit() and base != origin else None
 
 
-class VersionWriter:
-    """One trainer rank's file of one version.
+# --------------------------------------------------------------------------- sealed JSON
 
-    Raises `TransferError` on a tensor that can't be stored and when the disk is full; the unfinished
-    file is removed then.
-    """
 
-    def __init__(self, folder: str | Path, version: int, rank: int, world: int, base_version: int | None = None):
-        self.path = version_folder(folder, version) / f"rank-{rank:05d}.h5"
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self._header = dict(format=FORMAT, version=version, rank=rank, world=world, base_version=base_version)
-        self._entries: list[TensorEntry] = []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = h5py.File(self._partial, "w", libver="latest")
+def seal(value: msgspec.Struct) -> bytes:
+    """A line of JSON, and a line with the xxh3-128 of the first."""
+    line = msgspec.json.encode(value)
+    return line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n"
 
-    def add(self, name: str, tensor, dtype: str | None = None, encoding: str = "dense") -> VersionWriter:
-        """Torch tensor (any device) or ndarray, float32 or bfloat16 (ndarray: uint16 with `dtype="bfloat16"`)."""
-        array, dtype = _as_array(name, tensor, dtype)
-        try:
-            for stream, data in CODECS[encoding].encode(array, None).items():
-                self._file.create_dataset(f"tensors/{name}/{stream}", data=data)
-        except (OSError, RuntimeError, ValueError) as error:
-            self._discard()
-            raise TransferError(f"{self.path}: tensor {name!r} not written: {error}") from error
-        self._entries.append(TensorEntry(name, list(array.shape), dtype, array.nbytes, digest(array), encoding))
-        return self
+
+def unseal(data: bytes, kind: type, where: str):
+    """Inverse of `seal`. Raises `Corrupted`."""
+    line, _, check = data.partition(b"\n")
+    if check != xxhash.xxh3_128_hexdigest(line).encode() + b"\n":
+        raise Corrupted(f"{where}: its last line is not the hash of its first: it is cut short or damaged")
+    try:
+        found = msgspec.json.decode(line)
+        if isinstance(found, dict) and found.get("format") != FORMAT:
+            raise Corrupted(f"{where}: format {found.get('format')}, this program reads {FORMAT}")
+        return msgspec.convert(found, kind)
+    except msgspec.MsgspecError as error:
+        raise Corrupted(f"{where}: {error}") from None
+
+
+def hash_of(sealed: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(sealed)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Whole or not at all, and on the disk. Raises `TransferError`."""
+    try:
+        write_whole(path, data, sync=True)
+        sync(path.parent)
+    except OSError as error:
+        raise TransferError(f"{path}: not written: {error}") from error
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def create(store: Path, plan: Plan) -> None:
+    """Rank 0, before the first version: an empty store with this plan; what stood there is removed. Raises
+    `TransferError`."""
+    try:
+        (store / PLAN).unlink(missing_ok=True)  # first: nobody opens a store that is half removed
+        shutil.rmtree(store, ignore_errors=True)
+        store.mkdir(parents=True)
+    except OSError as error:
+        raise TransferError(f"{store}: not made anew: {error}") from error
+    write_file(store / PLAN, seal(plan))
+
+
+def prepare(store: Path, version: int, base: int | None) -> None:
+    """Rank 0, before any rank writes: drop what an interrupted writer left of this edge. Raises `TransferError`."""
+    target = Path(store) / edge_name(version, base)
+    try:
+        (target / MANIFEST).unlink(missing_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        target.mkdir(parents=True)
+    except OSError as error:
+        raise TransferError(f"{target}: not made ready for writing: {error}") from error
+
+
+class EdgeWriter:
+    """One trainer rank's file of one edge. The payloads stay in memory until `finish`."""
+
+    def __init__(self, store: Path, plan: Plan, version: int, base: int | None, rank: int):
+        self.path = Path(store) / edge_name(version, base) / f"rank-{rank:05d}.h5"
+        self._attributes = {"format": FORMAT, "lineage": plan.lineage, "version": version,
+                            "base": "" if base is None else str(base), "rank": rank}
+        self._payloads: list[np.ndarray] = []
+        self._entries: list[tuple] = []
+        self.nbytes = 0
+
+    def add(self, block: int, payload: np.ndarray, old: bytes, new: bytes) -> None:
+        """`payload` (k,) uint8 of plan block `block`; `old`, `new`: xxh3-128 digests, `old` empty if not needed.
+        All blocks of the rank, in increasing order."""
+        digests = [np.frombuffer(digest or bytes(16), np.uint8) for digest in (old, new)]
+        check = xxhash.xxh3_64_intdigest(payload)
+        self._entries.append((block, self.nbytes, payload.size, check, *digests))
+        self._payloads.append(payload)
+        self.nbytes += payload.size
+
+    def table(self) -> np.ndarray:
+        """(entries,) of dtype `ENTRY`."""
+        return np.array(self._entries, dtype=ENTRY)
 
     def finish(self) -> Path:
-        """Sync to disk and give the file its name."""
-        index = msgspec.json.encode(RankIndex(**self._header, tensors=self._entries))
+        """Sync to disk and give the file its name. Raises `TransferError`; the unfinished file is removed then."""
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            self._file.create_dataset(INDEX, data=np.frombuffer(index, dtype=np.uint8))
-            self._file.close()
-            sync(self._partial)
-            os.replace(self._partial, self.path)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "w+b", buffering=0) as raw:
+                sink = _Sink(raw)
+                with h5py.File(sink, "w", libver="latest") as file:
+                    self._write(file)
+                if sink.error is not None:
+                    raise sink.error
+            sync(partial)
+            os.replace(partial, self.path)
             sync(self.path.parent)
         except (OSError, RuntimeError, ValueError) as error:
-            self._discard()
+            partial.unlink(missing_ok=True)
             raise TransferError(f"{self.path}: not written: {error}") from error
         return self.path
 
-    def _discard(self) -> None:
+    def _write(self, file: h5py.File) -> None:
+        file.attrs.update(self._attributes)
+        data = file.create_dataset("data", (self.nbytes,), np.uint8)
+        at = 0
+        for payload in self._payloads:
+            data[at:at + payload.size] = payload
+            at += payload.size
+        file.create_dataset("blocks", data=self.table())
+
+
+class _Sink(io.RawIOBase):
+    """The file that HDF5 writes to. It is never told of a write that fails, as on a full disk: closing a file after
+    that, HDF5 can end the process (segmentation fault). `error` is the first one."""
+
+    def __init__(self, raw: io.FileIO):
+        self._raw, self._at, self._end = raw, 0, 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._end)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        return os.preadv(self._raw.fileno(), [buffer], self._at)
+
+    def write(self, data) -> int:
+        left = memoryview(data).cast("B")
+        size, at = len(left), self._at
         try:
-            self._file.close()
-        except (OSError, RuntimeError):  # HDF5 can't flush what the disk has no room for; the file goes anyway
-            pass
-        self._partial.unlink(missing_ok=True)
+            while left and self.error is None:
+                written = os.pwrite(self._raw.fileno(), left, at)
+                left, at = left[written:], at + written
+        except OSError as error:
+            self.error = error
+        self._at += size
+        self._end = max(self._end, self._at)
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        self._end = self._at if size is None else size
+        try:
+            self._raw.truncate(self._end)
+        except OSError as error:
+            self.error = self.error or error
+        return self._end
 
 
-def commit(folder: str | Path, version: int, world: int, base_version: int | None = None,
-           timeout_s: float = 120.0) -> Path:
-    """Rank 0: wait for all `world` rank files, write the manifest, return its path.
+def commit(store: Path, plan: Plan, version: int, base: int | None, timeout_s: float = 120.0) -> Path:
+    """Rank 0: wait for the file of every rank, write the manifest, return its path.
 
-    Raises `TransferError` naming the file still missing after `timeout_s` seconds, a file of another
-    version, or a tensor that two ranks wrote.
+    Raises `TransferError` naming the file still missing after `timeout_s` seconds or one that is another edge's.
     """
-    target = version_folder(folder, version)
+    target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
-    files, owner = [], {}
-    for rank in range(world):
+    expected = {"format": FORMAT, "lineage": plan.lineage, "version": version,
+                "base": "" if base is None else str(base)}
+    files = []
+    for rank in range(plan.world):
         path = target / f"rank-{rank:05d}.h5"
         while not path.exists():
             if time.monotonic() > deadline:
                 raise TransferError(f"{path}: trainer rank {rank} did not write it within {timeout_s:g} s")
-            time.sleep(0.01)
-        index = _read_index(path)
-        expected = (FORMAT, version, rank, world, base_version)
-        found = (index.format, index.version, index.rank, index.world, index.base_version)
-        if found != expected:
-            raise TransferError(f"{path}: (format, version, rank, world, base_version) is {found}, expected {expected}")
-        for entry in index.tensors:
-            if owner.setdefault(entry.name, path.name) != path.name:
-                raise TransferError(f"{path}: tensor {entry.name!r} is also in {owner[entry.name]}")
-        files.append(FileEntry(path.name, path.stat().st_size, index.tensors))
-    dtypes = {entry.dtype for file in files for entry in file.tensors}
-    manifest = Manifest(FORMAT, version, base_version, dtypes.pop() if len(dtypes) == 1 else "mixed", files)
-    return _write_manifest(target / "manifest.json", manifest)
+            time.sleep(0.005)
+        files.append(_describe(path, expected | {"rank": rank}))
+    manifest = Manifest(FORMAT, plan.lineage, hash_of(seal(plan)), version, base, files)
+    write_file(target / MANIFEST, seal(manifest))
+    sync(target.parent)
+    return target / MANIFEST
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> Path:
-    partial = path.with_name(".manifest.json.partial")
-    try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        sync(partial)
-        os.replace(partial, path)
-        sync(path.parent)
-        sync(path.parent.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise TransferError(f"{path}: not committed: {error}") from error
-    return path
-
-
-class Version:
-    """A committed version, read tensor by tensor; every read is checked against the manifest's hash."""
-
-    def __init__(self, path: Path, manifest: Manifest):
-        self.path = path
-        self.manifest = manifest
-        self.version = manifest.version
-        self.entries = {entry.name: entry for file in manifest.files for entry in file.tensors}
-        self._where = {entry.name: path.parent / file.file for file in manifest.files for entry in file.tensors}
-        self._open: dict[Path, h5py.File] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.entries)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
-
-    def read(self, name: str) -> np.ndarray:
-        """Tensor `name`: float32, or uint16 bit patterns where `entries[name].dtype` is bfloat16.
-
-        Raises `TransferError` naming file and tensor, with the expected and the found hash.
-        """
-        if name not in self.entries:
-            raise TransferError(f"{self.path}: no tensor {name!r} in version {self.version}")
-        entry, path = self.entries[name], self._where[name]
-        try:
-            group = self._file(path)[f"tensors/{name}"]
-            streams: Streams = {stream: group[stream][()] for stream in group}
-            array = CODECS[entry.encoding].decode(streams, tuple(entry.shape), DTYPES[entry.dtype], None)
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
-            raise TransferError(f"{path}: tensor {name!r} unreadable: {error}") from error
-        found = digest(array)
-        if found != entry.xxh3:
-            raise TransferError(f"{path}: tensor {name!r} is corrupted: xxh3-128 {found}, "
-                                f"the manifest says {entry.xxh3}")
-        return array
-
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors, one in memory at a time."""
-        return ((name, self.read(name)) for name in self.entries)
-
-    def close(self) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-
-    def __enter__(self) -> Version:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def _file(self, path: Path) -> h5py.File:
-        if path not in self._open:
-            self._open[path] = h5py.File(path, "r", locking=False)
-        return self._open[path]
-
-
-def open_version(manifest: str | Path) -> Version:
-    """Open the committed version of this manifest. Raises `TransferError` if it is absent, unreadable, of
-    another format, or if one of its files is missing or not of the size that was committed."""
-    path = Path(manifest)
-    try:
-        parsed = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise TransferError(f"{path}: no readable manifest: {error}") from error
-    if parsed.format != FORMAT:
-        raise TransferError(f"{path}: format {parsed.format}, this program reads {FORMAT}")
-    for file in parsed.files:
-        target = path.parent / file.file
-        size = target.stat().st_size if target.is_file() else None
-        if size != file.size or "/" in file.file:
-            raise TransferError(f"{target}: {'missing' if size is None else f'{size} bytes'}, "
-                                f"the manifest says {file.size} bytes")
-        for entry in file.tensors:
-            if entry.dtype not in DTYPES or entry.encoding not in CODECS:
-                raise TransferError(f"{path}: tensor {entry.name!r} has dtype {entry.dtype!r} and encoding "
-                                    f"{entry.encoding!r}; known are {sorted(DTYPES)} and {sorted(CODECS)}")
-    return Version(path, parsed)
-
-
-def collect_garbage(folder: str | Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` committed versions and the bases these need, and what an interrupted
-    writer left below the newest of them. Returns the versions deleted."""
-    present = {int(path.name[1:]): path for path in Path(folder).glob("v[0-9]*") if path.name[1:].isdigit()}
-    committed = sorted(v for v, path in present.items() if (path / "manifest.json").is_file())
-    if not committed:
-        return []
-    needed = set(committed[-keep:])
-    for version in committed[-keep:]:
-        base = _base_of(present[version])
-        while base is not None and base not in needed and base in present:
-            needed.add(base)
-            base = _base_of(present[base])
-    dead = sorted(v for v in present if v not in needed and v < committed[-1])
-    for version in dead:
-        (present[version] / "manifest.json").unlink(missing_ok=True)  # first: nobody opens a half-deleted version
-        shutil.rmtree(present[version])
-    return dead
-
-
-def _base_of(folder: Path) -> int | None:
-    return json.loads((folder / "manifest.json").read_text())["base_version"]
-
-
-def _read_index(path: Path) -> RankIndex:
+def _describe(path: Path, expected: dict) -> RankFile:
     try:
         with h5py.File(path, "r", locking=False) as file:
-            return msgspec.json.decode(file[INDEX][()].tobytes(), type=RankIndex)
-    except (OSError, KeyError, msgspec.DecodeError) as error:
+            found = {key: file.attrs[key] for key in expected}
+            size = file["data"].size
+            offset = file["data"].id.get_offset() if size else path.stat().st_size
+        if found != expected:
+            raise TransferError(f"{path}: is {found}, expected {expected}")
+        with open(path, "rb") as raw:
+            head = raw.read(offset)
+            raw.seek(offset + size)
+            rest = xxhash.xxh3_128_hexdigest(head + raw.read())
+    except (OSError, KeyError) as error:
         raise TransferError(f"{path}: unreadable: {error}") from error
-
-
-def _as_array(name: str, tensor, dtype: str | None) -> tuple[np.ndarray, str]:
-    """Contiguous little-endian array in the bits to keep, and its dtype string."""
-    if hasattr(tensor, "detach"):  # torch is imported only for its tensors: a reader of versions doesn't need it
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensor = tensor.detach().cpu().contiguous()
-        if dtype == "bfloat16":
-            import torch
-
-            tensor = tensor.view(torch.uint16)
-        array = tensor.numpy()
-    else:
-        array = np.ascontiguousarray(tensor)
-        dtype = dtype or str(array.dtype)
-    if dtype not in DTYPES or array.dtype != DTYPES[dtype]:
-        raise TransferError(f"tensor {name!r} is {dtype} ({array.dtype}); versions hold {sorted(DTYPES)}")
-    return array, dtype
+    return RankFile(path.name, path.stat().st_size, offset, size, rest)
 
 
 def sync(path: Path) -> None:

@@ -11,7 +11,7 @@ from rose.protocol import unpack_floats, unpack_tokens
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.importance import importance_weights
-from rose.transfer import open_version
+from rose.transfer.receive import materialise
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
 LAST = [4, 64, 1, 1]
 JOB = {
     "name": "run", "settings": [],
-    "actions": [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"], ["train", *LAST],
+    "actions": [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"], ["train", *LAST, 4],
                 ["publish", 4], ["train", 5, 64, 1, "inf"], ["train", 6, 64, 1, 1e38], ["publish", 5]],
 }
 RESUMED = {"name": "resumed", "settings": [], "actions": [["load"], ["train", *LAST], ["publish", 4]]}
@@ -39,8 +39,7 @@ class World:
         return tiny_world.run_world(job, self.folder, self.ranks)
 
     def version(self, number, name="run"):
-        with open_version(self.folder / name / f"v{number:06d}" / "manifest.json") as version:
-            return dict(version.tensors())
+        return {n: t.numpy() for n, t in materialise(self.folder / name, number).items()}
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"zero{world[0]}-ranks{world[1]}")
@@ -150,5 +149,4 @@ def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)
-    with open_version(tmp_path / "run" / "v000001" / "manifest.json") as version:
-        assert {entry.dtype for entry in version.entries.values()} == {"bfloat16"}
+    assert {t.dtype for t in materialise(tmp_path / "run", 1).values()} == {torch.bfloat16}

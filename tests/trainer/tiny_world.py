@@ -97,17 +97,21 @@ def settings(job: dict):
 
 
 def main(job: dict, rank: int) -> None:
-    """Each action of the job in turn: ["train", seed, limit, updates], ["publish", version], ["save"], ["load"]."""
+    """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to publish or nothing], ["publish", version], ["save"], ["load"]."""
     from rose import protocol as p
+    from rose.config import read_shape
+    from rose.engine import layout
     from rose.observe.recorder import NullRecorder
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
     trainer = Trainer(settings(job), rank, job["ranks"], "127.0.0.1", job["port"], folder / "model", NullRecorder())
+    shape = read_shape(folder / "model")
+    trainer.open_store(folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
     report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": []}
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
-            seed, limit, updates, reward_scale = args
+            seed, limit, updates, reward_scale, *publish_as = args
             rows, summary = make_batch(seed)
             summary = p.BatchSummary([r * float(reward_scale) for r in summary.rewards], summary.groups,
                                      summary.response_tokens, summary.truncated)
@@ -115,11 +119,12 @@ def main(job: dict, rank: int) -> None:
             mine = {row: rows[row] for update in everyone[rank] for micro in update for row in micro}
             step = p.TrainStep(number, summary, everyone[rank], trees, 1)
             try:
-                report["metrics"].append(trainer.train(step, mine))
+                report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
         elif action == "publish":
-            trainer.publish(folder / job["name"], args[0])
+            trainer.publish(args[0])
+            trainer.tidy()
         elif action == "save":
             trainer.save(folder / "checkpoint")
         elif action == "load":

@@ -1,184 +1,381 @@
-"""A version is either committed, whole and verified, or it doesn't exist."""
+"""An edge is either committed, whole and verified, or it doesn't exist; and the collector leaves what is needed."""
 
-import json
+import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 
+import h5py
 import numpy as np
 import pytest
-import torch
+import xxhash
 
-from rose.transfer import TransferError, VersionWriter, collect_garbage, commit, open_version, prepare
-from rose.transfer.store import version_folder
+from rose.transfer import Corrupted, Missing, TransferError, codec
+from rose.transfer.blocks import Tensor, cut
+from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.publish import Publisher, collect
+from rose.transfer.receive import materialise
+from rose.transfer.route import present
+from rose.transfer.source import Folder
+from rose.transfer.store import (FORMAT, FULL, INITIAL, MANIFEST, PLAN, EdgeWriter, Manifest, Plan, commit, create,
+                                 edge_name, parse_edge, prepare, seal, unseal, write_file)
+from tests.transfer.worlds import Peer, World, same
+
+TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
 
 
-def tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"model.layers.0.mlp.up_proj.weight": torch.randn(37, 19, generator=generator),
-            "model.norm.weight": torch.randn(19, generator=generator),
-            "half": torch.randn(8, 19, generator=generator).bfloat16()}
+def plan_of(world: int = 2, lineage: str = "here") -> Plan:
+    return Plan(FORMAT, lineage, world, TENSORS, cut(TENSORS, {}, None, world, 60))
 
 
-def publish(folder, version: int = 1, world: int = 2, base: int | None = None):
-    prepare(folder, version)
-    for rank in range(world):
-        writer = VersionWriter(folder, version, rank, world, base)
-        for name, tensor in tensors(rank).items():
-            writer.add(f"{name}.{rank}", tensor)
+def write(store, plan, version=0, base=FULL, ranks=None):
+    """The files of `ranks` (all); patterns count upwards."""
+    for rank in range(plan.world) if ranks is None else ranks:
+        writer = EdgeWriter(store, plan, version, base, rank)
+        for number, block in enumerate(plan.blocks):
+            if block.owner == rank:
+                values = np.arange(block.stop - block.start, dtype=plan.width(number)) + version
+                writer.add(number, codec.encode(values, None), b"", xxhash.xxh3_128_digest(values))
         writer.finish()
-    return commit(folder, version, world, base)
 
 
-def test_every_tensor_comes_back_bit_identical_with_its_dtype(tmp_path):
-    with open_version(publish(tmp_path)) as version:
-        assert (version.version, version.manifest.base_version, version.manifest.dtype) == (1, None, "mixed")
-        assert len(version.names) == 6
-        for rank in range(2):
-            for name, tensor in tensors(rank).items():
-                read, entry = version.read(f"{name}.{rank}"), version.entries[f"{name}.{rank}"]
-                assert entry.dtype == str(tensor.dtype).removeprefix("torch.")
-                bits = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-                assert read.dtype == bits.dtype and np.array_equal(read, bits)
+@pytest.fixture
+def plan(tmp_path):
+    create(tmp_path / "store", plan_of())
+    return plan_of()
 
 
-def test_numpy_arrays_are_taken_too_and_other_dtypes_are_refused(tmp_path):
-    writer = VersionWriter(tmp_path, 1, 0, 1)
-    writer.add("a", np.arange(6, dtype=np.float32).reshape(2, 3))
-    writer.add("b", np.arange(4, dtype=np.uint16), dtype="bfloat16")
-    with pytest.raises(TransferError, match="'c' is float64"):
-        writer.add("c", np.zeros(2))
-    writer.finish()
-    with open_version(commit(tmp_path, 1, 1)) as version:
-        assert dict((n, a.tolist()) for n, a in version.tensors()) == {"a": [[0, 1, 2], [3, 4, 5]], "b": [0, 1, 2, 3]}
+@pytest.fixture
+def store(tmp_path, plan):
+    prepare(tmp_path / "store", 0, FULL)
+    return tmp_path / "store"
 
 
-def test_a_version_without_manifest_does_not_exist(tmp_path):
-    prepare(tmp_path, 1)
-    VersionWriter(tmp_path, 1, 0, 2).add("a", torch.ones(3)).finish()
-    with pytest.raises(TransferError, match="no readable manifest"):
-        open_version(version_folder(tmp_path, 1) / "manifest.json")
+def opened(store, version=0, base=FULL) -> StoredEdge:
+    return StoredEdge(Folder(store), version, base, *read_plan(Folder(store)))
 
 
-def test_commit_waits_for_the_slowest_rank(tmp_path):
-    prepare(tmp_path, 1)
-    VersionWriter(tmp_path, 1, 0, 2).add("a", torch.ones(3)).finish()
-    late = threading.Timer(0.3, lambda: VersionWriter(tmp_path, 1, 1, 2).add("b", torch.ones(3)).finish())
+# --------------------------------------------------------------------------- names, sealed files
+
+
+@pytest.mark.parametrize("step, name", [((12, 11), "v000012/from-000011"), ((12, FULL), "v000012/full"),
+                                        ((0, INITIAL), "v000000/from-initial"), ((1234567, 3), "v1234567/from-000003")])
+def test_an_edge_and_the_name_of_its_folder_are_one_to_one(step, name):
+    assert edge_name(*step) == name and parse_edge(*name.split("/")) == step
+
+
+@pytest.mark.parametrize("version, origin", [("000012", "full"), ("v12a", "full"), ("v000012", "rest"), ("v", "full"),
+                                             ("v000012", "000011"), ("v000012", "from-x"), ("leases", "a.json")])
+def test_other_folders_are_no_edges(version, origin):
+    assert parse_edge(version, origin) is None
+
+
+def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
+    data = seal(plan)
+    assert unseal(data, Plan, "here") == plan
+    for at in range(len(data)):
+        with pytest.raises(Corrupted, match="here: its last line is not the hash of its first"):
+            unseal(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:], Plan, "here")
+        with pytest.raises(Corrupted, match="here"):
+            unseal(data[:at], Plan, "here")
+    with pytest.raises(Corrupted, match="here"):
+        unseal(data + b"\n", Plan, "here")
+
+
+def test_another_format_and_another_kind_of_file_are_refused_by_name(plan):
+    old = Plan(FORMAT - 1, plan.lineage, plan.world, plan.tensors, plan.blocks)
+    with pytest.raises(Corrupted, match=f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"):
+        unseal(seal(old), Plan, "plan.json")
+    with pytest.raises(Corrupted, match="manifest.json: .*plan"):
+        unseal(seal(plan), Manifest, "manifest.json")
+
+
+def test_the_plan_of_a_store_that_is_none_is_missing_by_name(tmp_path):
+    with pytest.raises(Missing, match=f"{tmp_path}/nothing/plan.json"):
+        read_plan(Folder(tmp_path / "nothing"))
+
+
+# --------------------------------------------------------------------------- commit
+
+
+def test_an_edge_without_manifest_does_not_exist(store, plan):
+    write(store, plan)
+    with pytest.raises(Missing, match="v000000/full/manifest.json"):
+        opened(store)
+    commit(store, plan, 0, FULL)
+    edge = opened(store)
+    assert [edge.table(rank)["block"].tolist() for rank in range(2)] == [
+        [n for n, block in enumerate(plan.blocks) if block.owner == rank] for rank in range(2)]
+    assert edge.nbytes == sum(int(edge.table(rank)["length"].sum()) for rank in range(2))
+
+
+def test_commit_waits_for_the_slowest_rank(store, plan):
+    write(store, plan, ranks=[0])
+    late = threading.Timer(0.3, lambda: write(store, plan, ranks=[1]))
     late.start()
-    with open_version(commit(tmp_path, 1, 2, timeout_s=10)) as version:
-        assert sorted(version.names) == ["a", "b"]
+    commit(store, plan, 0, FULL, timeout_s=20)
+    late.join()
+    assert len(opened(store).manifest.files) == 2
 
 
-def test_commit_says_which_file_it_waited_for(tmp_path):
-    prepare(tmp_path, 1)
-    VersionWriter(tmp_path, 1, 0, 2).add("a", torch.ones(3)).finish()
-    with pytest.raises(TransferError, match=r"v000001/rank-00001.h5: trainer rank 1 did not write it within 0.1 s"):
-        commit(tmp_path, 1, 2, timeout_s=0.1)
-    assert not (version_folder(tmp_path, 1) / "manifest.json").exists()
+def test_commit_says_which_file_it_waited_for(store, plan):
+    write(store, plan, ranks=[0])
+    with pytest.raises(TransferError, match=r"v000000/full/rank-00001.h5: trainer rank 1 did not write it within 0.1 s"):
+        commit(store, plan, 0, FULL, timeout_s=0.1)
+    assert not (store / "v000000/full" / MANIFEST).exists()
 
 
-def test_a_file_of_another_base_is_not_committed(tmp_path):
-    prepare(tmp_path, 2)
-    VersionWriter(tmp_path, 2, 0, 1, base_version=1).add("a", torch.ones(3)).finish()
-    with pytest.raises(TransferError, match="expected"):
-        commit(tmp_path, 2, 1, base_version=None)
+@pytest.mark.parametrize("found", [{"version": 1, "base": FULL}, {"version": 1, "base": 0}, {"lineage": "other"}])
+def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, found):
+    other = plan_of(lineage=found.pop("lineage", "here"))
+    step = (found.get("version", 0), found.get("base", FULL))
+    write(store.parent / "elsewhere", other, *step)
+    shutil.copytree(store.parent / "elsewhere" / edge_name(*step), store / "v000000/full", dirs_exist_ok=True)
+    with pytest.raises(TransferError, match=r"rank-00000.h5: is \{.*\}, expected \{"):
+        commit(store, plan, 0, FULL)
+    assert not (store / "v000000/full" / MANIFEST).exists()
 
 
-def test_a_tensor_of_two_ranks_is_not_committed(tmp_path):
-    prepare(tmp_path, 1)
-    for rank in range(2):
-        VersionWriter(tmp_path, 1, rank, 2).add("a", torch.ones(3)).finish()
-    with pytest.raises(TransferError, match="'a' is also in rank-00000.h5"):
-        commit(tmp_path, 1, 2)
+def test_a_file_that_is_no_hdf5_is_not_committed(store, plan):
+    write(store, plan)
+    (store / "v000000/full/rank-00001.h5").write_bytes(b"not HDF5")
+    with pytest.raises(TransferError, match="v000000/full/rank-00001.h5: unreadable"):
+        commit(store, plan, 0, FULL)
 
 
-def test_a_flipped_bit_names_file_tensor_and_both_hashes(tmp_path):
-    manifest = publish(tmp_path)
-    path = manifest.parent / "rank-00001.h5"
-    data = bytearray(path.read_bytes())
-    needle = tensors(1)["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()
-    data[bytes(data).index(needle) + 100] ^= 1
-    path.write_bytes(data)
-    with open_version(manifest) as version:
-        version.read("model.layers.0.mlp.up_proj.weight.0")
-        with pytest.raises(TransferError, match=r"rank-00001.h5: tensor 'model.layers.0.mlp.up_proj.weight.1' is "
-                                                r"corrupted: xxh3-128 [0-9a-f]{32}, the manifest says [0-9a-f]{32}"):
-            version.read("model.layers.0.mlp.up_proj.weight.1")
+def test_a_rank_with_nothing_to_write_has_an_empty_file(tmp_path):
+    plan = plan_of(world=9)
+    create(tmp_path / "store", plan)
+    prepare(tmp_path / "store", 0, FULL)
+    assert len(plan.blocks) < 9
+    write(tmp_path / "store", plan)
+    commit(tmp_path / "store", plan, 0, FULL)
+    assert len(opened(tmp_path / "store").table(8)) == 0
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda file: file.unlink(), "missing"),
-    (lambda file: file.write_bytes(file.read_bytes()[:-50]), "bytes, the manifest says"),
-])
-def test_missing_and_truncated_files_are_found_before_any_tensor_is_read(tmp_path, damage, says):
-    manifest = publish(tmp_path)
-    damage(manifest.parent / "rank-00000.h5")
-    with pytest.raises(TransferError, match=f"rank-00000.h5: .*{says}"):
-        open_version(manifest)
+def test_the_file_is_plain_hdf5_that_other_tools_read(store, plan):
+    write(store, plan)
+    with h5py.File(store / "v000000/full/rank-00001.h5") as file:
+        assert (file.attrs["version"], file.attrs["base"], file.attrs["rank"]) == (0, "", 1)
+        assert file["data"].size == file["blocks"]["length"].sum() > 0
 
 
-def test_a_file_overwritten_with_zeros_of_the_same_size_is_unreadable(tmp_path):
-    manifest = publish(tmp_path)
-    path = manifest.parent / "rank-00000.h5"
-    path.write_bytes(bytes(path.stat().st_size))
-    says = "rank-00000.h5: tensor 'half.0' unreadable"
-    with open_version(manifest) as version, pytest.raises(TransferError, match=says):
-        version.read("half.0")
+def test_prepare_drops_what_an_interrupted_writer_left(store, plan):
+    write(store, plan)
+    commit(store, plan, 0, FULL)
+    (store / "v000000/full/.rank-00000.h5.77").write_bytes(b"half")
+    prepare(store, 0, FULL)
+    assert list((store / "v000000/full").iterdir()) == []
+    with pytest.raises(Missing):
+        opened(store)
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda m: m.update(format=99), "format 99"),
-    (lambda m: m["files"][0]["tensors"][0].update(encoding="sparse"), "'sparse'"),
-    (lambda m: m["files"][0].update(file="../../etc/passwd"), "missing"),
-])
-def test_a_manifest_that_this_program_cannot_read_is_refused(tmp_path, change, says):
-    manifest = publish(tmp_path)
-    content = json.loads(manifest.read_text())
-    change(content)
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(TransferError, match=says):
-        open_version(manifest)
+def test_a_manifest_of_another_edge_lineage_or_plan_is_named_with_both(store, plan):
+    write(store, plan)
+    commit(store, plan, 0, FULL)
+    shutil.copytree(store / "v000000/full", store / "v000001/full")
+    with pytest.raises(Corrupted, match=r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
+                                        r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)"):
+        opened(store, 1)
+    write_file(store / PLAN, seal(plan_of(lineage="other")))
+    with pytest.raises(Corrupted, match=r"expected \('other'"):
+        opened(store)
 
 
-def test_half_a_manifest_is_refused(tmp_path):
-    manifest = publish(tmp_path)
-    manifest.write_bytes(manifest.read_bytes()[:-10])
-    with pytest.raises(TransferError, match="no readable manifest"):
-        open_version(manifest)
+def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_path):
+    world = World(tmp_path / "store")
+    other = World(tmp_path / "other", largest=50)
+
+    def make(rank):
+        plan = (world, other)[rank].plan
+        return Publisher(tmp_path / "third", plan, Peer(world, rank), lambda block: world.read(block, rank), 1, 8, 2,
+                         1.0)
+
+    with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another way than rank 0"):
+        world.together(make)
 
 
-def test_prepare_drops_what_an_interrupted_run_left_of_the_version(tmp_path):
-    publish(tmp_path, 3, world=2)
-    prepare(tmp_path, 3)
-    with pytest.raises(TransferError):
-        open_version(version_folder(tmp_path, 3) / "manifest.json")
-    assert list(version_folder(tmp_path, 3).iterdir()) == []
+def test_a_store_whose_removal_was_interrupted_is_no_store(store, plan, monkeypatch):
+    def killed(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        create(store, plan)
+    with pytest.raises(Missing, match="plan.json"):
+        read_plan(Folder(store))
 
 
-def test_a_full_disk_leaves_no_version_and_no_partial_file(tmp_path):
-    """The kernel refuses writes beyond 200 kB per file, as a full disk would."""
-    script = f"""
-import resource, signal, numpy as np
-from rose.transfer import *
+# --------------------------------------------------------------------------- a full disk
+
+
+LIMITED = """
+import resource, signal, sys
+from tests.transfer.test_store import *
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-prepare({str(tmp_path)!r}, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+store, plan = Path(sys.argv[1]), plan_of()
 try:
-    writer = VersionWriter({str(tmp_path)!r}, 1, 0, 1)
-    writer.add("a", np.ones(100, np.float32)).add("b", np.ones(10**6, np.float32)).finish()
+    write(store, plan)
+    commit(store, plan, 0, FULL)
 except TransferError as error:
     print("refused:", error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "refused:" in done.stdout and "rank-00000.h5" in done.stdout
-    assert list(version_folder(tmp_path, 1).iterdir()) == []
 
 
-def test_garbage_collection_keeps_the_newest_versions_and_the_bases_they_need(tmp_path):
-    for version, base in ((1, None), (2, 1), (3, None), (4, 3), (5, 4)):
-        publish(tmp_path, version, 1, base)
-    VersionWriter(tmp_path, 6, 0, 1).add("a", torch.ones(1)).finish()  # being written: not committed yet
-    assert collect_garbage(tmp_path, keep=1) == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000003", "v000004", "v000005", "v000006"]
-    assert collect_garbage(tmp_path, keep=1) == []
+def limited(store, limit: int) -> str:
+    """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk would."""
+    code = "from pathlib import Path" + LIMITED
+    done = subprocess.run([sys.executable, "-c", code, str(store), str(limit)], capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [None, 1, 400])
+def test_a_full_disk_leaves_no_edge_and_no_partial_file_and_the_process_lives_to_say_so(store, plan, missing):
+    write(store, plan)
+    size = (store / "v000000/full/rank-00000.h5").stat().st_size
+    prepare(store, 0, FULL)
+    assert (f"refused: {store}/v000000/full/rank-00000.h5: not written: [Errno 27] File too large"
+            in limited(store, size - missing if missing else 0))
+    assert list((store / "v000000/full").iterdir()) == []
+
+
+def test_a_manifest_that_does_not_fit_leaves_none(store, plan, monkeypatch):
+    write(store, plan)
+    signal_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(TransferError, match=r"v000000/full/manifest.json: not written: \[Errno 27\]"):
+            commit(store, plan, 0, FULL)
+        with pytest.raises(TransferError, match=r"other/plan.json: not written"):
+            create(store.parent / "other", plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, signal_before)
+    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == ["rank-00000.h5", "rank-00001.h5"]
+
+
+def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
+    store = disk.path / "store"
+    create(store, plan)
+    os.sync()
+    disk.fill()
+    with pytest.raises(OSError, match="No space left"):  # the last few blocks
+        for number in range(100):
+            (disk.path / f"small-{number}").write_bytes(b"x" * 600)
+    with pytest.raises(TransferError, match="store/v000000/full: not made ready for writing: .*No space left"):
+        prepare(store, 0, FULL)
+    with pytest.raises(TransferError, match="rank-00000.h5: not written: .*No space left"):
+        write(store, plan)
+    disk.empty()
+    prepare(store, 0, FULL)
+    write(store, plan)
+    commit(store, plan, 0, FULL)
+    assert len(opened(store).table(0))
+
+
+# --------------------------------------------------------------------------- squash and collect
+
+
+def names(store) -> list[str]:
+    return sorted(edge_name(*step) for step in present(Folder(store)))
+
+
+def published(store, versions: int, tidy: bool = False, **options):
+    """A world, and the weights of each of its versions."""
+    world, weights = World(store, **options), {}
+    weights[INITIAL] = dict(world.weights)
+    for version in range(versions):
+        world.step()
+        world.publish(version)
+        weights[version] = dict(world.weights)
+        if tidy:
+            world.tidy()
+    return world, weights
+
+
+def test_a_squashed_edge_says_of_every_block_the_same_as_its_parts_one_after_the_other(tmp_path):
+    world, weights = published(tmp_path / "store", 9, tidy=True, full_every=8, keep=100)
+    for version, base, parts in ((2, 0, (1, 2)), (6, 4, (5, 6)), (8, 4, (5, 6, 7, 8)), (8, 0, range(1, 9))):
+        squashed = opened(world.store, version, base)
+        steps = [opened(world.store, v, v - 1) for v in parts]
+        for number, block in enumerate(world.plan.blocks):
+            one = squashed.payloads(block.owner, [number])
+            values = None
+            for step in steps:
+                entry, payload = step.payloads(block.owner, [number])[number]
+                if values is None:
+                    values, old = world.read_of(weights[base], block), entry["old"]
+                values = codec.decode(payload, values)
+            entry, payload = one[number]
+            start = world.read_of(weights[base], block)
+            assert np.array_equal(codec.decode(payload, start), values)
+            assert (entry["old"] == old).all() and entry["new"].tobytes() == xxhash.xxh3_128_digest(values)
+
+
+def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path):
+    world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
+    full = [name for name in names(world.store) if name.endswith("full")]
+    assert full == ["v000000/full", "v000004/full", "v000008/full"]
+    assert [name for name in names(world.store) if name.endswith("from-initial")] == [
+        name.replace("full", "from-initial") for name in full]
+
+
+def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_others_are_gone(tmp_path):
+    world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
+    assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
+    for version in (8, 9, 10):
+        assert same(materialise(world.store, version), weights[version])
+    assert not list(world.store.glob("v000007*")) and collect(world.store, 2) == []
+
+
+def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_after_it(tmp_path):
+    world, _ = published(tmp_path / "store", 6, full_every=4, keep=3)
+    assert collect(world.store, 3) == []  # version 3 is kept, and only the full version 0 leads to it
+    assert collect(world.store, 2) == [(0, INITIAL), (0, FULL), (1, 0), (2, 1), (3, 2)]
+    assert names(world.store) == ["v000004/from-000003", "v000004/full", "v000005/from-000004"]
+
+
+@pytest.mark.parametrize("at, name", [("store", "v000001/from-000000"), (".", "store/v000001/from-000000")],
+                         ids=["of the store", "of a relay above it"])
+def test_a_leased_edge_stays_until_its_lease_ends(tmp_path, at, name):
+    world, _ = published(tmp_path / "store", 6, full_every=4)
+    holder = Folder(tmp_path / at)
+    holder.hold("slow-reader", [name], 60)
+    collect(world.store, 1)
+    assert names(world.store) == ["v000001/from-000000", "v000004/full", "v000005/from-000004"]
+    holder.hold("slow-reader", [], 0)
+    assert collect(world.store, 1) == [(1, 0)] and "v000001/from-000000" not in names(world.store)
+
+
+def test_edges_without_manifest_are_not_counted_as_versions(tmp_path):
+    world, _ = published(tmp_path / "store", 3, full_every=1)
+    prepare(world.store, 9, 8)  # being written
+    assert ("v000002/full" in names(world.store)) and collect(world.store, 1)
+    assert {"v000002/full", "v000002/from-000001", "v000009/from-000008"} == set(names(world.store))
+
+
+def test_a_collector_finds_nothing_in_an_empty_store(tmp_path):
+    assert collect(tmp_path, 1) == []
+
+
+def test_versions_grow(tmp_path):
+    world, _ = published(tmp_path / "store", 2)
+    with pytest.raises(ValueError, match="version 1 after 1: versions grow"):
+        world.publish(1)
+
+
+def test_a_full_version_comes_when_the_differences_since_the_last_outweigh_it(tmp_path):
+    world = World(tmp_path / "store", full_every=1000)
+    for version in range(5):
+        world.step(1.0)
+        world.publish(version)
+    fulls = [name for name in names(world.store) if name.endswith("full")]
+    assert len(fulls) in (2, 3)

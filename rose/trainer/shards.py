@@ -1,0 +1,77 @@
+"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition, nothing gathered.
+
+Stage 3 splits every tensor evenly over the ranks; stages 1 and 2 flatten a group of tensors and split the whole, so a
+rank owns whole tensors and the ends of two. With stage 0 all ranks hold everything and blocks are shared out.
+
+Under ZeRO the values are read from the optimizer's float32 partition, which is final as soon as this rank's optimizer
+has stepped: before it is copied into the parameters, and before the all-gather of these.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rose.transfer.blocks import Block, Shards, Tensor, take
+
+PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+class ShardReader:
+    """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
+
+    def __init__(self, engine, weights: list[tuple[str, torch.nn.Parameter]], stage: int, dtype: torch.dtype,
+                 rank: int, world: int):
+        self._weights, self._dtype = weights, dtype
+        name = str(dtype).removeprefix("torch.")
+        self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
+        self.shards: Shards | None = None
+        self._masters: dict[int, tuple[int, int, int]] = {}  # parameter -> group, offset within it, first flat index
+        if stage == 3:
+            self._flats = engine.optimizer.fp32_partitioned_groups_flat
+            self._split_evenly(engine.optimizer, rank, world)
+        elif stage in (1, 2):
+            self._flats = engine.optimizer.single_partition_of_fp32_groups
+            self._split_groups(engine.optimizer, rank, world)
+
+    def read(self, block: Block) -> np.ndarray:
+        """(n,) uint16 or uint32: the block's patterns now, a copy."""
+        parameter = self._weights[block.tensor][1]
+        if self._masters:
+            group, at, first = self._masters[id(parameter)]
+            values = self._flats[group].detach()[at:]
+        else:
+            values, first = parameter.detach().reshape(-1), 0
+        pieces = [piece.reshape(-1) for piece in take(values, first, block, self.tensors[block.tensor].columns)]
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        rounded = whole.to(parameter.dtype).to(self._dtype)  # as it is in the parameter
+        array = rounded.view(PATTERNS[self._dtype]).cpu().numpy()
+        return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+
+    def _split_evenly(self, optimizer, rank: int, world: int) -> None:
+        self.shards = {}
+        for tensor, (_, parameter) in zip(self.tensors, self._weights, strict=True):
+            part = parameter.ds_tensor.ds_numel
+            self.shards[tensor.name] = [(r, min(r * part, tensor.size), min((r + 1) * part, tensor.size))
+                                        for r in range(world)]
+        for number, group in enumerate(optimizer.fp16_groups):
+            at = 0
+            for parameter in group:
+                part = parameter.ds_tensor.ds_numel
+                self._masters[id(parameter)] = (number, at, rank * part)
+                at += part
+
+    def _split_groups(self, optimizer, rank: int, world: int) -> None:
+        names = {id(parameter): name for name, parameter in self._weights}
+        self.shards = {}
+        for number, (group, offsets, flat) in enumerate(zip(
+                optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, optimizer.bit16_groups_flat,
+                strict=True)):
+            part = flat.numel() // world
+            for parameter, offset in zip(group, offsets, strict=True):
+                end = offset + parameter.numel()
+                self.shards[names[id(parameter)]] = [
+                    (r, max(offset, r * part) - offset, min(end, (r + 1) * part) - offset)
+                    for r in range(offset // part, -(-end // part))]
+                begin = max(offset, rank * part)
+                self._masters[id(parameter)] = (number, begin - rank * part, begin - offset)

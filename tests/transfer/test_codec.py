@@ -1,0 +1,344 @@
+"""Every payload gives back every bit, is as small as promised, and a wrong one never harms the reader."""
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose.transfer import codec
+from rose.transfer.codec import apply, changes, compose, decode, encode, info
+
+DTYPES = [np.uint16, np.uint32]
+SPECIAL = {
+    np.uint16: [0, 0x8000, 1, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0xFFFF, 0x7FFF, 0x3F80, 0xBF80],
+    np.uint32: [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000,
+                0xFFFFFFFF, 0x7FFFFFFF, 0x3F800000, 0xBF800000],
+}
+
+
+def weights(size: int, dtype, seed: int = 0) -> np.ndarray:
+    """Patterns of Gaussian values, as trained weights are."""
+    bits = (np.random.default_rng(seed).standard_normal(size, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
+    return (bits >> 16).astype(np.uint16) if dtype == np.uint16 else bits
+
+
+def trained(old: np.ndarray, fraction: float, seed: int = 0) -> np.ndarray:
+    """After a step that moves this fraction, mostly by one pattern up or down: the figures of published RL runs."""
+    draw = np.random.default_rng(seed)
+    at = np.flatnonzero(draw.random(old.size) < fraction)
+    new = old.copy()
+    new[at] += (draw.geometric(0.87, at.size) * draw.choice([-1, 1], at.size)).astype(old.dtype)
+    return new
+
+
+def noise(size: int, dtype, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True)
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Bits of one draw."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def bound(new: np.ndarray, old: np.ndarray) -> float:
+    """Bytes: entropy of which values changed and of the integer differences, both as independent draws."""
+    differences = (new.astype(np.int64) - old)[new != old]
+    mask = entropy(np.array([differences.size, new.size - differences.size]))
+    return (new.size * mask + differences.size * entropy(np.unique(differences, return_counts=True)[1])) / 8
+
+
+def check(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Every way from a payload to the values gives the new ones, bit for bit. Returns the payload."""
+    payload = encode(new, old)
+    values = old.copy()
+    apply(payload, values)
+    assert np.array_equal(values, new) and np.array_equal(decode(payload, old), new)
+    assert np.array_equal(decode(payload.tobytes(), old), new)
+    assert info(payload)[1:3] == (new.itemsize, new.size)
+    return payload
+
+
+def test_every_bfloat16_pattern_becomes_every_kind_of_other_pattern():
+    every = np.arange(65536, dtype=np.uint16)
+    draw = np.random.default_rng(0)
+    for shift in (1, 2, 127, 128, 32767, 32768, 32769, 65535):
+        check(every + np.uint16(shift), every)
+    for _ in range(20):
+        check(draw.permutation(every), draw.permutation(every))
+    check(every ^ np.uint16(0x8000), every)
+    assert np.array_equal(decode(encode(every, None)), every)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_payloads_infinities_negative_zero_and_denormals_survive(dtype):
+    special = np.array(SPECIAL[dtype], dtype)
+    old, new = np.repeat(special, special.size), np.tile(special, special.size)
+    check(new, old)
+    assert np.array_equal(decode(encode(new, None)), new)
+    for one, other in zip(old, new):
+        check(np.array([other]), np.array([one]))
+    sparse = np.repeat(old, 100)
+    check(np.where(np.arange(sparse.size) % 100 == 7, np.repeat(new, 100), sparse), sparse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 15, 16, 17, 63, 64, 65, 127, 1000, 4099])
+def test_blocks_of_any_length_and_any_share_of_changes(dtype, size):
+    old = weights(size, dtype)
+    for fraction in (0, 0.01, 0.3, 0.5, 0.6, 0.9, 0.99, 1):
+        check(trained(old, fraction, size), old)
+    for at in {0, size // 2, size - 1} if size else ():
+        check(np.where(np.arange(size) == at, old ^ dtype(1), old), old)
+        check(np.where(np.arange(size) == at, old, old ^ dtype(1)), old)
+    check(noise(size, dtype, 1), noise(size, dtype, 2))
+    assert np.array_equal(decode(encode(old, None)), old)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_at_odd_addresses_strided_and_read_only_arrays_are_taken(dtype):
+    old, width = weights(1001, dtype), np.dtype(dtype).itemsize
+    new = trained(old, 0.2)
+    payload = encode(new, old)
+    for skip in range(9):
+        raw = np.zeros(old.nbytes + 16, np.uint8)
+        shifted = raw[skip:skip + old.nbytes].view(dtype)
+        shifted[:] = old
+        assert np.array_equal(encode(new, shifted), payload)
+        moved_payload = np.concatenate([np.zeros(skip, np.uint8), payload])[skip:]
+        apply(moved_payload, shifted)
+        assert np.array_equal(shifted, new) and not raw[:skip].any() and not raw[skip + old.nbytes:].any()
+    assert np.array_equal(encode(np.repeat(new, 2)[::2], np.repeat(old, 2)[::2]), payload)
+    new.flags.writeable = old.flags.writeable = payload.flags.writeable = False
+    assert np.array_equal(encode(new, old), payload) and np.array_equal(decode(payload, old), new)
+    with pytest.raises(ValueError, match="writable"):
+        apply(payload, old)
+    assert new.itemsize == width
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.2, 0.5, 1])
+def test_a_delta_is_within_a_tenth_of_the_entropy(dtype, fraction):
+    old = weights(1 << 18, dtype)
+    new = trained(old, fraction)
+    payload = check(new, old)
+    assert info(payload).kind == "delta" and info(payload).changed == np.count_nonzero(new != old)
+    assert payload.size <= 1.06 * bound(new, old)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_payload_is_larger_than_the_values_by_more_than_a_word(dtype):
+    for size in (1, 10, 1000, 50_000):
+        for old, new in [(noise(size, dtype, 1), noise(size, dtype, 2)), (weights(size, dtype), noise(size, dtype)),
+                         (noise(size, dtype), weights(size, dtype, 3))]:
+            assert check(new, old).size <= new.nbytes + 16 and encode(new, None).size <= new.nbytes + 16
+
+
+def test_trained_weights_without_a_base_shrink_to_two_thirds():
+    for dtype, share in ((np.uint16, 0.67), (np.uint32, 0.84)):
+        values = weights(1 << 18, dtype)
+        payload = encode(values, None)
+        assert info(payload) == ("dense", values.itemsize, values.size, None, False)
+        assert payload.size < share * values.nbytes and np.array_equal(decode(payload), values)
+
+
+def test_an_unchanged_block_is_one_word():
+    old = weights(1000, np.uint16)
+    payload = check(old.copy(), old)
+    assert payload.size == 8 and info(payload) == ("unchanged", 2, 1000, 0, True)
+
+
+def test_differences_count_floats_in_between_also_across_zero():
+    old = np.array([0x8000, 0x0000, 0x8001, 0x3F80, 0xBF80] + [7] * 100, np.uint16)
+    new = np.array([0x0000, 0x8001, 0x0001, 0x3F81, 0xBF81] + [7] * 100, np.uint16)
+    positions, differences = changes(encode(new, old))
+    assert positions.tolist() == [0, 1, 2, 3, 4] and differences.tolist() == [1, -2, 3, 1, -1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_composed_payloads_do_what_applying_one_after_the_other_does(dtype):
+    draw = np.random.default_rng(0)
+    for trial in range(60):
+        size = int(draw.integers(0, 3000))
+        versions = [weights(size, dtype, trial)]
+        for _ in range(4):
+            step = draw.integers(5)
+            last = versions[-1]
+            versions.append(versions[draw.integers(len(versions))].copy() if step == 0 else noise(size, dtype, trial)
+                            if step == 1 else trained(last, draw.random() ** 3, trial))
+        payloads = [encode(new, old) for old, new in zip(versions, versions[1:])]
+        if trial % 3 == 0:
+            payloads[trial % 4] = encode(versions[trial % 4 + 1], None)
+        left = payloads[0]
+        for payload in payloads[1:]:
+            left = compose(left, payload)
+        right = payloads[-1]
+        for payload in payloads[-2::-1]:
+            right = compose(payload, right)
+        for made in (left, right):
+            assert np.array_equal(decode(made, versions[0]), versions[-1])
+            assert made.size <= versions[0].nbytes * 1.01 + 64
+
+
+def test_a_change_and_its_reverse_compose_to_unchanged():
+    old = weights(1000, np.uint16)
+    new = trained(old, 0.1)
+    assert info(compose(encode(new, old), encode(old, new))).kind == "unchanged"
+    assert np.array_equal(compose(encode(new, old), encode(new, new)), encode(new, old))
+
+
+def test_a_payload_that_replaces_everything_composes_to_itself_and_takes_deltas_on_top():
+    old, middle = weights(1000, np.uint16), weights(1000, np.uint16, 1)
+    new = trained(middle, 0.1)
+    full = encode(middle, None)
+    assert np.array_equal(compose(encode(trained(old, 0.1), old), full), full)
+    assert not info(compose(full, encode(new, middle))).needs_base
+    assert np.array_equal(decode(compose(full, encode(new, middle))), new)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    old = weights(100, np.uint16)
+    delta, full = encode(trained(old, 0.1), old), encode(old, None)
+    with pytest.raises(ValueError, match=r"both must be the same"):
+        encode(old, old[:50])
+    with pytest.raises(ValueError, match="uint16 or uint32"):
+        encode(old.astype(np.int64), None)
+    with pytest.raises(ValueError, match="kind delta needs the older values"):
+        decode(delta)
+    for values in (old[:99].copy(), old.astype(np.uint32)):
+        for payload in (delta, full):
+            for use in (apply, decode):
+                with pytest.raises(ValueError, match="100 values of uint16, but the block is"):
+                    use(payload, values)
+    with pytest.raises(ValueError, match="not of the same block"):
+        compose(delta, encode(old[:50], None))
+    with pytest.raises(ValueError, match="kind dense has no differences"):
+        changes(full)
+
+
+def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(payload, old values): the kinds, k of 0 and above, complement, escapes, plain differences."""
+    old = weights(300, dtype)
+    wild = np.where(np.arange(300) % 10 == 0, noise(300, dtype), old)
+    made = [(encode(new, old), old) for new in (old, trained(old, 0.05), trained(old, 0.5), trained(old, 0.9), wild)]
+    made += [(encode(old, None), old), (encode(noise(300, dtype), None), old)]
+    made.append((compose(encode(wild, old), encode(noise(300, dtype, 5), wild)), old))
+    zeros, ones = np.zeros(300, dtype), np.ones(300, dtype)
+    made.append((compose(encode(np.where(np.arange(300) % 3 == 0, noise(300, dtype, 5), zeros), zeros),
+                         encode(ones, ones)), zeros))
+    return made
+
+
+def try_payload(payload: np.ndarray, old: np.ndarray) -> bool:
+    """True if it was taken; what refuses leaves the values as they were."""
+    values = old.copy()
+    try:
+        apply(payload, values)
+    except ValueError:
+        assert np.array_equal(values, old)
+        return False
+    decoded = decode(payload, old)
+    assert np.array_equal(decoded, values)
+    if info(payload).needs_base:
+        positions, _ = changes(payload)
+        assert (np.diff(positions, prepend=-1, append=old.size) > 0).all()
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_payload_with_any_bit_flipped_is_refused_or_gives_some_values(dtype):
+    taken = refused = 0
+    for payload, old in payloads_of_every_kind(dtype):
+        assert try_payload(payload, old)
+        for bit in [*range(256), *range(256, payload.size * 8, 1 if payload.size < 200 else 13)]:
+            if bit < payload.size * 8:
+                wrong = payload.copy()
+                wrong[bit // 8] ^= 1 << bit % 8
+                taken, refused = (taken + 1, refused) if try_payload(wrong, old) else (taken, refused + 1)
+    assert taken > 100 and refused > 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_payload_cut_short_or_with_more_behind_it_is_refused(dtype):
+    for payload, old in payloads_of_every_kind(dtype):
+        for size in range(0, payload.size, 1 if payload.size < 200 else 8):
+            assert not try_payload(payload[:size], old)
+        for more in (1, 7, 8, 16):
+            assert not try_payload(np.concatenate([payload, np.zeros(more, np.uint8)]), old)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bytes_behind_a_good_header_never_crash(dtype):
+    draw = np.random.default_rng(0)
+    cases = payloads_of_every_kind(dtype)
+    for _ in range(2000):
+        payload, old = cases[draw.integers(len(cases))]
+        start = int(draw.choice([0, 4, 8, 16, 24, 32])) % payload.size
+        wrong = payload.copy()
+        wrong[start:] = draw.integers(0, 256, payload.size - start, dtype=np.uint8)
+        if draw.random() < 0.5:
+            wrong[start:] &= draw.integers(0, 256, payload.size - start, dtype=np.uint8)
+        try_payload(wrong, old)
+
+
+def test_threads_encode_and_decode_side_by_side():
+    blocks = [(trained(weights(50_000, np.uint16, i), 0.05, i), weights(50_000, np.uint16, i)) for i in range(8)]
+    expected = [encode(*block) for block in blocks]
+    found = [None] * 8
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            found[i] = encode(*blocks[i])
+            assert np.array_equal(decode(found[i], blocks[i][1]), blocks[i][0])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+
+
+def test_compile_all_leaves_nothing_to_compile():
+    codec.compile_all()
+    from rose.transfer import rice
+
+    counts = {name: len(loop.signatures) for name, loop in vars(rice).items() if hasattr(loop, "nopython_signatures")
+              and not name.startswith("_")}
+    for dtype in DTYPES:
+        for payload, old in payloads_of_every_kind(dtype):
+            try_payload(payload, old)
+    assert counts == {name: len(getattr(rice, name).signatures) for name in counts} and counts["scan"] == 2
+
+
+def test_the_examples_of_the_format_document_are_what_the_codec_makes():
+    old = np.full(24, 0x3F80, np.uint16)
+    old[20] = 0x8001
+    new = old.copy()
+    new[[2, 5, 13, 20]] = (0x3F81, 0x3F7F, 0x3F84, 0x0000)
+    cycle = np.array([1, 1.5, -0.75, 1.25, 2, 1, 0.5, -1], np.float32).view(np.uint32) >> 16
+    whole = np.tile(cycle.astype(np.uint16), 3)[:20]
+    text = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text().partition("## Store")[0]
+    shown = [bytes.fromhex("".join(re.findall(r"^(?:[0-9a-f]{2} ?)+(?= |$)", block, re.MULTILINE)))
+             for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)]
+    assert shown == [encode(new, old).tobytes(), encode(whole, None).tobytes()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense_payloads_of_few_and_of_very_uneven_exponents(dtype):
+    draw = np.random.default_rng(0)
+    shift = 7 if dtype == np.uint16 else 23
+    for different in (1, 2, 9, 60, 256):
+        for uneven in (1, 3, 8):
+            exponents = np.minimum(draw.random(5000) ** uneven * different, different - 1).astype(dtype) << dtype(shift)
+            values = exponents | (noise(5000, dtype) & dtype(~(255 << shift) & (256 ** np.dtype(dtype).itemsize - 1)))
+            payload = encode(values, None)
+            assert np.array_equal(decode(payload), values)
+            for cut in range(len(payload) - 8, len(payload)):
+                wrong = payload.copy()
+                wrong[cut] ^= 0xFF
+                try_payload(wrong, values)
+    rare = np.repeat(np.arange(256, dtype=dtype) << dtype(shift), [100_000] + [1] * 255)  # ranks up to 255 in unary
+    assert info(encode(rare, None)).kind == "dense" and np.array_equal(decode(encode(rare, None)), rare)

@@ -1,0 +1,444 @@
+"""A relay pulls each byte once, gives out exact bytes or an error, and nothing without the token."""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import urllib3
+from relays import TOKEN, Cutting, Running, Upstream
+
+from rose.transfer import TransferError
+from rose.transfer.relay import MAX_BODY
+from rose.transfer.relay_cache import CHUNK, Cache, Chunk
+from rose.transfer.relay_pull import AHEAD, TTL_S
+from rose.transfer.source import Folder, Missing, Refused, Stat, leases, open_source
+
+EDGE = "v000002/from-000001"
+FILE = f"{EDGE}/rank-00000.h5"
+PAST_TTL_S = 1.5 * TTL_S
+
+
+@pytest.fixture
+def start():
+    running = []
+
+    def start(*args, **kwargs):
+        running.append(Running(*args, **kwargs))
+        return running[-1]
+
+    yield start
+    for each in reversed(running):
+        each.stop()
+
+
+@pytest.fixture
+def store(tmp_path):
+    (tmp_path / "weights" / EDGE).mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    return tmp_path / "weights"
+
+
+def fill(store, mebibytes: float, path: str = FILE) -> bytes:
+    data = os.urandom(int(mebibytes * 2**20))
+    (store / path).parent.mkdir(parents=True, exist_ok=True)
+    (store / path).write_bytes(data)
+    return data
+
+
+def test_however_many_read_at_once_each_byte_crosses_the_link_once(start, store, tmp_path):
+    data = fill(store, 5.3)
+    near = start(upstream := Upstream(store), tmp_path / "near", limit=0)
+    far = start(near.client(), tmp_path / "far")
+    source = far.client()
+
+    def read(reader: int) -> bool:
+        begin = reader * 300_000
+        return source.read(FILE, begin) == data[begin:] and source.read(FILE, begin, 77) == data[begin:begin + 77]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(read, range(6)))
+    assert near.metrics()["served_bytes_total"] == far.metrics()["upstream_bytes_total"] == len(data)
+    assert sorted(upstream.reads) == [(FILE, index) for index in range(6)]
+    assert far.metrics()["cache_bytes"] == len(data)
+
+
+def test_names_sizes_and_what_is_absent_are_as_in_the_folder(start, store, tmp_path):
+    fill(store, 0.1)
+    (store / EDGE / "empty").touch()
+    relayed = start(Upstream(store), tmp_path / "cache").client()
+    assert relayed.names("") == ["v000002"] and relayed.names(EDGE) == ["empty", "rank-00000.h5"]
+    assert relayed.names("v000009") == []
+    assert relayed.stat(FILE) == Folder(store).stat(FILE) and relayed.size(FILE) == int(0.1 * 2**20)
+    assert relayed.size("v000009/x") is None and relayed.size(EDGE) is None
+    assert relayed.read(f"{EDGE}/empty") == b"" == relayed.read(FILE, 10, 0)
+    with pytest.raises(Missing, match="404: v000009/x: no such file"):
+        relayed.read("v000009/x")
+    with pytest.raises(Refused, match=r"400: .*bytes 104857 to 104858 were asked for, it has 104857"):
+        relayed.read(FILE, 104857, 1)
+
+
+def test_a_relay_that_is_started_again_goes_on_where_it_was(start, store, tmp_path):
+    data = fill(store, 6)
+    upstream = Upstream(store)
+    first = start(upstream, tmp_path / "cache")
+    assert first.client().read(FILE, 0, 3 * CHUNK) == data[:3 * CHUNK]
+    first.stop()
+    (tmp_path / "cache/chunks/v000002~from-000001" / "half.part").write_bytes(b"half")
+    again = start(upstream, tmp_path / "cache")
+    assert again.client().read(FILE) == data
+    assert sorted(upstream.reads) == [(FILE, index) for index in range(6)]
+    assert not list((tmp_path / "cache").glob("chunks/*/*.part"))
+
+
+def test_a_whole_range_is_pulled_several_chunks_at_a_time(start, store, tmp_path):
+    data = fill(store, AHEAD)
+    together = threading.Barrier(AHEAD)  # breaks, and fails the read, if they come one by one
+
+    class Slow(Folder):
+        def read(self, *args):
+            together.wait(10)
+            return super().read(*args)
+
+    assert start(Slow(store), tmp_path / "cache").client(20).read(FILE) == data
+
+
+def test_reading_on_and_on_reads_ahead_and_reading_here_and_there_does_not(start, store, tmp_path):
+    fill(store, 64)
+    upstream = Upstream(store)
+    running = start(upstream, tmp_path / "cache")
+    source = running.client()
+    for at in (50, 10, 30, 20, 40):
+        source.read(FILE, at * CHUNK, 1000)
+    assert sorted(index for _, index in upstream.reads) == [10, 20, 30, 40, 50]
+    source.read(FILE, 30 * CHUNK + 1000, 1000)
+    source.read(FILE, 30 * CHUNK + 2000, 1000)
+    while running.metrics()["in_flight"]:
+        time.sleep(0.01)
+    assert sorted(index for _, index in upstream.reads) == [10, 20, 30, 31, 32, 40, 50]
+
+
+def test_readers_of_different_slices_pull_no_more_than_these_and_a_window(start, store, tmp_path):
+    data = fill(store, 40)
+    running = start(upstream := Upstream(store), tmp_path / "cache")
+    source = running.client()
+
+    def read(begin: int) -> bool:
+        return all(source.read(FILE, at, CHUNK // 2) == data[at:at + CHUNK // 2]
+                   for at in range(begin, begin + 4 * CHUNK, CHUNK // 2))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(read, (0, 20 * CHUNK)))
+    while running.metrics()["in_flight"]:
+        time.sleep(0.01)
+    pulled = {index for _, index in upstream.reads}
+    assert len(upstream.reads) == len(pulled)
+    assert pulled <= {*range(4 + AHEAD), *range(20, 24 + AHEAD)}
+
+
+def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_path):
+    fill(store, 0.1)
+    running = start(Upstream(store), tmp_path / "cache")
+    for call in (lambda s: s.read(FILE), lambda s: s.names(""), lambda s: s.stat(FILE),
+                 lambda s: s.hold("a", [EDGE], 1)):
+        with pytest.raises(Refused, match=rf"{running.url}: .*401: wrong token"):
+            call(open_source(running.url, TOKEN[:-1] + "x", 10))
+    for kind in ("files/" + FILE, "stat/" + FILE, "names/", "metrics", "nothing"):
+        answer = urllib3.request("GET", f"{running.url}/{kind}", retries=False)
+        assert answer.status == 401 and b"no token" in answer.data
+    assert running.metrics()["refused_total"] == 4 + 5 and leases(store, time.time()) == set()
+
+
+def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, store, tmp_path):
+    near = start(Upstream(store), tmp_path / "near")
+    far = start(open_source(near.url, "x" * 32, 5), tmp_path / "far")
+    with pytest.raises(Refused, match=rf"{far.url}.*424.*{near.url}.*401: wrong token"):
+        far.client().read(FILE)
+
+
+def _raw(port: int, target: str, headers: str = "", body: bytes = b"") -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+                           f"{headers}\r\n".encode() + body)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    return answer
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "%2e%2e/secret", "..%2fsecret", "v000002/../../secret",
+                                  "v000002/%2e%2e/%2e%2e/secret", "%00", "link", "..%5csecret", "%2Fetc%2Fpasswd",
+                                  ".hidden", "//secret", "v000002/..;/secret", "%252e%252e/secret"])
+def test_nothing_outside_of_the_store_is_named_or_read(start, store, tmp_path, path):
+    (store / "link").symlink_to(tmp_path / "secret")
+    (store / ".hidden").write_text("secret")
+    running = start(Upstream(store), tmp_path / "cache")
+    for kind in ("files", "stat", "names"):
+        answer = _raw(running.port, f"/{kind}/{path}")
+        assert re.match(rb"HTTP/1.1 4\d\d ", answer) or answer.endswith(b"\r\n\r\n[]"), answer
+        assert b"root:" not in answer and b"\r\n\r\nsecret" not in answer
+
+
+def test_requests_that_make_no_sense_are_refused_with_a_reason(start, store, tmp_path):
+    fill(store, 0.1)
+    running = start(Upstream(store), tmp_path / "cache")
+    for given in ("5-4x", "-5", "0-1,3-4", "9-3", "0-99999999", "9" * 30 + "-"):
+        assert _raw(running.port, f"/files/{FILE}", f"Range: bytes={given}\r\n").startswith(b"HTTP/1.1 400"), given
+    for wait in ("soon", "nan", "-1", "1e999"):
+        status = _raw(running.port, f"/stat/{FILE}", f"X-Rose-Wait: {wait}\r\n")[9:12]
+        assert status == (b"400" if wait == "soon" else b"200"), wait
+    shown = {"Authorization": f"Bearer {TOKEN}"}
+    for lease in (b"{", b"[]", b'{"edges": 3, "seconds": 1}', b'{"edges": ["../up"], "seconds": 1}',
+                  b'{"edges": ["v1"], "seconds": 1e9}', b'{"edges": ["v1"], "seconds": NaN}'):
+        answer = urllib3.request("PUT", f"{running.url}/leases/a", body=lease, headers=shown)
+        assert answer.status == 400 and answer.data, lease
+    assert urllib3.request("PUT", f"{running.url}/leases/a", body=bytes(MAX_BODY + 1), retries=False,
+                           headers=shown).status == 413
+    assert b" 400 " in _raw(running.port, "/stat/x", "X: " + "y" * 100_000 + "\r\n")[:20]
+    assert running.client().read(FILE, 0, 5)
+
+
+def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(start, store, tmp_path):
+    data = fill(store, 9)
+    running = start(Upstream(store), tmp_path / "cache")
+    cutting = Cutting(running.port, 700_000, times=12)
+    source = open_source(cutting.url, TOKEN, 2)  # pauses would add up to more if progress did not begin them anew
+    assert source.read(FILE) == data
+    assert len(data) < cutting.passed < len(data) + 13 * 140_000
+    assert source.read(FILE, 5, 5) == data[5:10]
+    far = start(open_source(Cutting(running.port, 700_000, times=3).url, TOKEN, 10), tmp_path / "far")
+    assert far.client().read(FILE) == data
+
+
+def test_a_link_that_always_breaks_is_given_up_with_its_name(start, store, tmp_path):
+    fill(store, 1)
+    running = start(Upstream(store), tmp_path / "cache")
+    cutting = Cutting(running.port, 10, times=float("inf"))
+    with pytest.raises(TransferError, match=rf"{cutting.url}: {FILE}: .*; given up after 0.5 s"):
+        open_source(cutting.url, TOKEN, 0.5).read(FILE)
+
+
+def test_what_is_no_relay_is_not_taken_for_one(tmp_path):
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    def answer():
+        connection, _ = listening.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnope")
+
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(Refused, match="no relay of ROSE answers there"):
+        open_source(url, TOKEN, 5).size(FILE)
+
+
+def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, store, tmp_path):
+    fill(store, 3)
+    source = start(Upstream(store), tmp_path / "cache").client()
+    stat = source.stat(FILE)
+    os.truncate(store / FILE, 1000)
+    with pytest.raises(Refused, match="written anew"):
+        source.read(FILE, tag=stat.tag)
+    with pytest.raises(Refused, match="it has 1000"):
+        source.read(FILE, 2000, 10)
+    assert len(source.read(FILE)) == 1000
+
+
+def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_again(start, store, tmp_path):
+    data = fill(store, 2)
+    near = start(upstream := Upstream(store), tmp_path / "near")
+    far = start(near.client(), tmp_path / "far")
+    source = far.client()
+    assert source.read(FILE) == data
+    for cache in ("near", "far"):
+        [damaged] = (tmp_path / cache).glob("chunks/*/*@00000001")
+        damaged.write_bytes(bytes(CHUNK))
+    assert source.read(FILE, CHUNK, 10) == bytes(10)
+    assert source.read(FILE, CHUNK, 10, fresh=True) == data[CHUNK:CHUNK + 10]
+    for _ in range(3):
+        assert source.read(FILE, fresh=True) == data
+    assert source.read(FILE) == data
+    assert sorted(upstream.reads) == [(FILE, index) for index in (0, 0, 1, 1)]
+
+
+def test_a_chunk_that_lost_bytes_on_the_disk_is_pulled_anew(start, store, tmp_path):
+    data = fill(store, 2)
+    running = start(upstream := Upstream(store), tmp_path / "cache")
+    source = running.client()
+    assert source.read(FILE) == data
+    for index, chunk in enumerate(sorted((tmp_path / "cache").glob("chunks/*/*"))):
+        chunk.unlink() if index else os.truncate(chunk, 5)
+    assert source.read(FILE) == data and len(upstream.reads) == 4
+
+
+def test_a_new_version_is_seen_after_the_time_that_listings_are_kept(start, store, tmp_path):
+    near = start(Upstream(store), tmp_path / "near")
+    source = start(near.client(), tmp_path / "far").client()
+    manifest = "v000003/full/manifest.json"
+    assert source.names("v000003/full") == [] and source.size(manifest) is None
+    fill(store, 0.01, manifest)
+    time.sleep(2 * PAST_TTL_S)
+    assert source.names("v000003/full") == ["manifest.json"] and source.size(manifest) == int(0.01 * 2**20)
+    assert "v000003" in source.names("")
+
+
+def test_a_version_that_a_resumed_run_published_anew_is_not_mixed_with_the_old_one(start, store, tmp_path):
+    manifest = f"{EDGE}/manifest.json"
+    near = start(Upstream(store), tmp_path / "near")
+    source = start(near.client(), tmp_path / "far").client()
+    for _ in range(2):  # the same names and sizes both times
+        data, words = fill(store, 1.5), fill(store, 0.01, manifest)
+        time.sleep(2 * PAST_TTL_S)
+        assert source.read(manifest) == words
+        assert source.read(FILE) == data
+
+
+def test_leases_reach_the_folder_as_one_of_each_relay_and_end_with_their_clients(start, store, tmp_path):
+    near = start(Upstream(store), tmp_path / "near", holder="relay-near")
+    far = start(near.client(), tmp_path / "far", holder="relay-far")
+    now = time.time()
+    far.client().hold("engine-0", [EDGE], 60)
+    far.client().hold("engine-1", [EDGE, "v000001/full"], 600)
+    near.client().hold("engine-2", ["v000003/full"], 60)
+    assert leases(store, now) == {EDGE, "v000001/full", "v000003/full"}
+    assert [path.name for path in store.glob("leases/*")] == ["relay-near.json"]
+    far.stop()
+    far = start(near.client(), tmp_path / "far", holder="relay-far")
+    far.client().hold("engine-0", ["v000009/full"], 60)  # another's lease is not forgotten
+    assert leases(store, now) == {EDGE, "v000001/full", "v000003/full", "v000009/full"}
+    far.client().hold("engine-1", [], 0)
+    near.client().hold("engine-2", [], 0)
+    assert leases(store, now) == {"v000009/full"}
+    assert leases(store, now + 90) == set()
+    far.client().hold("engine-0", ["v000009/full"], 600)
+    assert leases(store, now + 90) == {"v000009/full"}
+    far.client().hold("engine-0", [], 0)
+    assert leases(store, now) == set()
+
+
+def test_a_lease_that_nobody_renews_is_no_longer_passed_on(start, store, tmp_path):
+    source = start(Upstream(store), tmp_path / "cache").client()
+    source.hold("dead", ["v000001/full"], 0.05)
+    time.sleep(0.1)
+    source.hold("alive", [EDGE], 60)
+    assert leases(store, time.time()) == {EDGE}
+
+
+def test_the_cache_drops_the_folder_that_was_not_used_for_longest(start, store, tmp_path):
+    paths = [f"v00000{version}/full/rank-00000.h5" for version in range(3)]
+    contents = [fill(store, 2, path) for path in paths]
+    running = start(upstream := Upstream(store), tmp_path / "cache", limit=5 * CHUNK)
+    source = running.client()
+    for version in (0, 1, 0, 2):
+        assert source.read(paths[version]) == contents[version]
+    assert sorted(path.name for path in (tmp_path / "cache/chunks").iterdir()) == ["v000000~full", "v000002~full"]
+    assert running.metrics()["cache_bytes"] == 4 * CHUNK
+    assert source.read(paths[0]) == contents[0] and len(upstream.reads) == 6
+    assert source.read(paths[1]) == contents[1] and len(upstream.reads) == 8
+
+
+def test_a_file_larger_than_the_cache_is_read_all_the_same(start, store, tmp_path):
+    data = fill(store, 20)
+    running = start(upstream := Upstream(store), tmp_path / "cache", limit=CHUNK)
+    assert running.client().read(FILE) == data
+    assert sorted(upstream.reads) == [(FILE, index) for index in range(20)]
+    assert running.metrics()["cache_bytes"] <= AHEAD * CHUNK
+    running.stop()
+    assert start(upstream, tmp_path / "cache", limit=CHUNK).metrics()["cache_bytes"] <= CHUNK
+    assert len(list((tmp_path / "cache").glob("chunks/*/*"))) <= 1
+
+
+def test_a_full_disk_makes_a_relay_slow_and_not_useless(start, store, disk):
+    data = fill(store, 2)
+    (disk.path / "cache").mkdir()
+    running = start(upstream := Upstream(store), disk.path / "cache")
+    disk.fill()
+    assert running.client().read(FILE) == data and upstream.reads
+    upstream.reads.clear()
+    assert running.client().read(FILE) == data
+    assert upstream.reads == [(FILE, 0), (FILE, 1)]
+    assert running.metrics()["cache_errors_total"] >= 4 and running.metrics()["cache_bytes"] == 0
+    disk.empty()
+    assert running.client().read(FILE) == data
+    assert running.metrics()["cache_bytes"] == len(data)
+    running.stop()
+
+
+@pytest.mark.slow
+def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp_path):
+    data = fill(store, 1)
+    running = start(upstream := Upstream(store), tmp_path / "cache")
+    upstream.down = "weights: the mount is gone"
+    with pytest.raises(TransferError, match=r"503: waited .* for the upstream: weights: the mount is gone; given up"):
+        running.client(4).read(FILE)
+    threading.Timer(0.3, setattr, (upstream, "down", "")).start()
+    assert running.client().read(FILE) == data
+    assert running.metrics()["upstream_errors_total"] > 0
+
+
+@pytest.mark.slow
+def test_an_upstream_that_hangs_blocks_only_who_wants_its_bytes(start, store, tmp_path):
+    data = fill(store, 3)
+    free = threading.Event()
+
+    class Hanging(Folder):
+        def read(self, path, offset=0, *args):
+            if offset >= 2 * CHUNK:
+                assert free.wait(20)
+            return super().read(path, offset, *args)
+
+    running = start(Hanging(store), tmp_path / "cache")
+    with pytest.raises(TransferError, match="503: waited .* for the upstream: no answer yet"):
+        running.client(4).read(FILE, 2 * CHUNK, 10)
+    assert running.client().read(FILE, 0, 2 * CHUNK) == data[:2 * CHUNK]
+    assert running.client().names(EDGE) == ["rank-00000.h5"]
+    free.set()
+
+
+def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
+    data = fill(store, 32)
+    running = start(Upstream(store), tmp_path / "cache")
+    idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
+    for connection in idle:
+        connection.sendall(f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    assert running.client().read(FILE) == data
+    for connection in idle:
+        connection.close()
+    assert running.client().read(FILE, 5, 5) == data[5:10]
+
+
+def test_what_is_being_served_is_not_dropped_for_what_is_new(tmp_path):
+    cache = Cache(tmp_path / "cache", 2 * CHUNK)
+    served, idle, new = (Chunk(f"v00000{version}/full/x", Stat(9 * CHUNK, "t"), 0) for version in range(3))
+    cache.pin(served)
+    beside = served._replace(index=1)
+    assert [cache.add(chunk) for chunk in (served, beside, idle)] == [[], [], [beside]]
+    assert cache.add(new) == [idle]
+    cache.unpin(served)
+    assert cache.add(idle) == [served] and cache.bytes == 2 * CHUNK
+    cache.close()
+
+
+def test_a_cache_serves_one_relay_at_a_time(tmp_path):
+    cache = Cache(tmp_path / "cache", 0)
+    with pytest.raises(TransferError, match="cache: another relay uses it"):
+        Cache(tmp_path / "cache", 0)
+    cache.close()
+    Cache(tmp_path / "cache", 0).close()
+
+
+def test_the_client_refuses_an_answer_of_another_length_and_a_tag_that_is_none(start, store, tmp_path):
+    fill(store, 1)
+
+    class Odd(Upstream):
+        def stat(self, path):
+            return Stat(5, "../../tag") if path == "odd" else super().stat(path)
+
+    running = start(Odd(store), tmp_path / "cache")
+    with pytest.raises(TransferError, match="odd: tag '../../tag'"):
+        running.client().stat("odd")
+    assert json.loads(_raw(running.port, "/stat/odd").rpartition(b"\r\n")[2]) == [5, "../../tag"]

@@ -1,0 +1,280 @@
+"""Staging touches nothing, a flip happens whole or is taken back, and each engine rank gets its own part."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from rose.config import ModelShape
+from rose.engine import layout
+from rose.transfer import TransferError, codec
+from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.receive import whole
+from rose.transfer.source import Folder
+from rose.transfer.stage import Live, place_blocks, stage
+from rose.transfer.store import FULL
+from tests.transfer.worlds import SHAPES, World, same
+
+ALL = 1 << 30
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+def staged(store, route, live, dense_bytes=ALL, places=whole):
+    """The last version of `route` [(version, base)...] staged from a store."""
+    source = Folder(store)
+    plan, digest = read_plan(source)
+    edges = [StoredEdge(source, *step, plan, digest) for step in route]
+    return stage(live, plan, places(plan, live), edges, route[0][1] is not FULL, 2, dense_bytes)
+
+
+class Breaking(Live):
+    """Some write fails in its middle, as that of a device may; later ones work again, or none does."""
+
+    def __init__(self, parameters, at: int, mended: bool = True):
+        super().__init__(parameters)
+        self._left, self._mended = at, mended
+
+    def write(self, place, values):
+        self._left -= 1
+        if self._left == 0 or (self._left < 0 and not self._mended):
+            super().write(place, torch.cat([values[:len(values) // 2], torch.zeros_like(values[len(values) // 2:])]))
+            raise RuntimeError("device lost")
+        super().write(place, values)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Versions 0 and 1, between which the embeddings change everywhere and the rest a little; their weights."""
+    world = World(tmp_path / "store")
+    world.publish(0)
+    zero = dict(world.weights)
+    world.step(0.05)
+    world.weights["embed"] = torch.randn(50, 12).bfloat16()
+    world.publish(1)
+    return world.store, zero, dict(world.weights)
+
+
+def copy(weights):
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def test_staging_touches_nothing_and_the_flip_changes_exactly_what_differs(two):
+    store, zero, one = two
+    live = copy(zero)
+    made = staged(store, [(1, 0)], Live(live))
+    assert same(live, zero)
+    made.flip()
+    assert same(live, one)
+    made.check()
+    assert made.changed == sum(int((zero[n].view(torch.int16) != one[n].view(torch.int16)).sum()) for n in zero)
+
+
+@pytest.mark.parametrize("dense_bytes", [0, 300, ALL])
+def test_blocks_that_there_was_no_room_for_are_computed_once_more(two, dense_bytes):
+    store, zero, one = two
+    for route, before in (([(1, 0)], zero), ([(0, FULL), (1, 0)], zeros())):
+        live = copy(before)
+        made = staged(store, route, Live(live), dense_bytes)
+        assert made.dense_bytes <= dense_bytes
+        made.flip()
+        made.check()
+        assert same(live, one)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_flip_that_breaks_off_in_a_dense_block_is_taken_back_and_can_be_tried_again(two, at):
+    store, zero, one = two
+    live = copy(zero)
+    made = staged(store, [(1, 0)], Breaking(live, at))
+    with pytest.raises(TransferError, match="broke off, and was taken back: device lost"):
+        made.flip()
+    assert same(live, zero)
+    made.flip()
+    made.check()
+    assert same(live, one)
+
+
+def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
+    store, zero, one = two
+    live = copy(zero)
+    made = staged(store, [(1, 0)], Live(live))
+    made._scatter.sort(key=lambda part: len(part[1]))
+    flat, indices, new, old = made._scatter[-1]
+    made._scatter[-1] = flat, indices, new[:-1], old  # as many values as places: torch refuses
+    with pytest.raises(TransferError, match="was taken back"):
+        made.flip()
+    assert same(live, zero)
+
+
+def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
+    store, zero, one = two
+    for live, dense_bytes in ((Breaking(copy(zero), 2, mended=False), ALL), (Breaking(copy(zero), 2), 0)):
+        with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
+            staged(store, [(1, 0)], live, dense_bytes).flip()
+
+
+def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
+    store, zero, one = two
+    live = copy(zero)
+    made = staged(store, [(1, 0)], Live(live))
+    made.flip()
+    live["layer.weight"] += 1
+    with pytest.raises(TransferError, match=r"live parameter layer.weight: \d+ of \d+ values are not what the flip wrote"):
+        made.check()
+    live = zeros()
+    made = staged(store, [(0, FULL)], Live(live))
+    made.flip()
+    live["layer.weight"] += 1
+    with pytest.raises(TransferError, match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
+                                            r"expected [0-9a-f]{32}"):
+        made.check()
+
+
+# --------------------------------------------------------------------------- tensor-parallel servers
+
+
+def shape_of(kv_heads: int, tied: bool) -> ModelShape:
+    """A vocabulary of 150 is padded to 192: with 4 ranks the last holds 6 rows."""
+    return ModelShape(layers=2, hidden=16, intermediate=24, heads=8, kv_heads=kv_heads, head_dim=4, vocab=150,
+                      tied_embeddings=tied)
+
+
+def tensors_of(shape: ModelShape, bias: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """As Hugging Face names them: Qwen2 with `bias`, else Llama."""
+    q, kv, h, i = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.intermediate
+    extents = {"model.embed_tokens.weight": (shape.vocab, h), "model.norm.weight": (h,)}
+    if not shape.tied_embeddings:
+        extents["lm_head.weight"] = (shape.vocab, h)
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}."
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            extents[f"{at}self_attn.{name}_proj.weight"] = (rows, h)
+            if bias:
+                extents[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        extents |= {f"{at}self_attn.o_proj.weight": (h, q), f"{at}mlp.gate_proj.weight": (i, h),
+                    f"{at}mlp.up_proj.weight": (i, h), f"{at}mlp.down_proj.weight": (h, i),
+                    f"{at}input_layernorm.weight": (h,), f"{at}post_attention_layernorm.weight": (h,)}
+    return {name: torch.randn(extent, generator=generator).bfloat16() for name, extent in extents.items()}
+
+
+def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:
+    """vLLM's, of one rank, zeros; written out here, not taken from the layout."""
+    h, i, rows = shape.hidden, shape.intermediate // tp_size, 192 // tp_size
+    qkv = (shape.heads // tp_size + 2 * max(1, shape.kv_heads // tp_size)) * shape.head_dim
+    extents = {"model.embed_tokens.weight": (rows, h), "model.norm.weight": (h,)}
+    if not shape.tied_embeddings:
+        extents["lm_head.weight"] = (rows, h)
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}."
+        extents |= {f"{at}self_attn.qkv_proj.weight": (qkv, h), f"{at}mlp.gate_up_proj.weight": (2 * i, h),
+                    f"{at}self_attn.o_proj.weight": (h, shape.heads * shape.head_dim // tp_size),
+                    f"{at}mlp.down_proj.weight": (h, i), f"{at}input_layernorm.weight": (h,),
+                    f"{at}post_attention_layernorm.weight": (h,)}
+        if bias:
+            extents[f"{at}self_attn.qkv_proj.bias"] = (qkv,)
+    return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
+
+
+def expected(weights, shape: ModelShape, bias: bool, rank: int, tp_size: int) -> dict[str, torch.Tensor]:
+    """What one rank should hold: the slices of whole tensors."""
+    made = parameters_of(shape, bias, tp_size)
+    for name, tensor in weights.items():
+        place = layout.slices(name, tuple(tensor.shape), shape, rank, tp_size)
+        if place is not None:
+            made[place.parameter][place.destination] = tensor[place.source]
+    return made
+
+
+def placed(shape: ModelShape, rank: int, tp_size: int):
+    return lambda plan, live: place_blocks(
+        plan, lambda name, extent: layout.slices(name, extent, shape, rank, tp_size), live)[0]
+
+
+def cuts_for(weights, shape: ModelShape, degrees) -> dict:
+    return {name: layout.cuts(name, tuple(tensor.shape), shape, degrees) for name, tensor in weights.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias, kv_heads, tied", [(True, 2, True), (False, 4, False), (False, 1, True)],
+                         ids=["qwen2", "llama-untied", "one-key-value-head"])
+def test_servers_of_every_degree_get_exactly_their_parts_of_a_full_version_and_of_a_delta(tmp_path, bias, kv_heads, tied):
+    shape, generator = shape_of(kv_heads, tied), torch.Generator().manual_seed(3)
+    weights = tensors_of(shape, bias, generator)
+    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)), size=3, largest=70)
+    initial = dict(world.weights)
+    world.publish(0)
+    world.step(0.3)
+    world.publish(1)
+    for tp_size in (1, 2, 4):
+        for rank in range(tp_size):
+            empty, fresh = parameters_of(shape, bias, tp_size), expected(initial, shape, bias, rank, tp_size)
+            for live, route in ((empty, [(0, FULL), (1, 0)]), (fresh, [(1, 0)])):
+                made = staged(world.store, route, Live(live), places=placed(shape, rank, tp_size))
+                made.flip()
+                made.check()
+                assert same(live, expected(world.weights, shape, bias, rank, tp_size)), (tp_size, rank, route)
+
+
+def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vocabulary(tmp_path):
+    shape = shape_of(2, True)
+    weights = tensors_of(shape, True, torch.Generator())
+    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)))
+    live = Live(parameters_of(shape, True, 4))
+    _, filled = place_blocks(world.plan, lambda name, extent: layout.slices(name, extent, shape, 3, 4), live)
+    rest = {name: matrix.numel() - filled[name] for name, matrix in live.matrices.items()}
+    assert {name: count for name, count in rest.items() if count} == {"model.embed_tokens.weight": (48 - 6) * 16}
+
+
+def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key_to_set(tmp_path):
+    shape = shape_of(2, True)
+    weights = tensors_of(shape, True, torch.Generator())
+    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2)), size=1, largest=10**6)
+    placed(shape, 0, 2)(world.plan, Live(parameters_of(shape, True, 2)))
+    with pytest.raises(TransferError, match="lies half in this engine's part.*transfer.tensor_parallel"):
+        placed(shape, 0, 4)(world.plan, Live(parameters_of(shape, True, 4)))
+
+
+def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
+    world = World(tmp_path / "store")
+    whole_tensor = lambda name, extent: layout.LocalSlice(  # noqa: E731
+        name, *[tuple(slice(0, size) for size in extent)] * 2)
+    wrong = zeros() | {"norm": torch.zeros(12)}
+    with pytest.raises(TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has 4 bytes a value"):
+        place_blocks(world.plan, whole_tensor, Live(wrong))
+    wrong = zeros() | {"embed": torch.zeros(49, 12, dtype=torch.bfloat16)}
+    with pytest.raises(TransferError, match=r"'embed' \(50, 12\) doesn't fit the engine's parameter embed \(49, 12\)"):
+        place_blocks(world.plan, whole_tensor, Live(wrong))
+    with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
+        Live({"embed": torch.zeros(12, 50).t()})
+
+
+def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
+    live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
+    from rose.transfer.blocks import Block, rectangles
+    from rose.transfer.stage import Place
+    place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
+    values = live.read(place)
+    positions = np.arange(len(values), dtype=np.int32)
+    assert (live.matrices["w"].view(-1)[live.indices(place, positions)].numpy().view(np.uint32) == values).all()
+    assert codec.DTYPES[4] == values.dtype
+
+
+def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):
+    weights = {"big": torch.zeros(64 * 2**14, dtype=torch.bfloat16)}  # 64 blocks of 32 KiB, all in one batch
+    world = World(tmp_path / "store", weights, cuts={}, size=1, largest=2**14)
+    world.publish(0)
+    before = copy(world.weights)
+    world.weights["big"] = world.weights["big"].clone()
+    world.weights["big"][::2**12] = 1.0
+    world.publish(1)
+    live = Live(before)
+    staged(world.store, [(1, 0)], live)  # what is made at first use
+    tracemalloc.start()
+    staged(world.store, [(1, 0)], live)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**15 / 4
