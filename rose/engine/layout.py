@@ -10,6 +10,7 @@ layouts are not here.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rose.config import ModelShape
@@ -27,6 +28,25 @@ class LocalSlice(NamedTuple):
     parameter: str
     destination: tuple[slice, ...]
     source: tuple[slice, ...]
+
+
+def cuts(name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The rows and columns of HF tensor `name` at which some rank's part begins or ends, for servers of any of these
+    tensor-parallel degrees. Degrees that don't divide the model are passed over: no server has them.
+
+    Raises `ValueError` as `slices` does.
+    """
+    found: tuple[set[int], set[int]] = (set(), set())
+    slices(name, shape, model, 0, 1)
+    for degree in degrees:
+        for rank in range(degree):
+            try:
+                place = slices(name, shape, model, rank, degree)
+            except ValueError:
+                break
+            for axis, part in zip(found, place.source if place else ()):
+                axis.update((part.start, part.stop))
+    return sorted(found[0]), sorted(found[1])
 
 
 def slices(name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice | None:

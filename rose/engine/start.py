@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 from rose.config import Model, Rollout
+
+UNREADABLE = "llvmlite.binding.ffi"  # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
 
 _forking = False  # true only while the engine process is being made, and in that process
 
@@ -33,7 +36,9 @@ def environment(gpus: bool, threads: int | None) -> dict[str, str]:
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
               "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false"}
     if gpus:
-        return common
+        # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can be given back.
+        lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if os.environ.get("ROSE_COSERVING") else {}
+        return common | lent
     cpu = {
         "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
         "TORCH_COMPILE_DISABLE": "1",
@@ -67,7 +72,8 @@ def stop_tokens(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int) -> dict:
+def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int,
+                gpus: bool = False) -> dict:
     """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its first token."""
     args = dict(
         model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=model.dtype,
@@ -81,6 +87,8 @@ def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: boo
         args["enable_chunked_prefill"] = False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+    if gpus and os.environ.get("ROSE_COSERVING"):
+        args["enable_sleep_mode"] = True  # weights where `Engine.deactivate` can give them back
     return args | rollout.engine_args
 
 
@@ -95,17 +103,26 @@ def build(args: dict, gpus: bool):
     """(AsyncLLM, Latest); blocks until the engine process serves."""
     global _forking
     from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    config = AsyncEngineArgs(**args).create_engine_config()
+    from rose.coserving import plugin
+
+    plugin.register()  # also where ROSE is imported from a folder and not installed
+    transfer = WeightTransferConfig(backend="rose")  # rose.engine.worker_extension registers it in each worker
+    config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True
+    # vLLM's CPU worker looks into every object of every loaded module as it starts, and chokes on this one of numba's.
+    hidden = sys.modules.pop(UNREADABLE, None)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     finally:
         _forking = False
+        if hidden is not None:
+            sys.modules[UNREADABLE] = hidden
     # The engine process goes on sending its scheduler's statistics; per-token statistics and Prometheus,
     # which cost a few percent here, stop before the first output.
     latest = Latest()

@@ -12,8 +12,10 @@ of 20) and by running vLLM's worker inside the engine process. Two rules follow:
 a multi-threaded torch operation before `start` (libgomp's pool doesn't survive a fork), and the owner's
 `start` runs in a thread that lives as long as the process, because the engine dies with that thread.
 
-A new version never meets a running request: those in flight are stopped, their tokens delivered under the
-old version, and continued after the flip from these tokens with the KV cache recomputed (as in AReaL).
+A new version is staged while the old one serves, and put in place during a short pause. Requests in flight meet it as
+`Transfer.in_flight` says: "recompute" stops them, delivers their tokens under the old version and continues them after
+the flip with the KV cache recomputed (as in AReaL); "keep" lets them run on with the KV cache of the old version (as
+in PipelineRL); "finish" waits for their end. Every token carries the version that made it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rose import protocol
-from rose.config import Model, Rollout
+from rose.config import Model, Rollout, Transfer
+from rose.coserving import names
 from rose.engine.start import EngineError, Latest, build, engine_args, environment, local_folder, stop_tokens
-from rose.transfer import TransferError, open_version
+from rose.transfer import TransferError
 
+ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again from the model's folder
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
+FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
@@ -65,8 +70,13 @@ class Stats(NamedTuple):
 
 class Loaded(NamedTuple):
     version: int
-    nbytes: int
+    nbytes: int  # of payloads read
+    changed: int  # values
+    route: list[str]  # edges of the store
+    mirrored: int  # of them, read from this node's memory
     seconds: float  # whole call
+    stage_s: float
+    flip_s: float
     pause_s: float  # without generation
 
 
@@ -74,21 +84,25 @@ class Loaded(NamedTuple):
 class _Turn:
     request: str
     aborted: bool = False
+    evicted: bool = False  # its engine's scheduler gave it back
 
 
 class Engine:
     """See the module's docstring. Built by `start`."""
 
-    def __init__(self, llm, latest: Latest, folder: Path, max_context: int):
+    priority = 0  # vLLM's, of every turn
+
+    def __init__(self, llm, latest: Latest, folder: Path, max_context: int, turn_timeout_s: float, threads: int):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context = max_context
+        self._max_context, self.turn_timeout_s, self._threads = max_context, turn_timeout_s, threads
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
+        self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
         self._takes_seeds = config.device_config.device_type != "cpu" \
@@ -113,7 +127,7 @@ class Engine:
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
-            _starter, build, engine_args(folder, rollout, model, deterministic, seed), gpus)
+            _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus)
         try:
             llm, latest = await asyncio.wait_for(asyncio.shield(building), rollout.engine_start_timeout_s)
             # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs anything else,
@@ -129,18 +143,20 @@ class Engine:
             if isinstance(error, Exception):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
-        return cls(llm, latest, folder, model.max_context)
+        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, rollout.threads or os.cpu_count())
 
     # ------------------------------------------------------------------ turns
 
     async def generate(self, turn_id: str, tokens: bytes, sampling: protocol.Sampling) -> AsyncIterator[Chunk]:
-        """Continue `tokens` (int32, packed); the last chunk has `finish`.
+        """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or when a co-serving
+        engine gives the turn back (stop_reason `names.EVICTED`).
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn continued
         from partial tokens doesn't draw the same numbers again.
-        Raises `EngineDied`; `EngineError` if `turn_id` is already running here, or has a seed that would kill
-        this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
+        Raises `EngineDied`; `EngineError` if the engine is inactive, or `turn_id` is already running here, or has a
+        seed that would kill this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
         """
+        self._check_active()
         if turn_id in self._turns:
             raise EngineError(f"turn {turn_id} is already running on this engine")
         if sampling.seed is not None and not self._takes_seeds:
@@ -162,7 +178,7 @@ class Engine:
                     prompt += chunk.tokens
                     if turn.aborted and chunk.finish is None:  # the abort came before vLLM knew the request
                         await self._llm.abort(turn.request)
-                    interrupted = chunk.finish is protocol.FinishReason.ABORT and not turn.aborted
+                    interrupted = chunk.finish is protocol.FinishReason.ABORT and not (turn.aborted or turn.evicted)
                     finish = None if interrupted else chunk.finish
                     if chunk.tokens or finish:
                         yield chunk._replace(finish=finish)
@@ -179,26 +195,52 @@ class Engine:
 
         self._serial += 1
         turn.request = f"{turn_id}#{self._serial}"
-        version, first = self.version, True
+        version, first, made = self.version, True, 0
         # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the same again
         seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
             max_tokens=max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
             seed=seed, stop_token_ids=self._stop_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
+            ignore_eos=True,  # else a tokenizer's, where an engine has one, would end turns too
             output_kind=RequestOutputKind.DELTA, skip_clone=True)
-        request = tokens_input(list(prompt), cache_salt=f"v{version}")  # a prefix cached by older weights never matches
+        # a prefix that older weights cached, or whose memory was given back, never matches
+        request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
         self._prompted += len(prompt)
         try:
-            async for output in self._llm.generate(request, params, turn.request):
+            async for output in self._llm.generate(request, params, turn.request, priority=self.priority):
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
-                tokens = list(part.token_ids)
-                self._generated += len(tokens)
+                tokens, logprobs = list(part.token_ids), list(part.logprobs.logprobs) if part.token_ids else []
                 self._cached += cached if first else 0
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None
-                yield Chunk(tokens, list(part.logprobs.logprobs) if tokens else [], version, finish, cached)
+                turn.evicted = part.stop_reason == names.EVICTED
+                ends = self._version_ends(turn.request, part, version, made, len(tokens))
+                for low, high, made_by in ends[:-1]:
+                    yield Chunk(tokens[low:high], logprobs[low:high], made_by, None, cached)
+                low, high, made_by = ends[-1]
+                made += len(tokens)
+                self._generated += len(tokens)
+                yield Chunk(tokens[low:high], logprobs[low:high], made_by, finish, cached)
         except EngineDeadError as error:
             raise EngineDied(f"engine process {self.pid} died during turn {turn_id}") from error
+
+    def _version_ends(self, request: str, part, version: int, made: int, count: int) -> list[tuple[int, int, int]]:
+        """(low, high, version) of the `count` new tokens of an output, after `made` earlier ones of its request: vLLM
+        notes with each step's outputs which weights made them. One entry at least."""
+        processor = self._llm.output_processor
+        states = [processor.request_states[i] for i in processor.external_req_ids.get(request, ())
+                  if i in processor.request_states]
+        if states:
+            starts = states[0].weight_version_starts
+        else:  # its last output: vLLM has forgotten the request
+            starts = [(span.version, span.start) for span in part.weight_versions or ()]
+        begins = [(0, version)] + [(start - made, int(label)) for label, start in starts if label != "default"]
+        found = []
+        for (low, label), (high, _) in zip(begins, [*begins[1:], (count, 0)]):
+            low, high = max(low, 0), min(max(high, 0), count)
+            if low < high:
+                found.append((low, high, label))
+        return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
         """Stop a turn: its iterator ends with what it has and finish ABORT. Unknown turns are ignored: they ended."""
@@ -210,34 +252,93 @@ class Engine:
 
     # ------------------------------------------------------------------ weights
 
-    async def load_version(self, manifest: str, timeout_s: float = 120.0) -> Loaded:
-        """Put a committed version into the live weights and verify it there.
+    async def load_version(self, version: int, store: str, transfer: Transfer, mirror: str | None = None) -> Loaded:
+        """Put a version of `store` (a folder or a relay's URL) into the live weights and verify it there. `mirror`:
+        folder of what was broadcast to this node.
 
-        Raises `TransferError` naming file or tensor (the old weights go on serving unless the text says that
-        they are a mixture), `EngineDied`, or `EngineError` after `timeout_s` seconds.
+        Raises `TransferError` naming file or block (the old weights go on serving), `EngineDied`, also when the weights
+        are neither the old nor the new ones: no such engine lives; or `EngineError` after `transfer.load_timeout_s`
+        seconds.
         """
         start = time.monotonic()
+        timeout_s = transfer.load_timeout_s
         async with self._loading:
-            with open_version(manifest):  # a bad manifest or a missing file costs no pause
-                pass
-            self._open.clear()
-            paused = time.monotonic()
+            self._check_active()
+            update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
+                      "threads": transfer.threads or self._threads,
+                      "dense_bytes": int(transfer.stage_gib * 2**30), "timeout_s": timeout_s}
+            await self._worker("start_weight_update", RPC_TIMEOUT_S)
+            await self._worker("update_weights", RPC_TIMEOUT_S, update)
             try:
-                await self._call(self._llm.pause_generation(mode="abort", clear_cache=True), RPC_TIMEOUT_S)
-                # Requests that reached vLLM after the pause are still queued there, under the old version's label.
-                await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
-                results = await self._load(str(manifest), timeout_s)
-                self.version = results[0]["version"]
-            finally:
-                if self.alive:
-                    await self._call(self._llm.resume_generation(), RPC_TIMEOUT_S)
-                self._open.set()
-            end = time.monotonic()
-        return Loaded(self.version, results[0]["nbytes"], end - start, end - paused)
+                staged = await self._settled("staging", timeout_s + RPC_TIMEOUT_S)
+            except TransferError:
+                await self._worker("rose_abandon", RPC_TIMEOUT_S)
+                await self._worker("finish_weight_update", RPC_TIMEOUT_S)  # flips nothing: vLLM closes its session
+                raise
+            paused, resumed = await self._flip(version, transfer)
+            checked = await self._settled("checking", timeout_s)
+        return Loaded(version, max(s["nbytes"] for s in staged), sum(s["changed"] for s in staged), staged[0]["route"],
+                      staged[0]["mirrored"], time.monotonic() - start, max(s["stage_s"] for s in staged),
+                      max(s["flip_s"] for s in checked), resumed - paused)
 
-    async def _load(self, manifest: str, timeout_s: float) -> list[dict]:
+    async def _flip(self, version: int, transfer: Transfer) -> tuple[float, float]:
+        """(when the pause began, when it ended), monotonic."""
+        core = self._llm.engine_core  # AsyncLLM's own pause sleeps 20 ms beside this call
+        self._open.clear()
         try:
-            return await self._call(self._llm.collective_rpc("rose_load_version", args=(manifest,)), timeout_s)
+            paused = await self._pause(transfer.in_flight)
+            self._all_well(await self._worker("rose_flip", transfer.load_timeout_s))
+            self.version = version
+            # sent before "resume", and done in this order, but not waited for while nothing is generated
+            labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))
+        finally:
+            if self.alive:
+                await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
+            resumed = time.monotonic()
+            self._open.set()
+        await self._call(labelled, RPC_TIMEOUT_S)
+        return paused, resumed
+
+    async def _pause(self, in_flight: str) -> float:
+        """Since when nothing is generated, monotonic."""
+        mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
+        await self._call(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
+                         self.turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S)
+        paused = time.monotonic()
+        if mode == "abort":
+            # Requests that reached vLLM after the pause are still queued there, under the old version's label.
+            await self._abort_requests()
+        return paused
+
+    async def _abort_requests(self) -> None:
+        await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
+
+    async def _settled(self, state: str, timeout_s: float) -> list[dict]:
+        """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`."""
+        end, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+        while True:
+            found = await self._worker("rose_status", RPC_TIMEOUT_S)
+            if all(status["state"] != state for status in found):
+                break
+            if time.monotonic() > end:
+                raise EngineError(f"engine process {self.pid} is {state} a version for over {timeout_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LAST_LOOK_S)
+        self._all_well(found)
+        return found
+
+    def _all_well(self, found: list[dict]) -> None:
+        failed = [status for status in found if status["state"] == "failed"]
+        if any(status["mixture"] for status in failed) or (failed and any(s["state"] == "checking" for s in found)):
+            self._process.kill()
+            raise EngineDied(f"engine process {self.pid} was ended, as its weights were a mixture: {failed[0]['error']}")
+        if failed:
+            raise TransferError(failed[0]["error"])
+
+    async def _worker(self, method: str, timeout_s: float, *args) -> list:
+        """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one of them raised."""
+        try:
+            return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
         except Exception as error:  # vLLM turns what a worker raised into a bare Exception with its text
@@ -245,13 +346,68 @@ class Engine:
 
     async def checksum(self) -> list[dict[str, str]]:
         """xxh3-128 of every live parameter, one dictionary per tensor-parallel rank."""
-        return await self._call(self._llm.collective_rpc("rose_checksum"), RPC_TIMEOUT_S)
+        self._check_active()
+        return await self._worker("rose_checksum", RPC_TIMEOUT_S)
+
+    # ------------------------------------------------------------------ activation
+
+    async def deactivate(self) -> None:
+        """Give back the memory of weights and KV cache; the process stays. Turns that run end with finish ABORT.
+
+        Raises `EngineError` on a GPU without vLLM's sleep mode; `EngineDied`.
+        """
+        config, core = self._llm.vllm_config, self._llm.engine_core
+        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
+            raise EngineError("an engine on a GPU can be deactivated if it was started with "
+                              "rollout.engine_args.enable_sleep_mode=true")
+        async with self._loading:
+            if not self.active:
+                return
+            self.active, self._activations = False, self._activations + 1
+            for turn in self._turns.values():
+                turn.aborted = True
+            # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps it from matching.
+            await self._call(core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S)
+            await self._abort_requests()
+            await self._worker_or_death("rose_deactivate")
+
+    async def activate(self) -> None:
+        """Read the folder's weights, version -1, and serve again; `load_version` brings the newest.
+
+        Raises `EngineDied`, also when the weights can't be read or aren't those of before.
+        """
+        async with self._loading:
+            if self.active:
+                return
+            await self._worker_or_death("rose_activate")
+            self.version = -1
+            core = self._llm.engine_core
+            await self._call(core.set_weight_version_async(str(self.version)), RPC_TIMEOUT_S)
+            await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
+            self.active = True
+
+    async def _worker_or_death(self, method: str) -> None:
+        """What fails midway leaves weights that are nobody's."""
+        try:
+            await self._worker(method, ACTIVATE_TIMEOUT_S)
+        except (TransferError, EngineError) as error:
+            self._process.kill()
+            raise EngineDied(f"engine process {self.pid} was ended, as {method} failed: {error}") from error
+
+    def _check_active(self) -> None:
+        if not self.active:
+            raise EngineError(f"engine process {self.pid} is inactive: activate() first")
 
     # ------------------------------------------------------------------ state
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def open(self) -> bool:
+        """Whether turns are begun at once: not while new weights are put in place."""
+        return self._open.is_set()
 
     @property
     def alive(self) -> bool:
@@ -261,6 +417,13 @@ class Engine:
     def died(self) -> asyncio.Future:
         """Done once the engine process is gone; await it through `asyncio.shield`."""
         return self._died
+
+    @property
+    def hardware(self) -> str:
+        """The device's name, as "H800"; "cpu"."""
+        from vllm.platforms import current_platform
+
+        return current_platform.get_device_name().removeprefix("NVIDIA ")
 
     @property
     def kv_tokens(self) -> int:

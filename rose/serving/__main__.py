@@ -7,16 +7,26 @@ SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or
 (serving.wait_s); one that is finished ends this command too. Keys of rollout, serving and cluster may differ from
 the run's. Start one per engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server.
 
-    0 left, or the run is finished, or none came   1 refused, or the engine fails again and again   2 bad arguments
+With an online server of its own on the same device, whose users come first (docs/serving.md):
+
+    python -m rose.serving name=frozenlake serving.online.model=FOLDER serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
+           serving.lending.profile=FILE
+
+That server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without profile or targets it
+serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34) starts it again.
+
+    0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from rose.config import ConfigError
-from rose.serving import settings
+from rose.coserving import names
+from rose.serving import operate, settings
 from rose.serving.lender import Lender
 
 
@@ -33,11 +43,22 @@ def main(arguments: list[str]) -> int:
         if not run_dir.parent.is_dir():
             raise ConfigError(f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
                               "launch.py had")
-        return Lender(run_dir, overrides).run()
+        serving = settings.of_server(overrides)
+        if serving.online.model is None or names.FOLDER in os.environ:  # started by an operator, beside its server
+            return Lender(run_dir, overrides).run()
+        measured = None
+        if serving.lending.profile is not None:
+            from rose.serving import profile
+
+            measured = profile.load(serving.lending.profile)
+        return operate.Operator(run_dir, overrides, serving, measured).run()
     except ConfigError as error:
         print(f"rose.serving: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that looks for a stop file on a dead mount would never let the interpreter end

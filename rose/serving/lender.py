@@ -126,8 +126,9 @@ class Lender:
         wanted = start.environment(config.cluster.gpus > 0, threads) | config.cluster.env
         if self.prepared is None:
             os.environ.update(wanted)
-            say("importing vLLM")
-            start.preload()
+            if not member.shares_engine(config):
+                say("importing vLLM")
+                start.preload()
         elif self.prepared != wanted:
             os.execv(sys.executable, [sys.executable, "-u", *self.command])
         self.prepared = wanted

@@ -21,7 +21,9 @@ from rose import protocol as p
 from rose.comm import singleton
 from rose.comm.join import Answer, Application, JoinError, endpoint
 from rose.config import Config, ConfigError
+from rose.coserving import board, names, priority
 from rose.engine.start import EngineError
+from rose.models import resolve
 from rose.observe.recorder import NullRecorder, Recorder
 from rose.serving import settings
 
@@ -61,9 +63,12 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
 
 
 def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
-    """One membership. Raises `JoinError`, `EngineError`."""
+    """One membership. Raises `JoinError`, `EngineError`, `ConfigError`."""
+    _check_profile(config)
     mpi = config.cluster.mpi
     os.environ.update(mpi.env | mpi.join_env)  # before MPI looks
+    if names.FOLDER in os.environ and config.serving.lending.priority == "idle":
+        os.nice(priority.NICE)  # the online server's front end is on the same cores, and takes tokens from its engine
     found = endpoint(run_dir)
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
@@ -78,15 +83,24 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
         recorder.close()
 
 
+def _check_profile(config: Config) -> None:
+    """That the profile of a shared device is of the engines that it will have."""
+    path = config.serving.lending.profile
+    if names.FOLDER in os.environ and path is not None:
+        from rose.serving import profile
+
+        profile.check(profile.load(path), path, config, resolve(config.model))
+
+
 async def _take_part(config: Config, application: Application, answer: Answer, recorder: NullRecorder,
                      on_join: Callable[[], object]) -> Ended:
     name = answer.worker
     # Here and not above: whoever imports these initialises MPI, which reads its environment then.
     from rose.comm.link import Link, LinkError
     from rose.comm.mailbox import COORDINATOR
-    from rose.serving.worker import BorrowedWorker, Wire
+    from rose.serving.worker import BorrowedWorker, SharingWorker, Wire
 
-    worker = BorrowedWorker(config, name, recorder)
+    worker = (SharingWorker if shares_engine(config) else BorrowedWorker)(config, name, recorder, *_boards())
     await worker.start_engine()
     worker.mailbox = Wire(Link(application.connect(answer.port)))
     worker.mailbox.send(COORDINATOR, p.JoinHello(application.token, name))
@@ -103,6 +117,26 @@ async def _take_part(config: Config, application: Application, answer: Answer, r
         return Ended.LEFT
     say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
     return Ended.RUN_OVER
+
+
+def shares_engine(config: Config) -> bool:
+    """Whether turns go to the engine of the online server beside this process: no engine is started."""
+    return config.serving.lending.same_weights and names.FOLDER in os.environ
+
+
+def _boards() -> tuple[Path | None, Callable[[int], None]]:
+    """(where the engine publishes its state, if it shares its device; what tells it of a new version)."""
+    folder = os.environ.get(names.FOLDER)
+    if folder is None:
+        return None, lambda version: None
+    writer = board.Writer(Path(folder) / "epoch", board.Epoch)
+
+    def on_version(version: int) -> None:
+        writer.state.epoch = version
+        writer.write()
+
+    on_version(-1)
+    return Path(folder) / "rollout", on_version
 
 
 def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRecorder:

@@ -1,7 +1,9 @@
-"""The configuration of a serving rank: its run's own, with what differs on the serving side."""
+"""The configuration of the serving side: of a rank, its run's own with what differs there; of the online server, which
+serves before there is a run, conf/serving/borrow.yaml of this repository with the command line over it."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 import yaml
 
 from rose import config as configuration
-from rose.config import Config, ConfigError
+from rose.config import Config, ConfigError, Serving
+
+DEFAULTS = Path(__file__).resolve().parents[2] / "conf" / "serving" / "borrow.yaml"
 
 # What an engine elsewhere may do differently; all else is the run's, or the tokens would be another policy's.
-MAY_DIFFER = ("rollout.", "serving.", "cluster.", "observe.", "model.path")
-OPEN = (["env"], ["join_env"], ["engine_args"])  # sections without a fixed set of keys
+MAY_DIFFER = ("rollout.", "serving.", "cluster.", "observe.", "model.path", "transfer.relay", "transfer.threads",
+              "transfer.stage_gib", "transfer.load_timeout_s")
+OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
+MAY_BE_NULL = ("serving.online.slo",)  # sections that a key of theirs makes
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
 
 
@@ -41,12 +47,32 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
     for key, value in parse(arguments).items():
         if not key.startswith(MAY_DIFFER) or key in FIXED:
             raise ConfigError(f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
-                              "serving.*, cluster.*, observe.* and model.path")
-        *sections, last = key.split(".")
-        branch = tree
-        for section in sections:
-            branch = branch.get(section) if isinstance(branch, dict) else None
-        if not isinstance(branch, dict) or last not in branch and sections[-1:] not in OPEN:
-            raise ConfigError(f"{key}: no such key in {path}")
-        branch[last] = value
+                              "serving.*, cluster.*, observe.*, model.path and "
+                              "transfer.relay, relay_token_file, threads, stage_gib and load_timeout_s")
+        _set(tree, key, value, str(path))
     return configuration.from_dict(tree)
+
+
+def of_server(arguments: list[str]) -> Serving:
+    """The section for an online server: the defaults with the `serving.*` of `arguments` over them. Raises
+    `ConfigError` naming the key."""
+    tree = {"serving": yaml.safe_load(DEFAULTS.read_text())}
+    for key, value in parse(arguments).items():
+        if key.startswith("serving."):
+            _set(tree, key, value, "conf/serving")
+    return configuration.serving_from_dict(tree)
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Sections under MAY_BE_NULL take any key here: the conversion names the wrong ones, and the right ones."""
+    *sections, last = key.split(".")
+    branch: Any = tree
+    for depth, section in enumerate(sections, 1):
+        if isinstance(branch, dict) and branch.get(section) is None and ".".join(sections[:depth]) in MAY_BE_NULL:
+            branch[section] = {}
+        branch = branch.get(section) if isinstance(branch, dict) else None
+    open_here = sections[-1:] in OPEN or ".".join(sections) in MAY_BE_NULL
+    if not isinstance(branch, dict) or last not in branch and not open_here:
+        near = difflib.get_close_matches(key, configuration.keys(), n=1, cutoff=0.75)
+        raise ConfigError(f"{key}: no such key in {where}" + (f"; did you mean {near[0]}?" if near else ""))
+    branch[last] = value

@@ -67,8 +67,8 @@ def start(loop, folders, rollout, model_config):
 
     engines = []
 
-    def start(architecture: str, engine_args: dict | None = None, **kwargs) -> Engine:
-        adapted = msgspec.structs.replace(rollout, engine_args=engine_args or {})
+    def start(architecture: str, engine_args: dict | None = None, tensor_parallel: int = 1, **kwargs) -> Engine:
+        adapted = msgspec.structs.replace(rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel)
         engine = loop.run_until_complete(Engine.start(folders[architecture], adapted, model_config, **kwargs))
         engines.append(engine)
         return engine

@@ -4,18 +4,27 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
-from rose import protocol
+from rose import config, protocol
+from rose.config import read_shape
+from rose.engine import layout
 from rose.engine.vllm_engine import EngineDied, EngineError
-from rose.transfer import TransferError, VersionWriter, commit, prepare
+from rose.transfer import TransferError
+from rose.transfer.store import FULL, edge_name
+from tests.engine import evicting
+from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
+CONF = Path(__file__).parents[2] / "conf"
 PROMPTS = [np.random.default_rng(i).integers(2, 263, size=20 + 7 * i).tolist() for i in range(6)]
 GREEDY = protocol.Sampling(max_new_tokens=24, temperature=0.0)
 
@@ -41,15 +50,29 @@ def reference(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], l
     return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-def publish(folder, version: int, model, world: int = 2):
-    prepare(folder, version)
-    tensors = list(model.state_dict().items())
-    for rank in range(world):
-        writer = VersionWriter(folder, version, rank, world)
-        for name, tensor in tensors[rank::world]:
-            writer.add(name, tensor)
-        writer.finish()
-    return str(commit(folder, version, world))
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """Tied ones once."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def trainers(store, folder, degrees=(1, 2), **options) -> World:
+    """Two trainer ranks that hold the folder's weights."""
+    shape = read_shape(folder)
+    weights = weights_of(AutoModelForCausalLM.from_pretrained(folder).float())
+    cuts = {name: layout.cuts(name, tuple(tensor.shape), shape, degrees) for name, tensor in weights.items()}
+    return World(store, weights, cuts, largest=5000, **options)
+
+
+def publish(store, folder, version: int, model) -> str:
+    world = trainers(store, folder)
+    world.weights = weights_of(model)
+    world.publish(version)
+    return str(store)
+
+
+def settings(**changes) -> config.Transfer:
+    made = msgspec.convert(yaml.safe_load((CONF / "transfer/sparse.yaml").read_text()), config.Transfer)
+    return msgspec.structs.replace(made, **({"threads": 1} | changes))
 
 
 def perturbed(folder):
@@ -76,8 +99,10 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a
     agrees(old, loop.run_until_complete(turns(engine)))
 
     new = perturbed(folders[architecture])
-    loaded = loop.run_until_complete(engine.load_version(publish(tmp_path, 5, new)))
+    store = publish(tmp_path / "store", folders[architecture], 5, new)
+    loaded = loop.run_until_complete(engine.load_version(5, store, settings()))
     assert loaded.version == engine.version == 5 and loaded.pause_s < 5
+    assert loaded.route == [edge_name(5, -1)]  # the trainer began with the engine's weights
     results = loop.run_until_complete(turns(engine))  # same prompts: a stale prefix cache would show
     agrees(new, results)
     assert all(set(result["versions"]) == {5} for result in results)
@@ -135,54 +160,143 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
     assert part + loop.run_until_complete(turn(engine, "b", prompt + part, rest))["tokens"] == whole
 
 
-def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token(start, loop, folders, tmp_path):
-    engine = start("Qwen3")
-    old, new = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(), perturbed(folders["Qwen3"])
-    manifest = publish(tmp_path, 1, new)
-    prompt, sampling = PROMPTS[2], protocol.Sampling(max_new_tokens=200, temperature=0.0)
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_flip_interrupts_goes_on(
+        start, loop, folders, tmp_path, in_flight):
+    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.evicting.EvictingScheduler",
+                                         "max_num_batched_tokens": 64})
+    store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
+    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
 
-    async def scenario() -> dict:
-        running = asyncio.ensure_future(turn(engine, "t", prompt, sampling))
+    async def scenario() -> list[dict]:
+        running = [asyncio.ensure_future(turn(engine, name, PROMPTS[2], sampling)) for name in ("evict", "stays")]
         while engine.stats().generated_tokens < 20:
             await asyncio.sleep(0.005)
-        await engine.load_version(manifest)
-        return await running
+        await engine.load_version(1, store, settings(in_flight=in_flight))
+        return await asyncio.gather(*running)
 
-    result = loop.run_until_complete(asyncio.wait_for(scenario(), 60))
-    cut = result["versions"].index(1)
-    assert set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) == {1} and cut >= 20
+    evicted, stays = loop.run_until_complete(asyncio.wait_for(scenario(), 60))
+    assert evicted["finish"] is protocol.FinishReason.ABORT and set(evicted["versions"]) == {-1, 1}
+    made = len(evicted["tokens"])
+    assert made + len(PROMPTS[2]) == evicting.AT_TOKENS
+    cut = min(result["versions"].index(1) for result in (evicted, stays))
+    assert stays["finish"] is not protocol.FinishReason.ABORT and len(stays["tokens"]) > made
+    assert cut >= 8 and stays["tokens"][:cut] == evicted["tokens"][:cut]
+    assert engine.stats().running == 0
+    at_once = loop.run_until_complete(turn(engine, "evict", PROMPTS[2] * 4))  # before its first token
+    assert (at_once["finish"], at_once["tokens"]) == (protocol.FinishReason.ABORT, [])
+
+
+async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, dict]:
+    """(a turn during which version 1 comes, one that is asked for meanwhile)."""
+    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
+    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], sampling))
+    while engine.stats().generated_tokens < 20:
+        await asyncio.sleep(0.005)
+    loading = asyncio.ensure_future(engine.load_version(1, store, settings(in_flight=in_flight)))
+    while engine.open and not loading.done():
+        await asyncio.sleep(0.001)
+    late = asyncio.ensure_future(turn(engine, "late", PROMPTS[3], GREEDY))
+    await loading
+    return await running, await late
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
+def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for_its_end(
+        start, loop, folders, tmp_path, in_flight):
+    engine = start("Qwen3")
+    old, new = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(), perturbed(folders["Qwen3"])
+    store = publish(tmp_path / "store", folders["Qwen3"], 1, new)
+    result, late = loop.run_until_complete(asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), 60))
+    cut = result["versions"].index(1) if in_flight != "finish" else len(result["versions"])
+    assert set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) <= {1} and cut >= 20
+    assert set(late["versions"]) == {1}
+    agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
-        tokens, logprobs = reference(model, prompt, result["tokens"])
+        if model is new and in_flight == "keep":  # its KV cache is the old weights'
+            continue
+        tokens, logprobs = reference(model, PROMPTS[2], result["tokens"])
         assert result["tokens"][part] == tokens[part]
         np.testing.assert_allclose(result["logprobs"][part], logprobs[part], atol=1e-3)
+    if in_flight == "keep":
+        assert cut < len(result["tokens"]) and result["tokens"][cut:] != reference(
+            old, PROMPTS[2], result["tokens"])[0][cut:]  # the new weights did make them
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
+def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_with_the_last(
+        start, loop, folders, tmp_path, architecture):
+    engine, folder = start(architecture), folders[architecture]
+    world = trainers(tmp_path / "store", folder, full_every=20)
+    routes = []
+    for version in range(50):
+        world.step(share=0.02)
+        world.publish(version)
+        world.tidy()
+        routes += loop.run_until_complete(engine.load_version(version, str(world.store), settings())).route
+    assert routes == [edge_name(version, version - 1) for version in range(50)]
+    trained = AutoModelForCausalLM.from_pretrained(folder).float()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            parameter.copy_(world.weights[name])
+    trained.save_pretrained(tmp_path / "trained")
+    folders["trained"] = tmp_path / "trained"
+    fresh = start("trained")
+    assert loop.run_until_complete(engine.checksum()) == loop.run_until_complete(fresh.checksum())
+    of_both = [loop.run_until_complete(turn(e, "t", PROMPTS[0])) for e in (engine, fresh)]
+    assert of_both[0]["logprobs"] == of_both[1]["logprobs"] and of_both[0]["tokens"] == of_both[1]["tokens"]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])  # biases and a head of its own; tied embeddings
+def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_wrote(
+        start, loop, folders, tmp_path, architecture):
+    engine = start(architecture, tensor_parallel=2)
+    world, new = trainers(tmp_path / "store", folders[architecture]), perturbed(folders[architecture])
+    world.step(share=0.05)
+    world.publish(1)
+    loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
+    world.weights = weights_of(new)
+    world.publish(2)
+    loaded = loop.run_until_complete(engine.load_version(2, str(world.store), settings()))
+    assert loaded.route == [edge_name(2, 1)]
+    agrees(new, loop.run_until_complete(turns(engine)))
 
 
 @pytest.mark.parametrize("break_it, says", [
-    ("flip", "corrupted"), ("missing tensor", "fills 0 of"), ("wrong shape", "config says")])
+    ("every byte", "can't be reached"), ("missing tensor", "fill 0 of"), ("wrong shape", "config says")])
 def test_a_bad_version_leaves_the_old_weights_serving(start, loop, folders, tmp_path, break_it, says):
-    engine = start("Qwen3")
+    engine, folder = start("Qwen3"), folders["Qwen3"]
     before = loop.run_until_complete(engine.checksum())
-    model = perturbed(folders["Qwen3"])
-    tensors = dict(model.state_dict())
+    weights = weights_of(perturbed(folder))
     if break_it == "missing tensor":
-        del tensors["model.norm.weight"]
+        del weights["model.norm.weight"]
     if break_it == "wrong shape":
-        tensors["model.embed_tokens.weight"] = torch.zeros(264, 64)
-    prepare(tmp_path, 1)
-    writer = VersionWriter(tmp_path, 1, 0, 1)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    path = writer.finish()
-    manifest = commit(tmp_path, 1, 1)
-    if break_it == "flip":
-        data = bytearray(path.read_bytes())
-        data[bytes(data).index(model.model.norm.weight.detach().numpy().tobytes()) + 3] ^= 4
-        path.write_bytes(data)
+        weights["model.embed_tokens.weight"] = torch.zeros(264, 64)
+    world = World(tmp_path / "store", weights, {})
+    world.publish(1)
+    if break_it == "every byte":
+        for base in (-1, FULL):
+            path = world.store / edge_name(1, base) / "rank-00000.h5"
+            path.write_bytes(bytes(byte ^ 4 for byte in path.read_bytes()))
     with pytest.raises(TransferError, match=says):
-        loop.run_until_complete(engine.load_version(str(manifest)))
+        loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
     assert engine.version == -1 and loop.run_until_complete(engine.checksum()) == before
-    old = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
+    old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     agrees(old, loop.run_until_complete(turns(engine)))
+
+
+def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(start, loop, folders, tmp_path, monkeypatch):
+    from rose.transfer.stage import Live
+
+    def broken(self, place, values):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Live, "write", broken)  # before the fork: the engine has it too
+    engine = start("Qwen3")
+    store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
+    with pytest.raises(EngineDied):
+        loop.run_until_complete(engine.load_version(1, store, settings()))
+    loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), 5))
 
 
 def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):

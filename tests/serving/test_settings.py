@@ -82,3 +82,48 @@ def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_con
         for number, handler in before.items():
             signal.signal(number, handler)
     assert "takes no borrowed ranks: serving.borrow=false" in capsys.readouterr().out
+
+
+def test_an_online_server_has_its_settings_before_there_is_a_run():
+    assert settings.of_server([]).online.model is None and settings.of_server([]).lending.hours == {}
+    s = settings.of_server(["rollout.threads=1", "serving.online.model=/models/a", "serving.online.slo.ttft_p99_s=0.5",
+                            "serving.online.slo.ttft_p50_s=0.2", "serving.online.slo.tpot_p99_s=0.1",
+                            "serving.online.slo.tpot_p50_s=0.05", "serving.lending.hours.22-06=0.5",
+                            "serving.online.engine_args.seed=3"])
+    assert s.online.model == "/models/a" and s.online.slo.ttft_p99_s == 0.5 and s.online.engine_args == {"seed": 3}
+    assert s.lending.hours == {"22-06": 0.5}
+    slo = "{ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.1}"
+    assert settings.of_server([f"serving.online.slo={slo}"]).online.slo == s.online.slo
+
+
+@pytest.mark.parametrize("argument, words", [
+    ("serving.online.prt=1", r"serving.online.prt: no such key in conf/serving; did you mean serving.online.port\?"),
+    ("serving.online.port=-1", "serving.online.port=-1"), ("serving.online.port=70000", "below 65536"),
+    ("serving.online.slo.ttft_p9_s=1", "ttft_p9_s=1: no such key; did you mean serving.online.slo.ttft_p99_s"),
+    ("serving.online.slo.ttft_p99_s=1", "serving.online.slo.*: missing"),
+    ("serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 0.5, tpot_p50_s: 1, tpot_p99_s: 1}", "ttft_p50_s=1.*at most"),
+    ("serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 1, tpot_p50_s: 2, tpot_p99_s: 1}", "tpot_p50_s=2.*at most"),
+    ("serving.online.engine_args.port=1", "is set by ROSE"), ("serving.online.max_batched_tokens=8", "each takes one"),
+    ("serving.lending.control_port=8000", "is serving.online.port too"), ("serving.lending.reserve=0.95", "below"),
+    ("serving.lending.kv_gib=0.5", "which is part of it"), ("serving.lending.stale_after_s=0.01", "at least 0.1"),
+    ("serving.lending.hours.8-20=1", 'must be written as "08-20"'), ("serving.lending.hours.08-20=1.5", "0 to 1"),
+    ("serving.lending.hours={20-25: 1}", "from 00 to 24"), ("serving.lending.hours={08-08: 1}", "from 00 to 24"),
+    ("serving.lending.hours={22-06: 1, 05-07: 0}", "hour 05 is in '22-06' too"),
+    ("serving.lending.hours={08-20: -1}", "hours.*>= 0"),
+])
+def test_what_an_online_server_cannot_have_is_named(argument, words):
+    with pytest.raises(ConfigError, match=words):
+        settings.of_server([argument])
+
+
+def test_a_runs_rank_takes_the_same_keys(run_dir):
+    targets = [f"serving.online.slo.{kind}_{p}_s=1" for kind in ("ttft", "tpot") for p in ("p50", "p99")]
+    c = settings.of_run(run_dir, [*targets, "serving.lending.hours.22-06=0"])
+    assert c.serving.online.slo.tpot_p99_s == 1 and c.serving.lending.hours == {"22-06": 0}
+    with pytest.raises(ConfigError, match="did you mean"):
+        settings.of_run(run_dir, ["serving.lending.hour.22-06=0"])
+
+
+def test_hours_may_go_over_midnight():
+    assert configuration.hours_of("22-02") == [22, 23, 0, 1] and configuration.hours_of("00-24") == list(range(24))
+    assert configuration.hours_of("20-24") == [20, 21, 22, 23] and configuration.hours_of("24-02") == []

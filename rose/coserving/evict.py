@@ -1,0 +1,49 @@
+"""Requests that a vLLM scheduler hands back by itself: whole, at once, with the tokens made so far."""
+
+from __future__ import annotations
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from rose.coserving import names
+
+
+class Evicting:
+    """Mixin before vLLM's scheduler; `Member` comes after it. `rollout_state`: the board's state that counts."""
+
+    rollout_state = None
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._evicted: list[Request] = []
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self._evicted)
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        """vLLM tells a client only of ends that it brings about; of these the output is made here."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in self._evicted:
+            group = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            group.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT,
+                                                  stop_reason=names.EVICTED))
+        self._evicted.clear()
+        return outputs
+
+    def evict(self, victims: list[Request]) -> None:
+        if not victims:
+            return
+        self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
+        self._evicted += victims
+        self.rollout_state.evicted += len(victims)
+        self.rollout_state.wasted_tokens += sum(r.num_computed_tokens for r in victims)
+
+    def evict_blocks(self, excess: int, candidates: list[Request]) -> None:
+        """Free at least `excess` blocks, as far as `candidates` hold so many: those with the fewest computed tokens go
+        first, which loses least."""
+        manager = self.kv_cache_manager.block_pool
+        goal = manager.get_num_free_blocks() + excess
+        for request in sorted(candidates, key=lambda r: r.num_computed_tokens):
+            if manager.get_num_free_blocks() >= goal:
+                return
+            self.evict([request])  # one by one: blocks that several share are freed with the last of them

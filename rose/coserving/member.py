@@ -1,0 +1,96 @@
+"""What the schedulers of both engines have in common: a board that is kept fresh, the other's board, memory that is
+held or given back, and a loop that can be woken for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from rose.coserving import board, device
+from rose.coserving.board import Peer
+from rose.coserving.pool import Pool
+from rose.coserving.steps import Timed
+
+BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
+
+
+class Member(Timed):
+    """Mixin before vLLM's scheduler. Without a device in the environment it is vLLM's scheduler, timed."""
+
+    kind: type  # of its board
+    board_name: str
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.device = device.here()
+        self._core: Any = None
+        self._due = False  # memory must change hands: the loop turns once more for it
+        if self.device is None:
+            return
+        if len(self.kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(f"{len(self.kv_cache_config.kv_cache_groups)} groups of KV cache: co-serving lends "
+                             "the cache of models with one (no sliding windows or states beside full attention)")
+        self.pool = Pool(self.kv_cache_manager, self.kv_cache_config)
+        self.control = Peer(self.device.folder / "control", board.Control)
+        self._board = board.Writer(self.device.folder / self.board_name, self.kind)
+        self.state = self._board.state
+        self.state.kv_total = self.pool.total
+        self._writing = threading.Lock()
+        self._beats = threading.Thread(target=self._beat, name="rose-beat", daemon=True)
+
+    def attach(self, core: Any) -> None:
+        """From the plugin, once, when the engine is complete and before its first step."""
+        if self.device is None:
+            return
+        self._core = core
+        try:
+            layout = core.model_executor.collective_rpc("rose_kv_layout")[0]
+        except Exception as error:
+            raise ValueError("this engine's workers can't give memory back: start it with worker_extension_cls="
+                             f"rose.engine.kv_worker.KvWorker ({error})") from error
+        self.pool.begin(lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
+                        layout["adjacent"])
+        self._publish()
+        self._beats.start()
+
+    def has_requests(self) -> bool:
+        return self._due or super().has_requests()
+
+    def _publish(self) -> None:
+        with self._writing:
+            self._board.write()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            try:
+                self._beats_once()
+                if not self._due and self._wants_turn():
+                    self._due = True
+                    self._wake()
+            except RuntimeError as error:
+                if "during iteration" not in str(error):  # else the loop's thread changed a queue that was looked at
+                    raise  # the board then falls silent, and nothing is lent
+            self._publish()
+
+    def _wake(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _beats_once(self) -> None:
+        """In the beat's thread, each time."""
+
+    def _wants_turn(self) -> bool:
+        """In the beat's thread: whether memory should change hands though no request calls for a step."""
+        raise NotImplementedError
+
+
+def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:
+    """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps overlap."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type(mixin.__name__, (mixin, base), {})(vllm_config=vllm_config, **rest)

@@ -1,0 +1,255 @@
+"""The online engine's scheduler: vLLM's own, which tells the rollout engine of its device when it needs the device.
+
+    --scheduler-cls rose.coserving.online.scheduler   (rose.serving starts the server so)
+
+It decides nothing about its own requests but one thing: KV memory that is lent is not in its pool. It asks for it as
+soon as requests need it, and takes it when the rollout engine's board says that it was given back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from rose.coserving import board
+from rose.coserving.board import Peer
+from rose.coserving.member import Member, vllm_scheduler
+from rose.coserving.predictor import Predictor, Work
+from rose.coserving.priority import lift
+from rose.coserving.slo import Attainment, Request, hold_until
+
+RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
+
+
+def scheduler(vllm_config, **rest):
+    """For vLLM's `scheduler_cls`."""
+    return vllm_scheduler(OnlineScheduler, vllm_config, **rest)
+
+
+@dataclass
+class _Seen:
+    """A request, from its arrival to its end; times are monotonic."""
+
+    arrival: float
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    tokens: int = 0
+    lent: bool = False  # a rollout step, or requests for one, were there in one of its own steps
+
+
+class OnlineScheduler(Member):
+    kind, board_name = board.Online, "online"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: dict[str, _Seen] = {}
+        if self.device is None:
+            return
+        lending, slo = self.device.serving.lending, self.device.serving.online.slo
+        self._lending, self._slo = lending, slo
+        self._predictor = Predictor.from_dict(self.device.profile["online"]["predictor"]) if self.device.profile else None
+        self._attainment = Attainment(slo) if slo else None
+        self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
+        self._reserve = lending.reserve * self.device.kv_bytes
+        self._asked_at: float | None = None  # since when lent memory is waited for
+        self._hold = 0.0  # bytes that are to be held
+        self.state.kv_held = self.pool.limit_bytes
+
+    # ------------------------------------------------------------------ vLLM's calls
+
+    def add_request(self, request) -> None:
+        super().add_request(request)
+        if self.device is None or request.request_id in self._seen:
+            return
+        # vLLM's is the wall clock's, which may be set; only the time since then is taken from it
+        waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
+        self._seen[request.request_id] = _Seen(time.monotonic() - waited)
+        self._tell()
+
+    def schedule(self, throttle_prefills: bool = False):
+        if self.device is not None:
+            self._due = False
+            self._share_memory()
+        online = [r for r in self.running if r.request_id in self._seen]
+        before = {r.request_id: r.num_preemptions for r in online}
+        output = super().schedule(throttle_prefills)
+        if self.device is not None:
+            lost = sum(self.requests[name].num_preemptions > count for name, count in before.items()
+                       if name in self.requests)
+            self.state.preempted += lost
+            if not output.total_num_scheduled_tokens:
+                self._tell()
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.device is None:
+            return outputs
+        now = time.monotonic()
+        for group in outputs.values():
+            for output in group.outputs:
+                self._count(output, now)
+        self._tell()
+        return outputs
+
+    def finish_requests(self, request_ids, finished_status):
+        finished = super().finish_requests(request_ids, finished_status)
+        if self.device is not None:
+            for request in finished:
+                self._ended_early(self._seen.pop(request.request_id, None))
+            self._tell()
+        return finished
+
+    # ------------------------------------------------------------------ what is told
+
+    def _step_begins(self, work: Work, began: float) -> None:
+        if self.device is None:
+            return
+        rollout = self._rollout.read(self._lending.stale_after_s)
+        if rollout is not None and (rollout.running > 0 or rollout.step_ends > 0):
+            for seen in self._seen.values():
+                seen.lent = True
+        self._tell(began + self._predictor.p99(work) if self._predictor else 0.0)
+
+    def _step_ended(self, work: Work, began: float, ended: float) -> None:
+        if self.device is None:
+            return
+        s = self.state
+        s.steps += 1
+        s.busy_s += ended - began
+        s.prompt_tokens += sum(count for count, _ in work.prefill)
+        s.step_ends = 0.0
+        if self._predictor:
+            self._predictor.observe(work, ended - began)
+            s.step_error, s.step_p99 = self._predictor.error
+
+    def _tell(self, step_ends: float | None = None) -> None:
+        with self._writing:
+            s = self.state
+            s.running, s.waiting = len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
+            if step_ends is not None:
+                s.step_ends = step_ends
+            s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
+            s.kv_used, s.kv_held = self.pool.used, self.pool.limit_bytes
+            self._board.write()
+
+    def _hold_until(self) -> float:
+        if not self._seen:
+            return board.INFINITE
+        now = time.monotonic()
+        if self._predictor is None or self._slo is None:
+            return now
+        requests = []
+        for name, seen in self._seen.items():
+            request = self.requests.get(name)
+            if request is None:
+                continue
+            left = max(0, request.num_tokens - request.num_computed_tokens)
+            if seen.first_token_at is not None and left <= 1:
+                left = 0
+            requests.append(Request(seen.arrival, left, request.num_computed_tokens, seen.first_token_at, seen.tokens,
+                                    seen.last_token_at if seen.first_token_at is not None else None))
+        return hold_until(now, requests, self._predictor, self._slo, self.max_num_scheduled_tokens,
+                          self.max_num_running_reqs)
+
+    def _decode_s(self) -> float:
+        running = [self.requests[name].num_computed_tokens for name, seen in self._seen.items()
+                   if seen.first_token_at is not None and name in self.requests]
+        return self._predictor.seconds(Work((), len(running), sum(running))) if running and self._predictor else 0.0
+
+    def _count(self, output, now: float) -> None:
+        seen = self._seen.get(output.request_id)
+        if seen is None:
+            return
+        if output.new_token_ids:
+            seen.first_token_at = seen.first_token_at or now
+            seen.last_token_at = now
+            seen.tokens += len(output.new_token_ids)
+            self.state.made_tokens += len(output.new_token_ids)
+        if output.finish_reason is not None:
+            del self._seen[output.request_id]
+            if self._attainment is not None:
+                self._judge(seen)
+
+    def _ended_early(self, seen: _Seen | None) -> None:
+        """A client hung up, which is a miss only where it was kept waiting for too long."""
+        if seen is None or self._slo is None:
+            return
+        self.state.aborted += 1
+        if seen.first_token_at is None and time.monotonic() - seen.arrival > self._slo.ttft_p99_s:
+            self._judge(seen)
+
+    def _judge(self, seen: _Seen) -> None:
+        ttft = None if seen.first_token_at is None else seen.first_token_at - seen.arrival
+        tpot = (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1) if seen.tokens > 1 else None
+        self._attainment.add(ttft, tpot, seen.lent)
+        with self._writing:
+            s, a = self.state, self._attainment
+            s.finished, s.met, s.finished_lending, s.met_lending = a.finished, a.met, a.finished_lending, a.met_lending
+            s.lends = float(not a.misses_alone)
+
+    # ------------------------------------------------------------------ memory
+
+    def _needed(self) -> float:
+        """Bytes that requests use, or will before their next token."""
+        ahead = [*self.running, *self.waiting, *self.kv_holding_waiting]
+        return self.pool.used + sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in ahead)
+
+    def _to_hold(self, needed: float) -> float:
+        """With a reserve for their growth; as it is, while little is won by a change."""
+        held = self.pool.limit_bytes
+        if needed + self._reserve <= held <= needed + RELAX * self._reserve:
+            return held
+        return min(needed + self._reserve, self.pool.total)
+
+    def _lends(self) -> bool:
+        control = self.control.read(self._lending.stale_after_s)
+        return control is not None and control.lend > 0 and not self._rollout.gone()
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-max(0, tokens) // self.block_size) * self.pool.block_bytes
+
+    def _lent(self) -> float:
+        """Bytes that the rollout engine may be using."""
+        rollout = self._rollout.read()
+        if rollout is None:  # none yet, gone, or its board is damaged: then what was lent may still be in use
+            return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.limit_bytes)
+        return rollout.kv_budget if board.is_alive(rollout) else 0.0
+
+    def _share_memory(self) -> None:
+        """Say what is needed first, and look at what is lent afterwards: the rollout engine does it the same way round,
+        so that the two never count the same bytes."""
+        needed = self._needed()
+        hold = self._to_hold(needed) if self._lends() else self.pool.total
+        with self._writing:
+            self.state.kv_wanted = needed
+            self.state.kv_held = max(self.pool.limit_bytes, hold)
+            self._board.write()
+        reached = self.pool.limit(min(hold, self.device.kv_bytes - self._lent()))
+        with self._writing:
+            self.state.kv_held = reached
+            self._board.write()
+        self._hold = hold
+
+    def _beats_once(self) -> None:
+        """A rollout engine that keeps what online requests wait for is given the core to let go of it, and ended if it
+        doesn't in time. In the beat's thread: a step of ours may take longer than all of that."""
+        now, rollout = time.monotonic(), self._rollout.read() or self._rollout.last
+        missing = 0.0 if rollout is None else self._hold - (self.device.kv_bytes - rollout.kv_budget)
+        if missing < self.pool.block_bytes or not self.waiting or not board.is_alive(rollout):
+            self._asked_at = None
+            return
+        self._asked_at = self._asked_at or now
+        if now - self._asked_at > self._lending.revoke_after_s:
+            os.kill(int(rollout.pid), signal.SIGKILL)
+        else:
+            lift(int(rollout.pid))
+
+    def _wants_turn(self) -> bool:
+        if self.has_unfinished_requests():
+            return False  # each step looks anyway
+        hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
+        hold = min(hold, self.device.kv_bytes - self._lent())
+        return abs(hold - self.pool.limit_bytes) >= self.pool.block_bytes

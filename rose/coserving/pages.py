@@ -1,0 +1,88 @@
+"""Memory of the CPU that really goes back to the system, seen as resident size.
+
+`HostPages` is the pool behind a KV cache: private anonymous memory, in which `madvise(MADV_DONTNEED)` frees a page at
+once and the next touch brings a zeroed one. Transparent huge pages are kept out: a huge page that is given back in part
+stays whole until memory is short, and khugepaged would fill released pages in again (max_ptes_none is 511 by default).
+`give_back` does the same for memory that others allocated, such as a model's parameters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+from rose.coserving.blocks import Ranges
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class HostPages:
+    """A `blocks.Pool` of at least `nbytes`. Nothing is resident until it is touched."""
+
+    page = PAGE
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+    def map(self, ranges: Ranges) -> None:
+        """The system does it at the first touch."""
+
+    def release(self, ranges: Ranges) -> None:
+        for low, high in ranges:
+            self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def tensor(self):
+        """int8, (nbytes,): the pool's own memory, which lives as long as the tensor does."""
+        import torch
+
+        return torch.frombuffer(self._memory, dtype=torch.int8)
+
+
+def give_back(spans: Iterable[tuple[int, int]]) -> int:
+    """Drop the whole pages inside these (address, bytes) of this process; they read as zeros afterwards. Returns the
+    bytes of those pages.
+
+    Memory mapped from a file or shared is left alone: dropped, it would show the file again. Raises `OSError`.
+    """
+    mapped = _anonymous()
+    starts = [low for low, _ in mapped]
+    total = 0
+    for address, nbytes in spans:
+        low, high = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+        found = bisect_right(starts, low) - 1
+        if low >= high or found < 0 or mapped[found][1] < high:
+            continue
+        if _libc.madvise(low, high - low, mmap.MADV_DONTNEED):
+            error = ctypes.get_errno()
+            raise OSError(error, f"madvise of {high - low} bytes at {low:#x}")
+        total += high - low
+    return total
+
+
+def _anonymous() -> list[tuple[int, int]]:
+    """[start, end) of this process's private memory without a file, neighbours joined, ascending."""
+    joined: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, inode = line.split(maxsplit=5)[:5]
+        if rights[3] == "p" and inode == "0":
+            low, high = (int(end, 16) for end in span.split("-"))
+            if joined and joined[-1][1] == low:
+                low = joined.pop()[0]
+            joined.append((low, high))
+    return joined
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of process `pid` that is in RAM now, shared pages included; exact, unlike /proc/PID/statm. Raises
+    `OSError` when the process is gone or another user's."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(f"process {pid} has ended")

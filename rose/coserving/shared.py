@@ -1,0 +1,213 @@
+"""One engine for both sides, where they serve the same weights: online requests first, rollouts in what is left.
+
+    --scheduler-cls rose.coserving.shared.scheduler --scheduling-policy priority
+
+Requests with a priority of `names.ROLLOUT_PRIORITY` or more are rollouts. Before each step it is decided how many tokens
+of theirs may go into it: as many as make it no longer than online requests have slack, by the rule of
+rose/coserving/gate.py (here a rollout token holds an online request up by all of what it adds to the step). Blocks that
+online requests need are freed beforehand by handing rollouts back, so that none of them is ever preempted for a rollout.
+"""
+
+from __future__ import annotations
+
+import time
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import Request
+
+from rose.coserving import board, names
+from rose.coserving.evict import Evicting
+from rose.coserving.gate import Reason, lent, part
+from rose.coserving.member import vllm_scheduler
+from rose.coserving.online import OnlineScheduler
+from rose.coserving.predictor import Work
+from rose.coserving.steps import decodes_next, left_of, together, work_of
+
+WAIT_S = 0.002  # of a loop that has nothing but rollouts which may not run
+
+
+def scheduler(vllm_config, **rest):
+    """For vLLM's `scheduler_cls`."""
+    return vllm_scheduler(SharedScheduler, vllm_config, **rest)
+
+
+class SharedScheduler(Evicting, OnlineScheduler):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.device is None:
+            raise ValueError(f"{names.FOLDER} is not set: which device's configuration and boards?")
+        if self.policy is not SchedulingPolicy.PRIORITY:
+            raise ValueError(f"scheduling policy {self.policy.value!r}: one engine for both sides needs "
+                             "--scheduling-policy priority")
+        self._rollout_board = board.Writer(self.device.folder / "rollout", board.Rollout)
+        self.rollout_state = self._rollout_board.state
+        self.rollout_state.kv_total = self.pool.total
+        self._most = self.max_num_scheduled_tokens
+        self._gate_since = self._moved_at = time.monotonic()
+        self._hand_back = False  # rollouts have been kept waiting for too long
+
+    def _publish(self) -> None:
+        """In the beat's thread too: an engine without rollouts says what they would find."""
+        super()._publish()
+        with self._writing:
+            s = self.rollout_state
+            if not s.running + s.waiting:
+                reason = self._reason()
+                s.open, s.shut_by = float(reason is Reason.OPEN), float(reason)
+            s.kv_budget = self._budget()
+            self._rollout_board.write()
+
+    # ------------------------------------------------------------------ vLLM's calls
+
+    def add_request(self, request) -> None:
+        if is_rollout(request) and not any(is_rollout(r) for r in self.requests.values()):
+            self._moved_at = self._gate_since = time.monotonic()  # nobody has waited meanwhile
+        super().add_request(request)
+        if is_rollout(request):
+            self._seen.pop(request.request_id, None)
+            self._tell()
+
+    def schedule(self, throttle_prefills: bool = False):
+        if not any(is_rollout(r) for r in self.requests.values()):
+            self.max_num_scheduled_tokens = self._most
+            return super().schedule(throttle_prefills)
+        if self._hand_back:
+            self._hand_back = False
+            self.evict([r for r in self.requests.values() if is_rollout(r)])
+        self._make_room()
+        hidden_running, hidden_waiting = self._hide()
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.running = hidden_running + self.running  # first in line the next time
+            for request in hidden_waiting:
+                self.waiting.add_request(request)
+        if not output.total_num_scheduled_tokens:
+            time.sleep(WAIT_S)
+        self.rollout_state.steps += any(is_rollout(self.requests[name]) for name in output.num_scheduled_tokens)
+        self._tell_rollouts()
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for group in outputs.values():
+            for output in group.outputs:
+                request = self.requests.get(output.request_id)
+                if request is not None and is_rollout(request):
+                    self.rollout_state.made_tokens += len(output.new_token_ids)
+        self._tell_rollouts()
+        return outputs
+
+    def _share_memory(self) -> None:
+        """There is nobody else's: blocks change hands inside of one pool."""
+        with self._writing:
+            self.state.kv_wanted = self.state.kv_held = self.pool.limit_bytes
+
+    def _wants_turn(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------ what rollouts may have
+
+    def _make_room(self) -> None:
+        """Free the blocks that online requests need in this step."""
+        missing = self._online_need() - self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if missing > 0:
+            self.evict_blocks(missing, [r for r in self.running if is_rollout(r)])
+
+    def _online_need(self) -> int:
+        """Blocks: for waiting prompts whole, for running requests one more each."""
+        size = self.block_size
+        waiting = [r for r in [*self.waiting, *self.kv_holding_waiting] if not is_rollout(r)]
+        running = [r for r in self.running if not is_rollout(r)]
+        return (sum(-(-r.num_tokens // size) + 1 for r in waiting)
+                + sum(-(-max(1, r.num_tokens - r.num_computed_tokens) // size) + 1 for r in running))
+
+    def _hide(self) -> tuple[list[Request], list[Request]]:
+        """Take the rollouts that may not go into this step out of vLLM's sight; returns those that ran and that
+        waited. The others come behind all online requests."""
+        online = [r for r in self.running if not is_rollout(r)]
+        decodes = [r for r in self.running if is_rollout(r) and decodes_next(r)]
+        prompts = [r for r in self.running if is_rollout(r) and not decodes_next(r)]
+        waiting = [r for r in self.waiting if is_rollout(r)]
+        arriving = len(waiting) < len(self.waiting)  # beside online prompts to begin rollouts only decode
+        tokens = self._admit(work_of(online), work_of(decodes if arriving else decodes + prompts + waiting))
+        begins = tokens > len(decodes) and not arriving
+        self.running = online + decodes[:tokens] + (prompts if begins else [])
+        if begins:
+            self.max_num_scheduled_tokens = min(self._most, sum(map(left_of, online)) + tokens)
+            return [], []
+        self.max_num_scheduled_tokens = self._most
+        self.waiting.remove_requests(waiting)
+        return decodes[tokens:] + prompts, waiting
+
+    def _admit(self, own: Work, demand: Work) -> int:
+        """Tokens of `demand`, the rollouts' wishes, beside `own`, the online requests' part of the step."""
+        now, reason = time.monotonic(), self._reason()
+        tokens = self._largest(now, own, demand) if reason is Reason.OPEN else 0
+        if reason is Reason.OPEN and not tokens:
+            reason = Reason.SLACK
+        state, self._gate_since, passed = self.rollout_state, now, now - self._gate_since
+        if state.open:
+            state.open_s += passed
+        else:
+            state.shut_s += passed
+        state.open, state.shut_by = float(reason is Reason.OPEN), float(reason)
+        if tokens:
+            self._moved_at = now
+        elif now - self._moved_at > self._lending.patience_s:
+            self._moved_at = now
+            self._hand_back = True
+        return tokens
+
+    def _reason(self) -> Reason:
+        """OPEN if anything is lent at all."""
+        reason = lent(time.monotonic(), self._board.state, self.control.read(), self._lending)
+        if reason is Reason.OPEN and (self._predictor is None or self._slo is None):
+            reason = Reason.NO_PROFILE if self._predictor is None else Reason.NO_SLO
+        return reason
+
+    def _budget(self) -> float:
+        """Bytes that rollouts could hold now: their share of the hour, but neither what online requests use nor the
+        reserve for their growth."""
+        control = self.control.read()
+        if control is None or not control.lend > 0:
+            return 0.0
+        used = self.pool.used - self.rollout_state.kv_used  # by online requests
+        return max(0.0, min(self.pool.total * min(control.share, 1.0), self.pool.total - used - self._reserve))
+
+    def _largest(self, now: float, own: Work, demand: Work) -> int:
+        """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py."""
+        seconds, p99 = self._predictor.seconds, self._predictor.p99
+        share, slack = self._lending.step_share * self._slo.ttft_p99_s, self._hold_until() - now
+
+        def fits(tokens: int) -> bool:
+            both = together(own, part(demand, tokens))
+            return (seconds(both) - seconds(own) <= share and p99(both) - p99(own) <= slack
+                    and (not own.decodes or seconds(both) <= self._slo.tpot_p50_s))
+
+        low, beyond = 0, min(self._lending.chunk_tokens, demand.tokens) + 1
+        while beyond - low > 1:
+            middle = (low + beyond) // 2
+            low, beyond = (middle, beyond) if fits(middle) else (low, middle)
+        return low
+
+    def _tell_rollouts(self) -> None:
+        rollouts = [r for r in self.requests.values() if is_rollout(r)]
+        blocks = sum(-(-r.num_computed_tokens // self.block_size) for r in rollouts)  # shared ones repeatedly
+        with self._writing:
+            s = self.rollout_state
+            s.running = sum(is_rollout(r) for r in self.running)
+            s.waiting = len(rollouts) - s.running
+            s.kv_used = min(blocks * self.pool.block_bytes, self.pool.used)
+            s.kv_budget = self._budget()
+            self._rollout_board.write()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """New weights: what older ones cached is forgotten, while requests run on with the blocks that they hold.
+        vLLM's own does nothing then, or preempts them."""
+        self.kv_cache_manager.evict_blocks(set(range(1, self.pool.count + 1)))
+        return True
+
+
+def is_rollout(request: Request) -> bool:
+    return request.priority >= names.ROLLOUT_PRIORITY

@@ -1,0 +1,88 @@
+"""What a vLLM scheduler knows of its engine's steps: what each computes, when it began and ended.
+
+A mixin before vLLM's own class. With the environment variable `names.STEPS` every step is appended to that file, from
+which `python -m rose.serving.profile` fits the predictor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+import msgspec
+
+from rose.coserving import names
+from rose.coserving.predictor import Work
+
+
+class Timed:
+    """`_step_begins` and `_step_ended` are for subclasses. A step lasts from its scheduling, or from the end of the one
+    before where that is later (vLLM's async scheduling plans ahead), until its tokens are known."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_flight: deque[tuple[object, Work, float]] = deque()
+        self._last_ended = 0.0
+        path = os.environ.get(names.STEPS)
+        self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 (closed with the process)
+
+    def schedule(self, throttle_prefills: bool = False):
+        began = time.monotonic()
+        output = super().schedule(throttle_prefills)
+        if output.total_num_scheduled_tokens:
+            work = self._work_of(output.num_scheduled_tokens)
+            self._in_flight.append((output, work, began))
+            self._step_begins(work, max(began, self._last_ended))
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._in_flight and self._in_flight[0][0] is scheduler_output:
+            _, work, began = self._in_flight.popleft()
+            ended = time.monotonic()
+            began, self._last_ended = max(began, self._last_ended), ended
+            if self._log is not None:
+                self._log.write(msgspec.json.encode({"began": began, "ended": ended, "prefill": work.prefill,
+                                                     "decodes": work.decodes,
+                                                     "decode_context": work.decode_context}) + b"\n")
+            self._step_ended(work, began, ended)
+        return outputs
+
+    def _work_of(self, scheduled: dict[str, int]) -> Work:
+        """After vLLM has counted the tokens as computed."""
+        prefill, decodes, context = [], 0, 0
+        for name, count in scheduled.items():
+            before = self.requests[name].num_computed_tokens - count
+            if count == 1:
+                decodes += 1
+                context += before
+            else:
+                prefill.append((count, before))
+        return Work(tuple(prefill), decodes, context)
+
+    def _step_begins(self, work: Work, began: float) -> None:
+        pass
+
+    def _step_ended(self, work: Work, began: float, ended: float) -> None:
+        pass
+
+
+def left_of(request: Request) -> int:
+    """Tokens that its next step computes, if nothing limits it."""
+    return max(1, request.num_tokens - request.num_computed_tokens)
+
+
+def decodes_next(request: Request) -> bool:
+    return request.num_output_placeholders > 0 or left_of(request) == 1
+
+
+def work_of(requests: list[Request]) -> Work:
+    """Their next step, if nothing limited it."""
+    decodes = [r for r in requests if decodes_next(r)]
+    return Work(tuple((left_of(r), r.num_computed_tokens) for r in requests if not decodes_next(r)),
+                len(decodes), sum(r.num_computed_tokens for r in decodes))
+
+
+def together(a: Work, b: Work) -> Work:
+    return Work(a.prefill + b.prefill, a.decodes + b.decodes, a.decode_context + b.decode_context)

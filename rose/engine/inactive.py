@@ -1,0 +1,70 @@
+"""A worker whose weights and KV cache are given back while its process, kernels and graphs stay: mixed into vLLM's.
+
+On a GPU by vLLM's sleep mode (level 2: nothing is kept), on a CPU, where vLLM's does nothing, by dropping the pages of
+the parameters. Either way every tensor keeps its address, and the weights are read again from the model's folder into
+them by vLLM's loader. Importing this imports vLLM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
+
+from rose.coserving.pages import give_back
+
+
+class InactiveWorker:
+    """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
+
+    _rose_initial: dict[str, str] | None = None  # checksums of the folder's own weights, where they were seen
+
+    def rose_deactivate(self) -> None:
+        """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu and not self.model_config.enable_sleep_mode:
+            raise RuntimeError("the engine was started without enable_sleep_mode, so its weights can't be given back")
+        if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
+            self._rose_initial = self.rose_checksum()
+        self.weight_transfer_engine.begin_anew()
+        if self.rose_kv is not None:
+            self.rose_kv.suspend()
+        if not on_cpu:
+            self.sleep(level=2)
+            return
+        model = self.model_runner.get_model()
+        kept = _storages(model.buffers())
+        spans = _storages(model.parameters()) - kept
+        give_back(spans if self.rose_kv is not None else spans | _storages(self.model_runner.kv_caches))
+        ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
+
+    def rose_activate(self) -> None:
+        """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the weights are not
+        those of before."""
+        if self.device.type != "cpu":
+            self.wake_up()
+        self._read_folder()
+        if self.rose_kv is not None:
+            self.rose_kv.resume()
+        found = self.rose_checksum() if self._rose_initial is not None else None
+        if found != self._rose_initial:
+            wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
+            raise RuntimeError(f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
+                               f"what they were before, first {wrong[0]}; did the folder change?")
+
+    def rose_begin_anew(self) -> None:
+        """Read the folder's own weights over the live ones; the KV cache stays."""
+        self.weight_transfer_engine.begin_anew()
+        self._read_folder()
+
+    def _read_folder(self) -> None:
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            loader = get_model_loader(self.vllm_config.load_config)
+            loader.load_weights(self.model_runner.get_model(), self.model_config)
+
+
+def _storages(tensors) -> set[tuple[int, int]]:
+    """(address, bytes) of what these tensors lie in; tied ones once."""
+    return {(storage.data_ptr(), storage.nbytes()) for storage in (t.untyped_storage() for t in tensors)}

@@ -1,0 +1,87 @@
+"""KV memory that a worker gives back to the system by block: mixed into vLLM's worker, called by its scheduler.
+
+In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes from a page pool,
+`rose.coserving.pages` on a CPU and `rose.coserving.vmm` on a GPU. vLLM has a context around that allocation, for its
+sleep mode and for KV connectors; here a `TorchFunctionMode` takes its place, which answers the one `torch.zeros`. At
+first only block 0 has memory, vLLM's null block: the scheduler maps what it means to use. Importing this imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.worker.gpu_worker import Worker
+
+from rose.coserving.blocks import BlockMemory, layout_of
+from rose.coserving.pages import HostPages
+from rose.coserving.vmm import CudaDriver, PagePool
+
+
+class KvAllocation(TorchFunctionMode):
+    """Context in which vLLM allocates the KV cache of `worker`; afterwards `worker.rose_kv` is its `BlockMemory`.
+
+    Raises `ValueError` for a KV cache that can't be lent by block, `RuntimeError` when vLLM allocated it in another way
+    than expected.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker, self._pools = worker, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.zeros or (kwargs or {}).get("dtype") is not torch.int8:
+            return func(*args, **(kwargs or {}))
+        nbytes, device = args[0], torch.device(kwargs["device"])
+        pool = HostPages(nbytes) if device.type == "cpu" else PagePool(CudaDriver(torch.cuda.current_device()), nbytes)
+        self._pools.append(pool)
+        return pool.tensor()[:nbytes]
+
+    def __exit__(self, kind, error, traceback):
+        super().__exit__(kind, error, traceback)
+        if kind is not None:
+            return
+        if len(self._pools) != 1:
+            raise RuntimeError(f"vLLM allocated {len(self._pools)} KV buffers where one was expected; "
+                               "rose.engine.kv_worker was written for vLLM 0.32")
+        worker = self._worker
+        layout = layout_of(worker.model_runner.kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout().name)
+        worker.rose_kv = BlockMemory(self._pools[0], layout)
+        worker.rose_kv.map([0])
+
+
+def _context(worker: Worker, tag: str):
+    return KvAllocation(worker) if tag == "kv_cache" else _vllms_context(worker, tag)
+
+
+if os.environ.get("ROSE_COSERVING"):
+    _vllms_context = Worker._maybe_get_memory_pool_context
+    Worker._maybe_get_memory_pool_context = _context
+
+
+class KvWorker:
+    """Mixed into vLLM's worker. Block ids are those of the scheduler's block pool."""
+
+    rose_kv: BlockMemory | None = None
+
+    def rose_kv_layout(self) -> dict[str, int]:
+        """`blocks`; `block_bytes`, over all layers; `page_bytes` of the system or the GPU; `adjacent`: so many
+        neighbouring blocks, from a multiple of it on, make whole pages; `held` blocks; `mapped_bytes`."""
+        kv = self._rose_lent()
+        return {"blocks": kv.layout.blocks, "block_bytes": kv.layout.block_bytes, "page_bytes": kv.pool.page,
+                "adjacent": kv.layout.adjacent(kv.pool.page), "held": kv.held, "mapped_bytes": kv.mapped_bytes}
+
+    def rose_map_blocks(self, block_ids: list[int]) -> int:
+        """Before these blocks are used. Returns the bytes that this took from the system; see `BlockMemory.map`."""
+        return self._rose_lent().map(block_ids)
+
+    def rose_release_blocks(self, block_ids: list[int]) -> int:
+        """What is in these blocks is lost. Returns the bytes that the system got; see `BlockMemory.release`. On a GPU
+        this waits for the step that runs."""
+        return self._rose_lent().release(block_ids)
+
+    def _rose_lent(self) -> BlockMemory:
+        if self.rose_kv is None:
+            raise RuntimeError("this engine's KV memory can't be lent: it was started without ROSE_COSERVING")
+        return self.rose_kv

@@ -1,0 +1,174 @@
+"""vLLM's weight-transfer engine "rose": runs in each worker, stages versions in a thread, flips them on demand.
+
+vLLM drives it (`start_weight_update`, `update_weights`, `finish_weight_update`); `update_weights` only begins the
+staging, so that the worker goes on generating, and `finish_weight_update`, with generation paused, only flips. In
+between and afterwards `Engine` asks for the `status`. Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo)
+
+from rose.config import read_shape
+from rose.engine.layout import EMBEDDINGS, slices
+from rose.transfer import codec
+from rose.transfer.errors import TransferError
+from rose.transfer.receive import Receiver
+from rose.transfer.stage import Live, Place, Staged, place_blocks
+from rose.transfer.store import INITIAL, Plan
+
+NAME = "rose"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to set up: every update names its store."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: int
+    store: str  # folder, or a relay's URL
+    mirror: str | None  # folder of what was broadcast to this node
+    token_file: str | None  # of the relay
+    threads: int
+    dense_bytes: int  # see rose.transfer.stage
+    timeout_s: float
+
+
+class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        # vLLM constructs it right after the model is loaded; quantization would have made other parameters of it
+        self._live: Live | None = None
+        self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
+        self._thread: threading.Thread | None = None
+        self._staged: Staged | None = None
+        self._staging: UpdateInfo | None = None
+        self._receiver: Receiver | None = None
+        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        self._status: dict[str, Any] = {"state": "idle"}
+        threading.Thread(target=codec.compile_all, name="rose-compile", daemon=True).start()  # where it never ran before
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            raise TransferError(f"version {self._staging.version} is being staged or checked")
+        self._staged = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Begin to stage; returns at once (vLLM's own waits for the device)."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._staging, self._status = update_info, {"state": "staging"}
+        self._thread = threading.Thread(target=self._stage, name="rose-stage", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """`state`: idle, staging, staged, failed (with `error`, and whether the weights are a `mixture`), checking, or
+        loaded; and figures of the last version."""
+        return self._status
+
+    def abandon(self) -> None:
+        """Whatever is staged won't be flipped."""
+        self._staged = None
+
+    @property
+    def holds_initial(self) -> bool:
+        """Whether the live weights are those of the model's folder."""
+        return self._held[1] == INITIAL
+
+    def begin_anew(self) -> None:
+        """The live weights are gone; the next are the folder's own."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._live = self._receiver = self._staged = None
+        self._held, self._status = (None, INITIAL), {"state": "idle"}
+
+    def finish_weight_update(self) -> None:
+        """Flip what is staged, if anything; then it is read back and compared, while generation goes on. An error is in
+        `status`: raised, it would leave vLLM's session open for good."""
+        if self._staged is None:
+            return
+        began = time.perf_counter()
+        try:
+            self._staged.flip()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except Exception as error:
+            self._failed(error, mixture="was taken back" not in str(error))
+            return
+        self._held = (self._receiver.lineage, self._staging.version)
+        self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
+        self._thread = threading.Thread(target=self._check, args=(self._staged,), name="rose-check", daemon=True)
+        self._thread.start()
+        self._staged = None
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+
+    # ----------------------------------------------------------------- in a thread of its own
+
+    def _stage(self) -> None:
+        info, began = self._staging, time.perf_counter()
+        try:
+            if self._live is None:
+                self._live = Live(dict(self.model.named_parameters()))
+            if self._receiver is None or self._receiver.where != (info.store, info.mirror):
+                if self._receiver is not None:
+                    self._receiver.close()
+                self._receiver = Receiver(info.store, info.mirror, info.token_file, self._places, self._live,
+                                          f"{socket.gethostname()}-{os.getpid()}")
+            lineage, version = self._held
+            have = version if version == INITIAL or lineage == self._receiver.lineage else None
+            staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s)
+        except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
+            self._failed(error, mixture=False)
+            return
+        self._staged = staged
+        self._status = {"state": "staged", "nbytes": staged.nbytes, "changed": staged.changed,
+                        "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
+                        "stage_s": time.perf_counter() - began}
+
+    def _check(self, staged: Staged) -> None:
+        try:
+            staged.check()
+            self._status = self._status | {"state": "loaded"}
+        except Exception as error:
+            self._failed(error, mixture=True)
+
+    def _failed(self, error: Exception, mixture: bool) -> None:
+        if mixture:
+            self._held = (None, None)
+        self._staged = None
+        self._status = {"state": "failed", "error": f"{type(error).__name__}: {error}", "mixture": mixture}
+
+    def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
+        """Raises `TransferError` unless the blocks fit the engine's parameters and together fill each of them."""
+        shape = read_shape(self.model_config.model)
+        tp_size = self.parallel_config.tensor_parallel_size
+        places, filled = place_blocks(
+            plan, lambda name, extent: slices(name, extent, shape, self._rank, tp_size), live)
+        for parameter, count in filled.items():
+            wanted = live.matrices[parameter].numel()
+            if count < wanted and not (parameter in EMBEDDINGS and count):  # their padding is nobody's
+                raise TransferError(f"the store's tensors fill {count} of {wanted} values of the engine's parameter "
+                                    f"{parameter}")
+        return places

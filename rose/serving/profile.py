@@ -1,0 +1,294 @@
+"""Measure this device for co-serving: how long steps of both engines take, and how they disturb each other.
+
+    python -m rose.serving.profile out=profile.json serving.online.model=FOLDER name=RUN [A.B=VALUE ...]
+    python -m rose.serving.profile out=profile.json serving.online.model=FOLDER model=FOLDER [A.B=VALUE ...]
+
+The rollout engine is that of the run (in output_dir=outputs), or one of the model in FOLDER with the settings of conf/
+and the command line. Takes seconds= (60) and the start of both engines; run it on the device as it will be, without
+other work on it. What it writes goes into serving.lending.profile: without it nothing is lent.
+
+    0 written   1 an engine failed, or too few steps   2 bad arguments
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rose import config as configuration
+from rose import models
+from rose.config import Config, ConfigError
+from rose.coserving import names
+from rose.coserving.predictor import Predictor
+from rose.engine import start
+from rose.engine.start import EngineError
+from rose.serving import operate, server, settings
+from rose.storage import write_whole
+
+FORMAT = 1
+OURS = ("name", "output_dir", "model", "out", "seconds")
+SECONDS = 60.0
+ALONE = 0.3  # of them for each engine; the rest for both together
+AGAIN = "measure again with python -m rose.serving.profile"
+
+
+# ---------------------------------------------------------------------- the file
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The profile. Raises `ConfigError` naming the file and what is wrong with it."""
+    try:
+        found = json.loads(Path(path).read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r}, and this version of ROSE reads {FORMAT}")
+        for side in ("online", "rollout"):
+            Predictor.from_dict(found[side]["predictor"])
+        for name in ("hold_p99", "hold_mean"):
+            value = found["interference"][name]
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"interference.{name}={value!r} must be a finite number >= 0")
+        found["device"], found["interference"]["priority"]
+    except OSError as error:
+        raise ConfigError(f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m rose.serving.profile "
+                          "writes one") from None
+    except (ValueError, KeyError, TypeError) as error:
+        words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"serving.lending.profile={str(path)!r}: no profile of a device: {words}; {AGAIN}") from None
+    return found
+
+
+def fingerprint(config: Config, model: Path) -> dict[str, Any]:
+    """What step times depend on, of the device and of both engines as `config` has them; `model`: the rollout
+    engine's folder. Raises `ConfigError` when a model has no config.json."""
+    gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
+    if config.serving.lending.same_weights:
+        same = {"model_digest": _digest(online.model, "serving.online.model"), "dtype": online.dtype}
+        return {"device": _device(gpus), "online": same, "rollout": same, "interference": {"priority": "same engine"}}
+    return {"device": _device(gpus),
+            "online": {"model_digest": _digest(online.model, "serving.online.model"), "dtype": online.dtype},
+            "rollout": {"model_digest": _digest(model, "model"), "dtype": config.model.dtype,
+                        "threads": None if gpus else rollout.threads, "tensor_parallel": rollout.tensor_parallel},
+            "interference": {"priority": config.serving.lending.priority}}
+
+
+def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
+    """Raises `ConfigError` that names everything in which profile `found`, of file `path`, was measured otherwise than
+    the engines that `config` and `model` (the rollout engine's folder) would start here."""
+    wanted = fingerprint(config, model)
+    differ = [f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)]
+    if differ:
+        raise ConfigError(f"serving.lending.profile={str(path)!r} is of other engines or another device: "
+                          f"{'; '.join(differ)}; {AGAIN}")
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, now in wanted.items():
+        was = found.get(name) if isinstance(found, dict) else None
+        if isinstance(now, dict):
+            yield from _differences(was, now, f"{prefix}{name}.")
+        elif was != now:
+            yield f"{prefix}{name}", was, now
+
+
+def _digest(model: str | Path, key: str) -> str:
+    folder = Path(model).expanduser()
+    path = (folder if folder.is_dir() else start.local_folder(model)) / "config.json"
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"{key}={str(model)!r}: {path}: {error.strerror}; give the folder of a Hugging Face "
+                          "model") from None
+
+
+def _device(gpus: bool) -> dict[str, Any]:
+    if gpus:
+        from vllm.platforms import current_platform
+
+        return {"gpu": current_platform.get_device_name()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+
+
+# ---------------------------------------------------------------------- the command
+
+def main(arguments: list[str]) -> int:
+    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return 0
+    began = time.monotonic()
+    try:
+        given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
+        out, seconds = _out(given), _seconds(given)
+        config, model = configured(arguments, given)
+        # the operator's online server has the threads that its command line says; else as many as cores
+        written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
+        written["seconds"] = round(time.monotonic() - began, 1)
+        write_whole(out, (json.dumps(written, indent=1) + "\n").encode())
+    except ConfigError as error:
+        print(f"rose.serving.profile: {error}", file=sys.stderr)
+        return 2
+    except (EngineError, OSError) as error:
+        print(f"rose.serving.profile: {error}", file=sys.stderr)
+        return 1
+    print(table(written))
+    print(f"{out}: set serving.lending.profile to it")
+    return 0
+
+
+def _out(given: dict[str, Any]) -> Path:
+    if not given.get("out"):
+        raise ConfigError("out is missing: which file is to be written? as out=profile.json")
+    out = Path(str(given["out"])).expanduser().resolve()
+    if not out.parent.is_dir():
+        raise ConfigError(f"out={str(out)!r}: no such folder as {out.parent}")
+    return out
+
+
+def _seconds(given: dict[str, Any]) -> float:
+    value = given.get("seconds", SECONDS)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 5 <= value <= 3600:
+        raise ConfigError(f"seconds={value!r}: must be a number from 5 to 3600; {SECONDS:g} is the usual")
+    return float(value)
+
+
+def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
+    """The configuration of both engines and the rollout engine's folder. Raises `ConfigError`."""
+    overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
+    if "name" in given:
+        if "model" in given:
+            raise ConfigError(f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them")
+        run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
+        config = settings.of_run(run_dir, overrides)
+    elif "model" in given:
+        config = _composed([*overrides, "model.source=folder", f"model.path={given['model']}"])
+    else:
+        raise ConfigError("name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER")
+    if config.serving.online.model is None:
+        raise ConfigError("serving.online.model=None: the folder of the model that the online engine serves is needed")
+    model = models.resolve(config.model)
+    fingerprint(config, model)
+    return config, model
+
+
+def _composed(overrides: list[str]) -> Config:
+    from hydra import compose, initialize_config_dir
+
+    from rose.launch import errors
+
+    conf = models.REPOSITORY / "conf"
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            return configuration.from_dict(errors.to_tree(compose("config", overrides)))
+    except errors.COMPLAINTS as error:
+        raise ConfigError(errors.explain(error, conf, overrides)) from None
+
+
+# ---------------------------------------------------------------------- the measurement
+
+def measure(config: Config, model: Path, seconds: float, threads: int | None = None) -> dict[str, Any]:
+    """The profile, without the time that it took; `threads`: of the online engine, null: as many as there are cores.
+    Raises `EngineError`."""
+    gpus = config.cluster.gpus > 0
+    os.environ.update(start.environment(gpus, threads) | config.cluster.env)
+    os.environ.pop(names.FOLDER, None)  # an engine that finds boards asks before each step
+    say("importing vLLM")
+    start.preload()
+    found = fingerprint(config, model)
+    with tempfile.TemporaryDirectory(prefix="rose-profile-") as scratch:
+        predictors, interference = asyncio.run(_measure(config, model, gpus, seconds, Path(scratch)))
+    for side, folder in (("online", config.serving.online.model), ("rollout", model)):
+        found[side] = found[side] | {"model": str(folder), "predictor": predictors[side].to_dict()}
+    found["interference"] = found["interference"] | interference
+    return {"format": FORMAT} | found
+
+
+async def _measure(config: Config, model: Path, gpus: bool, seconds: float,
+                   scratch: Path) -> tuple[dict[str, Predictor], dict[str, float]]:
+    from rose.serving import measure as m
+
+    engines: list[m.Measured] = []
+    try:
+        say(f"starting the online engine of {config.serving.online.model}")
+        engines.append(m.Measured(online_side(config), gpus, scratch / "online.jsonl"))
+        say("measuring it alone")
+        online = await m.alone(engines[0], ALONE * seconds)
+        if config.serving.lending.same_weights:
+            # a rollout's tokens in a step make it longer for every online request in it, by all of their time
+            return {"online": online, "rollout": online}, {"hold_p99": 1.0, "hold_mean": 1.0}
+        say(f"starting the rollout engine of {model}")
+        engines.append(m.Measured(rollout_side(config, model), gpus, scratch / "rollout.jsonl", seed=1))
+        say("measuring it alone")
+        rollout = await m.alone(engines[1], ALONE * seconds)
+        if not gpus and config.serving.lending.priority == "idle":
+            engines[1].give_way()
+        say("measuring both together")
+        return ({"online": online, "rollout": rollout},
+                await m.together(*engines, online, rollout, (1 - 2 * ALONE) * seconds))
+    finally:
+        for engine in engines:
+            engine.shutdown()
+
+
+def online_side(config: Config):
+    """S as `python -m rose.serving` starts it, but for its HTTP server."""
+    from rose.serving.measure import Side
+
+    folder = start.local_folder(config.serving.online.model)
+    args = server.engine_args(config.serving.online, config.serving.lending.same_weights,
+                              config.cluster.gpus > 0)
+    args = {name: value for name, value in args.items() if value is not None}
+    args |= dict(model=str(folder), skip_tokenizer_init=True, use_tqdm_on_load=False, weight_transfer_config=None,
+                 scheduler_cls=server.SCHEDULER)  # which shares no device here, as that of both sides must
+    return Side("online", args, {}, configuration.read_shape(folder).vocab, None)
+
+
+def rollout_side(config: Config, model: Path):
+    """R as a borrowed rank starts it."""
+    from rose.serving.measure import Side
+
+    folder = start.local_folder(model)
+    args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
+    environment = start.environment(config.cluster.gpus > 0, config.rollout.threads)
+    return Side("rollout", args | {"scheduler_cls": operate.SCHEDULER}, environment,
+                configuration.read_shape(folder).vocab, 0)
+
+
+def table(found: dict[str, Any]) -> str:
+    """For the operator: coefficients, errors, interference, duration."""
+    rows = [("", "floor", "prompt token", "x 1k context", "decode", "x 1k context", "mean error", "P99 residual",
+             "steps")]
+    for side in ("online", "rollout"):
+        p = found[side]["predictor"]
+        c0, c1, c2, c3, c4 = p["coefficients"]
+        rows.append((side, _ms(c0), _ms(c1), _ms(1000 * c2), _ms(c3), _ms(1000 * c4), f"{100 * p['mape']:.1f}%",
+                     f"x {p['p99']:.2f}", str(p["samples"])))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    i = found["interference"]
+    lines.append(f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its time, "
+                 f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})")
+    if "progress" in i:
+        lines.append(f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their speed alone")
+    device = ", ".join(f"{name} {value}" for name, value in found["device"].items())
+    return "\n".join([*lines, f"{device}; took {found['seconds']:g} s"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def say(words: str) -> None:
+    print(f"rose.serving.profile {time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""What online users notice of rollouts on the same device, and what the rollouts gain: real vLLM, real HTTP traffic.
+
+    python scripts/bench_coserving.py                                   # a quarter of an hour
+    python scripts/bench_coserving.py trace=AzureLLMInferenceTrace_conv_2023.csv seconds=60 seeds=5
+    python scripts/bench_coserving.py scenarios=alone,naive,ours seconds=20 seeds=2
+    python scripts/bench_coserving.py burst=true                        # and a 20x burst while R holds its full budget
+
+Slices of a trace (Azure's format; made by rose.traces if none is given) are replayed open loop against the online
+server S, with the rollout engine R beside it in a closed loop; both engines are confined to one core, which stands for
+the device. The trace's lengths are scaled down to models that a core serves, and its times so that S alone keeps the
+core busy for `busy` of the time. Every seed is another slice; under it the scenarios run one after the other:
+    alone              S, twice a seed: what differs between the two is the machine's noise
+    naive              R beside it; the system's scheduler shares the core, each engine has all the KV memory
+    static             the same, with half of the KV memory each
+    priority           one engine of the same weights with vLLM's priority scheduling; rollouts have the lower one
+    ours               two engines, R behind the gate
+    ours_same_weights  one engine, the gate inside its scheduler
+Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them.
+Left out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+import bench_coserving_burst  # noqa: E402
+from bench_coserving_bench import PLAN, Bench, Options  # noqa: E402
+from bench_coserving_engines import Failed  # noqa: E402
+from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, lines, table, targets  # noqa: E402
+
+LATE_S = 0.02  # of the client at P99: more is said
+
+
+def parse(argv: list[str]) -> Options:
+    """Options as key=value. Raises `Failed` naming the one that is wrong."""
+    options = Options()
+    known = {field.name: type(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    for word in argv:
+        key, _, text = word.partition("=")
+        if key not in known or "=" not in word:
+            raise Failed(f"{word!r}: no such option; there are {', '.join(f'{name}=' for name in known)}")
+        try:
+            value = {"true": True, "false": False}[text] if known[key] is bool else known[key](text)
+        except (ValueError, KeyError):
+            raise Failed(f"{word!r}: {text!r} is no {known[key].__name__}") from None
+        setattr(options, key, value)
+    for name in options.scenarios.split(","):
+        if name not in PLAN:
+            raise Failed(f"scenarios={options.scenarios}: no scenario {name!r}; there are {', '.join(PLAN)}")
+    if ALONE not in options.scenarios.split(","):
+        raise Failed(f"scenarios={options.scenarios}: {ALONE} is needed, all others are compared with it")
+    if options.device not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2:
+        raise Failed(f"device={options.device}: a core of {sorted(os.sched_getaffinity(0))} and one more are needed")
+    return options
+
+
+def measure(bench: Bench) -> tuple[list[Run], Alone]:
+    chosen = bench.options.scenarios.split(",")
+    bench.start(ALONE)
+    for words in bench.calibrate():
+        say(words)
+    bench.slo = bench.targets()
+    bench.start(*chosen)
+    sides = {PLAN[name][1] for name in chosen}  # each is compared with such an engine of its own, ungated
+    bench.start(*["naive"] * bool(sides & {"static", "ours"}), *["priority"] * ("shared_load" in sides))
+    runs, alone = [], Alone([], [])
+    for seed in range(bench.options.seeds):
+        traffic = bench.slice(seed, bench.options.seconds)
+        for side, found in (("naive", alone.engine), ("priority_load", alone.server)):
+            if side in bench.rollouts:
+                found.append(bench.baseline(side))
+        order = [*chosen, ALONE]
+        turn = seed * 2 % len(order)
+        for scenario in order[turn:] + order[:turn]:
+            runs.append(bench.run(scenario, seed, traffic, bench.options.seconds))
+            say(_words(runs[-1], bench.slo))
+    return runs, alone
+
+
+def _words(run: Run, slo: Slo) -> str:
+    said = (f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, {len(run.done) - run.met(slo):3} missed; "
+            f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, TPOT P50 "
+            f"{1e3 * run.latency('tpot_p50'):.1f} P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy "
+            f"{100 * run.busy:.0f}%, rollouts {run.made:.0f} tokens/s")
+    if run.late_p99 > LATE_S:
+        said += f"; the client itself was late by {1e3 * run.late_p99:.0f} ms at P99"
+    return said + "".join(f"\n    not done: {why}" for why in run.why)
+
+
+_began = time.monotonic()
+
+
+def say(words: str) -> None:
+    print(f"{time.monotonic() - _began:5.0f} s  {words}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exits of all context managers run
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with Bench(options) as bench:
+        runs, alone = measure(bench)
+        bursts = bench_coserving_burst.measure(bench) if options.burst else []
+    rows = table(runs, bench.slo, alone)
+    print("", *lines(rows, bench.slo, alone), "\ntargets:", *targets(rows), sep="\n")
+    print(*bench_coserving_burst.lines(bursts), sep="\n")
+    found = {"options": dataclasses.asdict(options), "factor": bench.factor, "slo": dataclasses.asdict(bench.slo),
+             "alone": dataclasses.asdict(alone), "table": rows, "runs": [dataclasses.asdict(run) for run in runs],
+             "bursts": bursts}
+    (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
+    (out / "bench_coserving.csv").write_text(as_csv(rows))
+    say(f"in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""What all runs of bench_coserving.py share: the engines of each scenario, the traffic, one run and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import yaml
+
+from rose import config, traces
+from rose.coserving import board, device
+from rose.models import cache_dir
+
+from bench_coserving_client import Request, replay
+from bench_coserving_engines import (Failed, Guard, Operator, Process, Rollouts, Server, busy_s, confine,
+                                     plugin_folder)
+from bench_coserving_tables import ALONE, Run, Slo, percentile, slo_of
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# scenario -> (server, rollout side)
+PLAN = {"alone": ("plain", None), "naive": ("plain", "naive"), "static": ("static", "static"),
+        "priority": ("priority", "priority_load"), "ours": ("ours", "ours"),
+        "ours_same_weights": ("shared", "shared_load")}
+MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = 1024, 64, 2048  # the latter two as conf/serving/borrow.yaml
+MAX_PROMPT, MAX_OUTPUT = 800, 200
+SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
+PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
+EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
+STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
+
+
+@dataclasses.dataclass
+class Options:
+    trace: str = ""  # a file; empty: made
+    seconds: float = 25.0  # of traffic a run
+    seeds: int = 3
+    scenarios: str = ",".join(PLAN)
+    burst: bool = False
+    busy: float = 0.25  # of the device by S alone
+    slack: float = 1.25  # targets / percentiles of S alone
+    slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, by commas
+    model: str = "512x2"  # hidden x layers, of S
+    rollout_model: str = "512x2"
+    prompt_scale: float = 0.1  # of the trace's lengths
+    output_scale: float = 0.05
+    profile: str = ""  # of rose.serving.profile, for these very models and this core; empty: measured
+    concurrency: int = 32  # turns of R at a time
+    kv_mib: float = 64.0  # of the device
+    device: int = max(os.sched_getaffinity(0))  # core
+    out: str = str(REPOSITORY / "outputs" / "bench_coserving")
+
+
+class Bench:
+    """A context manager that ends every process and removes every folder of its own."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self._stack = options, ExitStack()
+        self.device = {options.device}
+        self.host = os.sched_getaffinity(0) - self.device
+        self.servers: dict[str, Server] = {}
+        self.rollouts: dict[str, Rollouts] = {}
+        self.operators: dict[str, Operator] = {}  # of the servers with our schedulers
+        self.environments: dict[str, dict[str, str]] = {}  # of them and their rollout sides
+        self.slo: Slo | None = None
+        self.trace = traces.read(options.trace) if options.trace else traces.generate(0)
+        self.trace = self.trace.tokens_scaled(options.prompt_scale, options.output_scale)
+        self.trace = self.trace.clipped(MAX_PROMPT, MAX_OUTPUT)
+        self.factor = 1.0  # of the trace's times; set by `calibrate`
+
+    def __enter__(self) -> Bench:
+        self.folder = Path(tempfile.mkdtemp(prefix="bench-coserving-"))
+        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._stack.callback(os.sched_setaffinity, 0, self.host | self.device)
+        self.guard = Guard()
+        self._stack.callback(self.guard.close)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    # ----------------------------------------------------------------- what takes part
+
+    def start(self, *scenarios: str) -> None:
+        """Start what these scenarios need and is not up, all at once, and park it."""
+        os.sched_setaffinity(0, self.host | self.device)  # starting takes a core's time several times over
+        new: list[Process] = []
+        for server, rollouts in (PLAN[name] for name in scenarios):
+            if server not in self.servers:
+                self.servers[server] = self.server(server)
+                new.append(self.servers[server])
+            if rollouts and rollouts not in self.rollouts:
+                self.rollouts[rollouts] = self.side(rollouts, server)
+                new.append(self.rollouts[rollouts])
+        for process in new:
+            process.ready()
+        confine(new, self.device, self.host)
+        for process in new:
+            if isinstance(process, Server):
+                warm = traces.Trace(np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32))
+                asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
+            else:
+                process.ask("start")
+                time.sleep(SETTLE_S)
+                process.ask("stop")
+            process.park()
+        os.sched_setaffinity(0, self.host)
+
+    def server(self, kind: str, port: int | None = None) -> Server:
+        kv_bytes = int(self.options.kv_mib * 2**20 / (2 if kind == "static" else 1))
+        args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
+                "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": kv_bytes}
+        env = {"VLLM_RPC_BASE_PATH": str(self.folder)}  # its sockets, which a killed engine leaves
+        if kind in ("priority", "shared"):
+            args["scheduling_policy"] = "priority"
+        if kind in ("ours", "shared"):
+            args["scheduler_cls"] = f"rose.coserving.{'online' if kind == 'ours' else 'shared'}.scheduler"
+            args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
+            env |= self._lends(kind)
+        made = Server(self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env)
+        self._stack.callback(made.end)
+        return made
+
+    def side(self, name: str, server: str) -> Rollouts:
+        options = self.options
+        job = {"concurrency": options.concurrency, "group": 8, "seed": 1}
+        env = {"VLLM_RPC_BASE_PATH": str(self.folder)}
+        if name.endswith("_load"):
+            kind = "http"
+            job |= {"url": self.servers[server].url, "served": self.servers[server].served}
+        else:
+            kind, engine_args = "engine", {}
+            if name == "ours":
+                engine_args["scheduler_cls"] = "rose.coserving.rollout.scheduler"
+                env |= self._lends(server)
+            job |= {"model": str(model(options.rollout_model, 1)), "max_context": MAX_CONTEXT,
+                    "max_sequences": options.concurrency, "engine_args": engine_args,
+                    "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1))}
+        made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
+        self._stack.callback(made.end)
+        return made
+
+    def _lends(self, kind: str) -> dict[str, str]:
+        """The environment of the engines of a device that is lent; described and said to be lent at the first call."""
+        if kind not in self.environments:
+            options, profile = self.options, self.profile()
+            given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
+            given["online"] |= {
+                "model": str(model(options.model, 0)), "max_context": MAX_CONTEXT, "dtype": "float32",
+                "max_sequences": MAX_SEQUENCES, "max_batched_tokens": MAX_BATCHED,
+                "kv_cache_gib": options.kv_mib / 2**10,
+                "slo": {f"{name}_s": seconds for name, seconds in vars(self.slo).items()}}
+            given["lending"] |= {"same_weights": kind == "shared", "profile": str(profile)}
+            serving = msgspec.convert(given, config.Serving)
+            operator = self.operators[kind] = Operator(f"bench-{os.getpid()}-{kind}", EPOCH_S)
+            self._stack.callback(operator.close)
+            told = device.describe(operator.folder, serving, json.loads(profile.read_text()))
+            self.environments[kind] = told | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
+            operator.start()
+        return self.environments[kind]
+
+    def profile(self) -> Path:
+        """Of this device and these models; measured, once, on the device's core, with all else parked."""
+        options, file = self.options, self.folder / "profile.json"
+        if options.profile:
+            return Path(options.profile)
+        if not file.exists():
+            gib = options.kv_mib / 2**10
+            given = {"out": file, "seconds": PROFILE_S, "model": model(options.rollout_model, 1),
+                     "model.max_context": MAX_CONTEXT, "rollout.max_sequences": options.concurrency,
+                     "rollout.kv_cache_gib": gib, "cluster.gpus": 0,
+                     "serving.online.model": model(options.model, 0), "serving.online.dtype": "float32",
+                     "serving.online.max_context": MAX_CONTEXT, "serving.online.kv_cache_gib": gib,
+                     "serving.online.max_sequences": MAX_SEQUENCES, "serving.online.max_batched_tokens": MAX_BATCHED}
+            command = ["taskset", "-c", str(options.device), sys.executable, "-m", "rose.serving.profile",
+                       *(f"{key}={value}" for key, value in given.items())]
+            making = Process(self.guard, "profile", command, self.folder / "profile.log")
+            try:
+                if making.popen.wait(PROFILE_LIMIT_S):
+                    raise making.failed(f"ended with {making.popen.returncode}")
+            except subprocess.TimeoutExpired:
+                raise making.failed(f"took over {PROFILE_LIMIT_S:g} s") from None
+            finally:
+                making.end()
+        return file
+
+    # ----------------------------------------------------------------- one run
+
+    def slice(self, seed: int, seconds: float) -> traces.Trace:
+        """Of several slices drawn, the one whose tokens per second are nearest to the whole trace's."""
+        length = seconds / self.factor
+        if length > self.trace.seconds:
+            raise Failed(f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at this load; "
+                         "give fewer seconds or a longer trace")
+        draw = np.random.default_rng(seed)
+        cuts = [self.trace.slice(start, length) for start in draw.uniform(0, self.trace.seconds - length, STARTS)]
+        wanted = _work(self.trace) * length / self.trace.seconds
+        return min(cuts, key=lambda cut: abs(_work(cut) - wanted)).scaled(self.factor)
+
+    def run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
+        server, rollouts = PLAN[scenario]
+        server, side = self.servers[server], self.rollouts.get(rollouts)
+        processes = [server, *([side] if side else [])]
+        for process in processes:
+            process.wake()
+        try:
+            if side:
+                side.ask("start")
+            return asyncio.run(self._run(scenario, seed, traffic, seconds, server, side))
+        finally:
+            if side:
+                side.ask("stop")
+            for process in processes:
+                process.park()
+
+    async def _run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float, server: Server,
+                   side: Rollouts | None) -> Run:
+        await asyncio.sleep(SETTLE_S)
+        before = await asyncio.to_thread(self._counts, scenario, server, side)
+        sending = asyncio.create_task(replay(server.url, server.served, traffic, seed, DRAIN_S))
+        await asyncio.sleep(seconds)
+        after = await asyncio.to_thread(self._counts, scenario, server, side)
+        requests = await sending
+        passed = after["at"] - before["at"]
+        grown = {name: after[name] - before[name] for name in before}
+        if scenario in ("priority", "ours_same_weights"):  # its engine counts the tokens of both sides
+            grown["made"] -= sum(sum(at <= seconds for at in request.chunks) for request in requests)
+        opened = grown["open_s"] + grown["shut_s"]
+        return Run(scenario, seed, seconds, [r.ttft for r in requests], [r.tpot for r in requests],
+                   [r.done for r in requests], percentile([r.late for r in requests], 99), grown["busy"] / passed,
+                   grown["made"] / passed, int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"]),
+                   grown["open_s"] / opened if opened else None, _reasons(requests), before["at"])
+
+    def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
+        """Counters that only grow. At once on both sides of a run, so that what they take is in neither."""
+        found = {"at": time.monotonic(), "busy": busy_s(server.engine()), "made": 0, "evicted": 0, "wasted": 0,
+                 "preempted": 0, "open_s": 0, "shut_s": 0}
+        if side:
+            said = side.ask("count")
+            found |= {name: said[name] for name in ("made", "evicted", "wasted")}
+        if scenario in ("priority", "ours_same_weights"):
+            found["made"] = server.metric("vllm:generation_tokens_total")
+        found["preempted"] = server.metric("vllm:num_preemptions_total")
+        if scenario.startswith("ours"):
+            operator = self.operators[PLAN[scenario][0]]
+            state = operator.read("rollout", board.Rollout)
+            online = operator.read("online", board.Online)
+            if state:
+                found |= {"open_s": state.open_s, "shut_s": state.shut_s}
+            if online:
+                found["preempted"] = online.preempted
+        return found
+
+    def baseline(self, name: str) -> float:
+        """Tokens that this side makes per second of its engine's processor time, with nothing beside it: per second, on
+        a machine that does nothing else, and the same on one that does."""
+        side, server = self.rollouts[name], self.servers["priority"] if name.endswith("_load") else None
+        engine = (server or side).engine()
+        processes = [side, *([server] if server else [])]
+        for process in processes:
+            process.wake()
+        try:
+            side.ask("start")
+            time.sleep(SETTLE_S)
+            counts = []
+            for wait in (BASELINE_S, 0.0):
+                counts.append((busy_s(engine), server.metric("vllm:generation_tokens_total") if server else
+                               side.ask("count")["made"]))
+                time.sleep(wait)
+            (began, first), (ended, last) = counts
+            return (last - first) / (ended - began)
+        finally:
+            side.ask("stop")
+            for process in processes:
+                process.park()
+
+    # ----------------------------------------------------------------- all of them
+
+    def calibrate(self) -> Iterator[str]:
+        """Set the factor of the trace's times such that S alone is busy for `busy` of the time; yields what it
+        found."""
+        for seconds in (6.0, 12.0):
+            rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
+            self.factor = len(self.trace) / self.trace.seconds / rate
+            found = self.run(ALONE, 1000, self.slice(1000 + int(seconds), seconds), seconds)
+            if sum(found.done) < len(found.done) / 2:
+                raise self.servers["plain"].failed(f"ended {sum(found.done)} of {len(found.done)} requests at "
+                                                   f"{rate:.2f} a second ({'; '.join(found.why)})")
+            self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))  # a short slice may be empty
+            yield (f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time")
+        yield (f"the trace's times x {self.factor:.2f}: {len(self.trace) / self.trace.seconds / self.factor:.2f} "
+            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f} tokens")
+
+    def targets(self) -> Slo:
+        if self.options.slo:
+            return Slo(*map(float, self.options.slo.split(",")))
+        seconds = self.options.seconds
+        return slo_of([self.run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack)
+
+
+def _work(trace: traces.Trace) -> float:
+    """Tokens, a made one counted as the ten of a prompt that take about as long."""
+    return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
+
+
+def _reasons(requests: list[Request]) -> list[str]:
+    return sorted({request.why for request in requests if request.why})
+
+
+def model(shape: str, seed: int) -> Path:
+    """Folder of a random model of this shape, made in the cache if it is not there."""
+    script = Path(__file__).with_name("bench_coserving_model.py")
+    try:
+        hidden, layers = map(int, shape.split("x"))
+    except ValueError:
+        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2") from None
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
+    folder = cache_dir() / "models" / f"bench-coserving-{shape}-{seed}-{digest}"
+    if not folder.exists():
+        subprocess.run([sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
+    return folder

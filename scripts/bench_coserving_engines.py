@@ -1,0 +1,304 @@
+"""The processes of bench_coserving.py: servers, rollout sides, the operator's board; where they run and how they end.
+
+What stands for the device is one core: engine processes are confined to it, and everything else (HTTP front ends,
+clients, this bench) to the other cores, as the host's processors are not the GPU. Those that take no part in a run are
+stopped by SIGSTOP, so that they use nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from rose.coserving import board
+from rose.engine.start import environment
+from rose.processes import die_with_parent
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
+LEAVE_S = 5.0  # for the rest of a group whose first process has ended
+BEAT_S = 0.05
+NICE = 19  # of R's front end, which shares the host's core with S's
+VARIABLES = environment(gpus=False, threads=1) | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+
+# Told of process groups by its stdin; kills them when that ends, even if the bench was killed by SIGKILL.
+GUARD = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    word, group = line.split()
+    (groups.add if word == "add" else groups.discard)(int(group))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+class Failed(SystemExit):
+    """What went wrong, said once."""
+
+
+class Guard:
+    """Ends every process group of the bench, however the bench ends."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True,
+                                         start_new_session=True)
+
+    def say(self, word: str, group: int) -> None:
+        self._process.stdin.write(f"{word} {group}\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(END_S)
+
+
+class Process:
+    """A command in a process group of its own, with its log. All are of one session: Linux gives each session an equal
+    share of a core (autogroup), so that between two of them an idle priority would count for nothing."""
+
+    def __init__(self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}) -> None:
+        self.name, self._guard, self._log, self._rest = name, guard, log, b""
+        parent = os.getpid()
+        with log.open("wb") as errors:
+            self.popen = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=REPOSITORY,
+                env=os.environ | VARIABLES | env, process_group=0, preexec_fn=lambda: die_with_parent(parent))
+        guard.say("add", self.popen.pid)
+
+    # ----------------------------------------------------------------- where and when it runs
+
+    def engine(self) -> int:
+        """Pid of its vLLM engine process: of its descendants, the one that vLLM named so. Raises `Failed`."""
+        for process in psutil.Process(self.popen.pid).children(recursive=True):
+            if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name():
+                return process.pid
+        raise self.failed("has no process named EngineCore")
+
+    def tree(self) -> list[psutil.Process]:
+        try:
+            top = psutil.Process(self.popen.pid)
+            return [top, *top.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def park(self) -> None:
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        if self.popen.poll() is not None:
+            raise self.failed(f"ended with {self.popen.returncode}")
+        os.killpg(self.popen.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """All of it at once, but for Python's resource tracker, which then unlinks what the others had shared."""
+        for one in self.tree():
+            try:
+                if "resource_tracker" not in " ".join(one.cmdline()):
+                    one.kill()
+            except psutil.NoSuchProcess:
+                pass
+
+    def end(self) -> None:
+        """Politely, then not; nothing of its group is left."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGCONT)
+            self.popen.terminate()
+            try:
+                self.popen.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        begin = time.monotonic()
+        while (passed := time.monotonic() - begin) < 2 * LEAVE_S:
+            try:
+                os.killpg(self.popen.pid, signal.SIGKILL if passed > LEAVE_S else 0)
+            except ProcessLookupError:
+                break  # all are gone
+            self.popen.poll()
+            time.sleep(0.02)
+        self._guard.say("drop", self.popen.pid)
+        self.popen.stdin.close()
+        self.popen.stdout.close()
+
+    def failed(self, what: str) -> Failed:
+        said = self._log.read_text(errors="replace").strip()[-3000:]
+        return Failed(f"bench_coserving: {self.name} {what}: {said}")
+
+
+class Server(Process):
+    """vLLM's OpenAI server. Up after `ready`."""
+
+    def __init__(self, guard: Guard, name: str, model: Path, args: dict, folder: Path,
+                 port: int | None = None, env: dict[str, str] = {}) -> None:
+        self.port, self.served = port or free_port(), "s"
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host",
+                   "127.0.0.1", "--port", str(self.port), "--served-model-name", self.served, "--enforce-eager",
+                   "--disable-uvicorn-access-log", "--generation-config", "vllm"]
+        command += [part for key, value in args.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        super().__init__(guard, name, command, folder / f"{name}.log", env)
+
+    def ready(self) -> None:
+        """Raises `Failed`."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if self.popen.poll() is not None:
+                raise self.failed(f"ended with {self.popen.returncode} instead of serving")
+            try:
+                self.get("/health", 1.0)
+                return
+            except OSError:
+                time.sleep(0.25)
+        raise self.failed(f"did not answer {self.url}/health within {START_S:g} s")
+
+    def get(self, path: str, timeout_s: float = ANSWER_S) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str) -> float:
+        """Sum of a Prometheus metric over its labels."""
+        lines = self.get("/metrics").splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
+class Rollouts(Process):
+    """A process of bench_coserving_rollout.py. Up after `ready`."""
+
+    def __init__(self, guard: Guard, name: str, kind: str, job: dict, folder: Path, env: dict[str, str] = {}) -> None:
+        script = str(Path(__file__).with_name("bench_coserving_rollout.py"))
+        super().__init__(guard, name, [sys.executable, script, kind, json.dumps(job)], folder / f"{name}.log", env)
+
+    def ready(self) -> None:
+        self.pid = self.answer(START_S)["engine"]  # None: it has no engine of its own
+        for process in self.tree():
+            if process.pid != self.pid:
+                each_thread(process.pid, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, NICE))
+
+    def engine(self) -> int | None:
+        return self.pid
+
+    def ask(self, order: str) -> dict:
+        try:
+            self.popen.stdin.write(json.dumps({"do": order}).encode() + b"\n")
+            self.popen.stdin.flush()
+        except BrokenPipeError:
+            raise self.failed("is gone") from None
+        return self.answer(ANSWER_S)
+
+    def answer(self, deadline_s: float) -> dict:
+        end = time.monotonic() + deadline_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.popen.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise self.failed(f"said nothing for {deadline_s:g} s")
+                data = os.read(self.popen.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise self.failed(f"ended with {self.popen.wait()}")
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+
+class Operator:
+    """The lender's part: says that the device is lent, and of each new training step. Its folder goes with it."""
+
+    def __init__(self, name: str, epoch_s: float) -> None:
+        self.folder, self._epoch_s = board.folder(name), epoch_s
+        self._writer = board.Writer(self.folder / "control", board.Control)
+        self._ends = threading.Event()
+        self._writer.state.lend = 1.0
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def lend(self, yes: bool) -> None:
+        self._writer.state.lend = float(yes)
+
+    def _beat(self) -> None:
+        start = time.monotonic()
+        while not self._ends.wait(BEAT_S):
+            self._writer.state.epoch = float((time.monotonic() - start) // self._epoch_s)
+            self._writer.write()
+
+    def read(self, name: str, kind: type) -> board.Online | board.Rollout | None:
+        """A board as it is, however old; None if there is none."""
+        try:
+            reader = board.Reader(self.folder / name, kind)
+        except (OSError, ValueError):
+            return None
+        try:
+            return reader.read()
+        finally:
+            reader.close()
+
+    def close(self) -> None:
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._writer.close()
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.folder.rmdir()
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def each_thread(pid: int, do: Callable[[int], None]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        try:
+            do(int(thread))
+        except ProcessLookupError:
+            pass  # it has just ended
+
+
+def confine(processes: list[Process], device: set[int], host: set[int]) -> None:
+    """Engines to the device's cores, all else of them to the host's."""
+    for process in processes:
+        engine = process.engine()
+        for one in process.tree():
+            cores = device if one.pid == engine else host
+            each_thread(one.pid, lambda thread: os.sched_setaffinity(thread, cores))
+
+
+def busy_s(pid: int) -> float:
+    """Processor time of a process since its start."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def plugin_folder(folder: Path) -> Path:
+    """To be put on PYTHONPATH: vLLM finds our plugin there, whether or not ROSE was installed with it."""
+    made = folder / "plugin"
+    info = made / "rose_coserving-0.dist-info"
+    if not info.exists():
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-coserving\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrose = rose.coserving.plugin:register\n")
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

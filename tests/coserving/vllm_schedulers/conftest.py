@@ -1,0 +1,172 @@
+"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model runner that answers
+each step with one token per request."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from rose.config.tree import Slo
+from rose.coserving import board, device, gate
+from rose.coserving.predictor import Predictor
+
+BLOCK = 16  # tokens
+BLOCK_BYTES = 4096
+BLOCKS = 65  # one of them vLLM's own
+PREDICTOR = Predictor([0.001, 1e-5, 0.0, 1e-5, 0.0])
+SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.1)
+PROFILE = {"online": {"predictor": PREDICTOR.to_dict()}, "rollout": {"predictor": PREDICTOR.to_dict()},
+           "interference": {"hold_p99": 1.0, "hold_mean": 0.5}}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    transformers.Qwen3Config(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
+                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+                             architectures=["Qwen3ForCausalLM"], eos_token_id=1, bos_token_id=None
+                             ).save_pretrained(folder)
+    return folder
+
+
+class Boards:
+    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were begun."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.writers = {}
+        self._stop = threading.Event()
+        self._one_writes = threading.Lock()
+        self._beating = threading.Thread(target=self._beats, daemon=True)
+        self._beating.start()
+
+    def begin(self, name, kind, **fields):
+        writer = self.writers[name] = board.Writer(self.folder / name, kind)
+        self.set(name, **fields)
+        return writer
+
+    def set(self, name, **fields):
+        with self._one_writes:
+            for field, value in fields.items():
+                setattr(self.writers[name].state, field, value)
+            self.writers[name].write()
+
+    def _beats(self):
+        while not self._stop.wait(0.02):
+            with self._one_writes:
+                for writer in list(self.writers.values()):
+                    writer.write()
+
+    def close(self):
+        """After this nothing is written any more."""
+        self._stop.set()
+        self._beating.join()
+
+
+@pytest.fixture
+def boards(tmp_path, monkeypatch, make_config):
+    serving = make_config().serving
+    # a test on a busy machine may be held up for long: what is stale is a matter of one test alone
+    monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
+    lending = msgspec.structs.replace(serving.lending, kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30, stale_after_s=60.0,
+                                      patience_s=600.0)
+    serving = msgspec.structs.replace(serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO))
+    for name, value in device.describe(tmp_path / "boards", serving, PROFILE).items():
+        monkeypatch.setenv(name, value)
+    made = Boards(tmp_path / "boards")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_scheduler(model_folder):
+    """make_scheduler("rose.coserving.rollout", blocks=..., policy="fcfs") -> a `Driven` scheduler."""
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    def make(module, blocks=BLOCKS, policy="fcfs", max_num_seqs=16, max_num_batched_tokens=256):
+        model = ModelConfig(model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0)
+        scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                     max_model_len=512, enable_chunked_prefill=True, is_encoder_decoder=False,
+                                     policy=policy, async_scheduling=False)
+        cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True)
+        config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache,
+                            device_config=DeviceConfig("cpu"))
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=["layer"], layer_stride=BLOCK_BYTES,
+                               block_stride=BLOCK_BYTES)
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor],
+                           kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        cache.num_gpu_blocks = blocks
+        build = resolve_obj_by_qualname(f"{module}.scheduler")
+        return Driven(build(vllm_config=config, kv_cache_config=kv, log_stats=True, block_size=BLOCK,
+                            structured_output_manager=StructuredOutputManager(config)))
+
+    return make
+
+
+class Driven:
+    """A scheduler and the engine core around it: `step` computes a step in no time."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.calls = []  # (method of the workers, block ids)
+        self.ended = {}  # request -> (finish reason, stop reason)
+        self.made = {}  # request -> tokens
+        self.woken = 0
+        scheduler._core = SimpleNamespace(input_queue=SimpleNamespace(put_nowait=self._wake))
+        if scheduler.device is not None:
+            scheduler.pool.begin(lambda method, ids: self.calls.append((method, ids)))
+
+    def _wake(self, _):
+        self.woken += 1
+
+    def add(self, name, prompt=32, tokens=32, priority=0):
+        from vllm import SamplingParams
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.utils.hashing import sha256
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        ids = [(abs(hash(name)) + i) % 250 + 2 for i in range(prompt)]
+        self.scheduler.add_request(Request(request_id=name, prompt_token_ids=ids, sampling_params=params,
+                                           pooling_params=None, arrival_time=time.time(), priority=priority,
+                                           block_hasher=get_request_block_hasher(BLOCK, sha256)))
+
+    def step(self):
+        """One step; the number of tokens that each request computed in it."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        scheduled = dict(output.num_scheduled_tokens)
+        sampled = []
+        for name in scheduled:
+            request = self.scheduler.requests[name]
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        result = self.scheduler.update_from_output(output, ModelRunnerOutput(
+            req_ids=list(scheduled), req_id_to_index={name: i for i, name in enumerate(scheduled)},
+            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, pooler_output=[]))
+        for group in result.values():
+            for one in group.outputs:
+                self.made[one.request_id] = self.made.get(one.request_id, 0) + len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = (one.finish_reason.name, one.stop_reason)
+        return scheduled
+
+    def steps(self, count):
+        return [self.step() for _ in range(count)]
+
+
+@pytest.fixture
+def read():
+    """read(boards, "rollout", board.Rollout) -> its state now."""
+    return lambda boards, name, kind: board.Reader(boards.folder / name, kind).read()
