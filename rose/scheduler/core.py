@@ -1,61 +1,57 @@
 """The scheduler: one state machine, four replaceable policies.
 
-`handle(event) -> actions` is a pure function of the events so far. The policies decide: routing
+`handle(event) -> actions` is a pure function of the events so far. The policies (policies.py) decide: routing
 which worker takes a turn, order which waiting turn goes first, batching what a training step
 consumes, provisioning which capacity to hold.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
 
 from rose.scheduler import events as ev
+from rose.scheduler.dispatch import Dispatch
 from rose.scheduler.events import Action, Event
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.policies import HEARD, HEARD_BEFORE, Batching, Order, Provisioning, Routing, optional
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-MAX_ATTEMPTS = 5  # dispatches of one turn that may stall before the run stops: more is no accident
-
-
-class Routing(Protocol):
-    def choose(self, turn: TurnState, candidates: list[WorkerState], cluster: Cluster) -> WorkerState | None:
-        """One of `candidates` (never empty, each has room), or None to let the turn wait."""
-
-
-class Order(Protocol):
-    def key(self, turn: TurnState, cluster: Cluster) -> Any:
-        """Sort key: the smallest goes first."""
-
-
-class Batching(Protocol):
-    def begin(self, step: int, groups: int) -> list[Action]: ...
-
-    def finished(self, group: str, accepted: bool) -> list[Action]: ...
-
-    def snapshot(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-
-class Provisioning(Protocol):
-    def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        """Called on every tick."""
+MAX_STALLS = 5  # of one turn, then the run stops: more is no accident
 
 
 class Scheduler:
     def __init__(self, provisioning: Provisioning, routing: Routing, order: Order, batching: Batching,
                  queue_depth: float, turn_timeout_s: float) -> None:
         self.cluster = Cluster()
-        self._provisioning, self._routing, self._order, self._batching = provisioning, routing, order, batching
-        self._queue_depth = queue_depth
+        self.fleet = Fleet(self.cluster, queue_depth)
+        self._queue = Dispatch(self.cluster, self.fleet, routing, order)
+        self._provisioning, self._batching = provisioning, batching
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
+        self._deadlines: list[tuple[float, int, str, int]] = []  # heap: (heard at, sequence, turn, attempt)
+        self._handlers = {kind: getattr(self, f"_on_{kind.__name__}") for kind in ev.AnyEvent.__args__}
+        self._listeners: list[Callable] = [policy.heard for policy in (provisioning, routing, order, batching)
+                                           if hasattr(policy, "heard")]
+        self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
+        self._published = optional(batching, "published", lambda version: [])
+        self._trajectory_ended = optional(batching, "trajectory_ended", lambda trajectory, group: [])
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return what must be done now, in order."""
-        actions = getattr(self, f"_on_{type(event).__name__}")(event)
-        if isinstance(event, ev.TurnProgressed):
-            return actions  # frees nothing, and comes most often
-        return actions + self._dispatch(event.at)
+        kind = type(event)
+        if kind is ev.TurnProgressed:  # frees nothing, and comes most often
+            self._on_TurnProgressed(event)
+            return []
+        before, after = kind in HEARD_BEFORE, kind in HEARD
+        heard = self._hear(event) if before else []
+        actions = self._handlers[kind](event) + heard
+        if after:
+            actions += self._hear(event)
+        if before or after:
+            self._queue.reorder(event)
+        return actions + self._dispatch(event.at) if self.cluster.waiting else actions
 
     def snapshot(self) -> dict[str, Any]:
         """What outlives a step boundary, as plain containers; workers and turns join anew."""
@@ -65,26 +61,82 @@ class Scheduler:
         self._batching.restore(state["batching"])
 
     @property
+    def staleness(self) -> int:
+        """The most versions that a group may be behind when it is trained; 0: training is on-policy."""
+        return self._batching.staleness
+
+    @property
     def waiting(self) -> int:
         return self.cluster.waiting
+
+    def _hear(self, event: Event) -> list[Action]:
+        """Policies hear of what is true only: no word on a turn or worker that is gone, or on a late attempt."""
+        if not self._listeners or not self._is_true(event):
+            return []
+        return [a for heard in self._listeners for a in self._carry_out(heard(event, self.cluster) or [])]
+
+    def _is_true(self, event: Event) -> bool:
+        match event:
+            case ev.TurnEnded(turn=name):
+                return name in self.cluster.turns
+            case ev.TurnReturned(turn=name, attempt=attempt):
+                turn = self.cluster.turns.get(name)
+                return turn is not None and turn.worker is not None and turn.attempt == attempt
+            case ev.WorkerLost(worker=name) | ev.WorkerCapacity(worker=name):
+                return name in self.cluster.workers
+        return True
+
+    def _carry_out(self, actions: list[Action]) -> list[Action]:
+        """What policies said, and what follows from it."""
+        said: list[Action] = []
+        for action in actions:
+            said.append(action)
+            match action:
+                case ev.StartTraining():
+                    self.cluster.training = True
+                case ev.RequestCapacity(request):
+                    self.cluster.requests[request] = False
+                case ev.ReleaseCapacity(request):
+                    del self.cluster.requests[request]
+                case ev.UseWorker(worker):
+                    said += self._use(worker)
+                case ev.RestWorker(worker):
+                    said += self._rest(worker)
+        return said
 
     # ----------------------------------------------------------------- workers
 
     def _on_WorkerJoined(self, e: ev.WorkerJoined) -> list[Action]:
         self._forget_worker(e.worker)
-        worker = WorkerState(e.worker, e.kind, e.max_sequences, e.kv_tokens, e.version)
+        worker = WorkerState(e.worker, e.kind, e.max_sequences, e.kv_tokens, e.version, e.hardware,
+                             whole_kv_tokens=e.kv_tokens, joined_at=e.at,
+                             resting=self._joins_resting(e.kind))
         self.cluster.workers[e.worker] = worker
+        self.fleet.changed(e.worker)
         return self._load_if_stale(worker)
 
     def _on_WorkerLost(self, e: ev.WorkerLost) -> list[Action]:
-        for turn in e.ended:
-            self._on_TurnEnded(ev.TurnEnded(at=e.at, turn=turn))
+        actions: list[Action] = []
+        for name in e.ended:
+            if turn := self.cluster.turns.get(name):
+                actions += self._hear(ev.TurnEnded(at=e.at, turn=name, tokens=turn.made_tokens))
+            self._end(name)
         self._forget_worker(e.worker)
-        return []
+        return actions
 
     def _on_WorkerDraining(self, e: ev.WorkerDraining) -> list[Action]:
         if e.worker in self.cluster.workers:
             self.cluster.workers[e.worker].draining = True
+            self.fleet.changed(e.worker)
+        return []
+
+    def _on_WorkerCapacity(self, e: ev.WorkerCapacity) -> list[Action]:
+        worker = self.cluster.workers.get(e.worker)
+        if worker is None:
+            return []
+        worker.kv_tokens, worker.max_sequences = e.kv_tokens, e.max_sequences
+        worker.expected_s, worker.revoked, worker.gave_back = e.expected_s, e.revoked, False
+        self.fleet.changed(e.worker)
         return []
 
     def _on_WorkerLoaded(self, e: ev.WorkerLoaded) -> list[Action]:
@@ -92,28 +144,65 @@ class Scheduler:
         if worker is None:
             return []
         worker.version, worker.loading = e.version, False
+        self.fleet.changed(e.worker)
         return self._load_if_stale(worker)
 
     def _on_VersionPublished(self, e: ev.VersionPublished) -> list[Action]:
-        self.cluster.version = e.version
+        self.cluster.version, self.cluster.training = e.version, False
         self.cluster.home.clear()  # cached prefixes belong to the old weights
         self.cluster.group_home.clear()
-        return [a for _, w in sorted(self.cluster.workers.items()) for a in self._load_if_stale(w)]
+        actions: list[Action] = []
+        for name, worker in sorted(self.cluster.workers.items()):
+            worker.cached.clear()
+            self.fleet.changed(name)
+            actions += self._load_if_stale(worker)
+        return actions + self._carry_out(self._published(e.version))
 
     def _load_if_stale(self, worker: WorkerState) -> list[Action]:
-        if worker.loading or worker.draining or self.cluster.version < 0 or worker.version == self.cluster.version:
+        stale = 0 <= self.cluster.version != worker.version
+        if not stale or worker.loading or worker.draining or worker.resting:
             return []
         worker.loading = True
+        self.fleet.changed(worker.worker)
         return [ev.LoadWeights(worker.worker, self.cluster.version)]
+
+    def _use(self, name: str) -> list[Action]:
+        worker = self.cluster.workers.get(name)
+        if worker is None or not worker.resting:
+            return []
+        worker.resting = False
+        self.fleet.changed(name)
+        return self._load_if_stale(worker)
+
+    def _rest(self, name: str) -> list[Action]:
+        worker = self.cluster.workers.get(name)
+        if worker is None or worker.resting:
+            return []
+        worker.resting = True
+        turns = [self.cluster.turns[turn] for turn in worker.turns]
+        aborts = [ev.AbortTurn(turn.turn, name, turn.attempt) for turn in turns]
+        for turn in turns:
+            self._take_back(turn)
+        self._empty_cache(worker)
+        return aborts
 
     def _forget_worker(self, name: str) -> None:
         """Its turns go back to the queue, in their old places; nothing is cached there any more."""
-        worker = self.cluster.workers.pop(name, None)
-        for turn in worker.turns if worker else ():
-            self.cluster.turns[turn].worker = None
+        worker = self.cluster.workers.get(name)
+        if worker is None:
+            return
+        for turn in list(worker.turns):
+            self._take_back(self.cluster.turns[turn])
+        self._empty_cache(worker)
+        del self.cluster.workers[name]
+
+    def _empty_cache(self, worker: WorkerState) -> None:
         for homes in (self.cluster.home, self.cluster.group_home):
-            for key in [k for k, w in homes.items() if w == name]:
-                del homes[key]
+            for key in worker.cached:
+                if homes.get(key) == worker.worker:
+                    del homes[key]
+        worker.cached.clear()
+        self.fleet.changed(worker.worker)
 
     # ----------------------------------------------------------------- capacity
 
@@ -142,8 +231,11 @@ class Scheduler:
         if e.turn in self.cluster.turns:
             raise ValueError(f"turn {e.turn} was requested twice; a turn is one unit of work")
         self._sequence += 1
-        self.cluster.turns[e.turn] = TurnState(e.turn, e.trajectory, e.group, e.context_tokens, e.max_new_tokens,
-                                               self._sequence, e.at)
+        turn = TurnState(e.turn, e.trajectory, e.group, e.context_tokens, e.max_new_tokens, self._sequence, e.at,
+                         e.domain, e.outcome)
+        self.cluster.turns[e.turn] = turn
+        self.cluster.group_of[e.trajectory] = e.group
+        self._queue.add(turn)
         return []
 
     def _on_TurnProgressed(self, e: ev.TurnProgressed) -> list[Action]:
@@ -154,71 +246,93 @@ class Scheduler:
         return []
 
     def _on_TurnEnded(self, e: ev.TurnEnded) -> list[Action]:
-        turn = self.cluster.turns.pop(e.turn, None)
-        if turn is not None and turn.worker is not None:
-            self.cluster.workers[turn.worker].turns.pop(turn.turn)
+        self._end(e.turn)
+        return []
+
+    def _on_TurnReturned(self, e: ev.TurnReturned) -> list[Action]:
+        """No stall: however often that happens, the run goes on. The worker gets nothing before it has said what it can
+        take now, or it would give the next turn back at once; and this one only if no other worker has room. None of
+        that after a chunk."""
+        turn = self.cluster.turns.get(e.turn)
+        if turn is None or turn.worker is None or turn.attempt != e.attempt:
+            return []
+        if e.chunk:
+            self._take_back(turn)
+        else:
+            self.cluster.workers[turn.worker].gave_back = True
+            self._take_away(turn)
         return []
 
     def _on_TrajectoryEnded(self, e: ev.TrajectoryEnded) -> list[Action]:
-        self.cluster.home.pop(e.trajectory, None)
-        return []
+        self._leave_home(e.trajectory)
+        group = self.cluster.group_of.pop(e.trajectory, "")
+        return self._carry_out(self._trajectory_ended(e.trajectory, group))
+
+    def _end(self, name: str) -> None:
+        turn = self.cluster.turns.pop(name, None)
+        if turn is None:
+            return
+        if turn.worker is None:
+            self._queue.remove(turn)
+        else:
+            self.cluster.workers[turn.worker].free(turn)
+            self.fleet.changed(turn.worker)
+
+    def _take_back(self, turn: TurnState) -> None:
+        """Into the queue, in its old place."""
+        self.cluster.workers[turn.worker].free(turn)
+        self.fleet.changed(turn.worker)
+        turn.worker = None
+        self._queue.add(turn)
+
+    def _take_away(self, turn: TurnState) -> None:
+        """As `_take_back`, and another worker is to take it."""
+        turn.avoid = turn.worker
+        self._leave_home(turn.trajectory)
+        self._take_back(turn)
+
+    def _leave_home(self, trajectory: str) -> None:
+        home = self.cluster.home.pop(trajectory, None)
+        if home in self.cluster.workers:
+            self.cluster.workers[home].cached.pop(trajectory, None)
 
     # ----------------------------------------------------------------- batches, time
 
     def _on_StepBegun(self, e: ev.StepBegun) -> list[Action]:
-        return self._batching.begin(e.step, e.groups)
+        self.cluster.step = e.step
+        return self._carry_out(self._batching.begin(e.step, e.groups))
 
     def _on_GroupFinished(self, e: ev.GroupFinished) -> list[Action]:
-        self.cluster.group_home.pop(e.group, None)
-        return self._batching.finished(e.group, e.accepted)
+        home = self.cluster.group_home.pop(e.group, None)
+        if home in self.cluster.workers:
+            self.cluster.workers[home].cached.pop(e.group, None)
+        return self._carry_out(self._batching.finished(e.group, e.accepted))
 
     def _on_Tick(self, e: ev.Tick) -> list[Action]:
-        return self._unstick(e.at) + self._provision(e.at)
-
-    def _provision(self, at: float) -> list[Action]:
-        actions = self._provisioning.decide(at, self.cluster)
-        for action in actions:
-            if isinstance(action, ev.RequestCapacity):
-                self.cluster.requests[action.request] = False
-            elif isinstance(action, ev.ReleaseCapacity):
-                del self.cluster.requests[action.request]
-        return actions
+        return self._unstick(e.at) + self._carry_out(self._provisioning.decide(e.at, self.cluster))
 
     def _unstick(self, at: float) -> list[Action]:
         """Turns without a token for `turn_timeout_s` go elsewhere (stall deadline)."""
         actions: list[Action] = []
-        for turn in list(self.cluster.turns.values()):
-            if turn.worker is None or at - turn.heard_at <= self._turn_timeout_s:
+        while self._deadlines and at - self._deadlines[0][0] > self._turn_timeout_s:
+            heard_at, sequence, name, attempt = heappop(self._deadlines)
+            turn = self.cluster.turns.get(name)
+            if turn is None or turn.worker is None or (turn.sequence, turn.attempt) != (sequence, attempt):
                 continue
-            if turn.attempt >= MAX_ATTEMPTS:
-                return [ev.GiveUp(f"turn {turn.turn} stalled {turn.attempt} times, {self._turn_timeout_s:g} s each "
-                                  f"(rollout.turn_timeout_s), last on {turn.worker}")]
+            if turn.heard_at != heard_at and at - turn.heard_at <= self._turn_timeout_s:
+                heappush(self._deadlines, (turn.heard_at, sequence, name, attempt))
+                continue
+            turn.stalls += 1
             actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt))
-            self.cluster.workers[turn.worker].turns.pop(turn.turn)
-            turn.avoid, turn.worker = turn.worker, None
-            self.cluster.home.pop(turn.trajectory, None)
+            if turn.stalls >= MAX_STALLS:
+                actions.append(ev.GiveUp(f"turn {turn.turn} stalled {turn.stalls} times, {self._turn_timeout_s:g} s "
+                                         f"each (rollout.turn_timeout_s), last on {turn.worker}"))
+            self._take_away(turn)
         return actions
 
     def _dispatch(self, at: float) -> list[Action]:
-        queue = [t for t in self.cluster.turns.values() if t.worker is None]
-        ready = self.cluster.ready()
-        if not queue or not ready:
-            return []
-        actions: list[Action] = []
-        for turn in sorted(queue, key=lambda t: self._order.key(t, self.cluster)):
-            candidates = [w for w in ready if w.fits(turn, self._queue_depth)]
-            if not candidates:
-                break  # the first in line keeps its place: a large turn is not starved by small ones
-            others = [w for w in candidates if w.worker != turn.avoid]
-            worker = self._routing.choose(turn, others or candidates, self.cluster)
-            if worker is not None:
-                actions.append(self._assign(turn, worker, at))
+        actions = self._queue.round(at)
+        for action in actions:
+            sequence = self.cluster.turns[action.turn].sequence
+            heappush(self._deadlines, (at, sequence, action.turn, action.attempt))
         return actions
-
-    def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> Action:
-        turn.worker, turn.heard_at = worker.worker, at
-        turn.attempt += 1
-        worker.turns[turn.turn] = turn.kv_need
-        self.cluster.home[turn.trajectory] = worker.worker
-        self.cluster.group_home.setdefault(turn.group, worker.worker)
-        return ev.AssignTurn(turn.turn, worker.worker, turn.attempt)

@@ -22,14 +22,18 @@ class Action(msgspec.Struct, frozen=True, tag=True):
 # --------------------------------------------------------------------------- events
 
 
+Kind = Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
+
+
 class WorkerJoined(Event):
     """A worker can take turns once it holds the current version. A restart joins anew."""
 
     worker: str
-    kind: Literal["dedicated", "cooperative"]
+    kind: Kind  # hybrid: the trainer's own GPUs, which roll out between its phases
     max_sequences: int
     kv_tokens: int
     version: int
+    hardware: str = ""  # such as "H800"
 
 
 class WorkerLost(Event):
@@ -49,6 +53,16 @@ class WorkerDraining(Event):
 class WorkerLoaded(Event):
     worker: str
     version: int
+
+
+class WorkerCapacity(Event):
+    """What a co-serving worker can take now; `protocol.WorkerCapacity` has the meanings."""
+
+    worker: str
+    kv_tokens: int
+    max_sequences: int
+    expected_s: float
+    revoked: bool
 
 
 class CapacityQueued(Event):
@@ -86,6 +100,8 @@ class TurnRequested(Event):
     group: str
     context_tokens: int
     max_new_tokens: int
+    domain: str = ""  # the environment's name
+    outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows
 
 
 class TurnProgressed(Event):
@@ -98,10 +114,21 @@ class TurnEnded(Event):
     """Finished, or no longer wanted."""
 
     turn: str
+    tokens: int = 0  # made in the turn
+
+
+class TurnReturned(Event):
+    """Its worker gave it back before its end: nothing is wrong with it, and it goes elsewhere. `chunk`: it has made the
+    `max_tokens` of its attempt, and nothing is wrong with the worker either."""
+
+    turn: str
+    attempt: int
+    chunk: bool = False
 
 
 class TrajectoryEnded(Event):
     trajectory: str
+    tokens: int = 0  # made in it; 0: it was cancelled, or its environment failed
 
 
 class StepBegun(Event):
@@ -123,18 +150,22 @@ class Tick(Event):
 
 
 AnyEvent = (
-    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | CapacityQueued | CapacityGranted | CapacityRefused
-    | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TrajectoryEnded | StepBegun
-    | GroupFinished | Tick
+    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | WorkerCapacity | CapacityQueued | CapacityGranted
+    | CapacityRefused | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TurnReturned
+    | TrajectoryEnded | StepBegun | GroupFinished | Tick
 )
 
 # --------------------------------------------------------------------------- actions
 
 
 class AssignTurn(Action):
+    """With `max_tokens` the engine ends the attempt after so many new tokens, and the driver feeds `TurnReturned` with
+    `chunk`; 0: the turn's own limit."""
+
     turn: str
     worker: str
     attempt: int
+    max_tokens: int = 0
 
 
 class AbortTurn(Action):
@@ -149,10 +180,14 @@ class LoadWeights(Action):
 
 
 class AdmitGroup(Action):
-    """Start the group with this index of the prompt stream."""
+    """Start the group with this index of the prompt stream. `rose.scheduler.groups` makes the names.
+
+    `spare`: trajectories started beyond the group's size, as a share of it, rounded up. The first of all that are in
+    make the group; the driver cancels the others."""
 
     index: int
     group: str
+    spare: float = 0.0
 
 
 class DropGroup(Action):
@@ -178,6 +213,19 @@ class ReleaseCapacity(Action):
     request: str
 
 
+class UseWorker(Action):
+    """It may take turns. Carried out inside the scheduler; a driver may ignore it."""
+
+    worker: str
+
+
+class RestWorker(Action):
+    """It takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that follow). Carried out inside
+    the scheduler; a driver may ignore it."""
+
+    worker: str
+
+
 class GiveUp(Action):
     """The run can't go on; the driver stops it with this cause."""
 
@@ -185,4 +233,4 @@ class GiveUp(Action):
 
 
 AnyAction = (AssignTurn | AbortTurn | LoadWeights | AdmitGroup | DropGroup | StartTraining | RequestCapacity
-             | ReleaseCapacity | GiveUp)
+             | ReleaseCapacity | UseWorker | RestWorker | GiveUp)

@@ -6,15 +6,73 @@ import inspect
 from typing import Any
 
 from rose import config as cfg
-from rose.scheduler import batching, order, provisioning, routing
+from rose.scheduler.batching.bounded_staleness import BoundedStaleness
+from rose.scheduler.batching.carry_over import CarryOver
+from rose.scheduler.batching.dapo import Dapo
+from rose.scheduler.batching.one_step_off import OneStepOff
+from rose.scheduler.batching.synchronous import Synchronous
+from rose.scheduler.batching.tail_batching import TailBatching
+from rose.scheduler.batching.trajectory_async import TrajectoryAsync
 from rose.scheduler.core import Scheduler
+from rose.scheduler.order.due_first import DueFirst
+from rose.scheduler.order.fifo import Fifo
+from rose.scheduler.order.longest_first import LongestFirst
+from rose.scheduler.order.mlfq import Mlfq
+from rose.scheduler.order.progressive import Progressive
+from rose.scheduler.provisioning.all_idle import AllIdle
+from rose.scheduler.provisioning.fixed import Fixed
+from rose.scheduler.provisioning.libra import Libra as LibraPlanner
+from rose.scheduler.provisioning.on_demand import OnDemand
+from rose.scheduler.provisioning.rlboost import RlBoost
+from rose.scheduler.provisioning.rose import Rose as RoseProvisioning
+from rose.scheduler.provisioning.serverless import Serverless
+from rose.scheduler.provisioning.static import Static
+from rose.scheduler.routing.cache_affine import CacheAffine
+from rose.scheduler.routing.earliest_finish import EarliestFinish
+from rose.scheduler.routing.least_loaded import LeastLoaded
+from rose.scheduler.routing.libra import Libra as LibraRouting
+from rose.scheduler.routing.rollart import RollArt
+from rose.scheduler.routing.rose import Rose as RoseRouting
+from rose.scheduler.routing.round_robin import RoundRobin
+from rose.scheduler.routing.seer import Seer
 
 POLICIES: dict[str, dict[str, type]] = {
-    "provisioning": {"fixed": provisioning.Fixed, "on_demand": provisioning.OnDemand},
-    "routing": {"round_robin": routing.RoundRobin, "least_loaded": routing.LeastLoaded,
-                "cache_affine": routing.CacheAffine},
-    "order": {"fifo": order.Fifo},
-    "batching": {"synchronous": batching.Synchronous},
+    "provisioning": {
+        "all_idle": AllIdle,
+        "fixed": Fixed,
+        "libra": LibraPlanner,
+        "on_demand": OnDemand,
+        "rlboost": RlBoost,
+        "rose": RoseProvisioning,
+        "serverless": Serverless,
+        "static": Static,
+    },
+    "routing": {
+        "cache_affine": CacheAffine,
+        "earliest_finish": EarliestFinish,
+        "least_loaded": LeastLoaded,
+        "libra": LibraRouting,
+        "rollart": RollArt,
+        "rose": RoseRouting,
+        "round_robin": RoundRobin,
+        "seer": Seer,
+    },
+    "order": {
+        "due_first": DueFirst,
+        "fifo": Fifo,
+        "longest_first": LongestFirst,
+        "mlfq": Mlfq,
+        "progressive": Progressive,
+    },
+    "batching": {
+        "bounded_staleness": BoundedStaleness,
+        "carry_over": CarryOver,
+        "dapo": Dapo,
+        "one_step_off": OneStepOff,
+        "synchronous": Synchronous,
+        "tail_batching": TailBatching,
+        "trajectory_async": TrajectoryAsync,
+    },
 }
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from rose.scheduler.events import Kind
 
-@dataclass
+UNBOUNDED = 1 << 62  # KV tokens that any turn fits into
+FREE = UNBOUNDED + 1  # kept for turns that need so much: for none
+
+
+@dataclass(slots=True, eq=False)
 class TurnState:
     turn: str
     trajectory: str
@@ -13,46 +19,75 @@ class TurnState:
     context_tokens: int
     max_new_tokens: int
     sequence: int  # order of arrival
-    requested_at: float
+    requested_at: float  # seconds
+    domain: str = ""  # the environment's name
+    outcome: str = ""  # "ok" or "failed": the tool call that it follows
+    lane: Hashable = ""  # of the queue, see `Routing.lane`
+    kv_need: int = 0  # KV-cache tokens that its next attempt may come to hold; constant while it waits
     made_tokens: int = 0  # of this turn, by any worker
     attempt: int = 0  # dispatches so far
     worker: str | None = None  # None: in the queue
+    assigned_at: float = 0.0  # the last time
     heard_at: float = 0.0  # last sign of life since it was assigned
-    avoid: str | None = None  # the worker that stalled on it
+    avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
+    stalls: int = 0
 
     @property
-    def kv_need(self) -> int:
-        """KV-cache tokens the turn may come to hold."""
+    def whole_kv_need(self) -> int:
+        """KV-cache tokens that the whole turn may come to hold."""
         return self.context_tokens + self.max_new_tokens
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class WorkerState:
     worker: str
-    kind: str
-    max_sequences: int
-    kv_tokens: int
+    kind: Kind
+    max_sequences: int  # now; 0: it takes nothing
+    kv_tokens: int  # now
     version: int
+    hardware: str = ""  # such as "H800"
+    whole_kv_tokens: int = 0  # of the whole cache; more than `kv_tokens` while a part is not lent
+    expected_s: float = 0.0  # until it can take more; 0: nothing is held back; -1: unknown
+    revoked: bool = False  # a part of its memory was taken back, and more may be
+    gave_back: bool = False  # a turn, and has not said since then what it can take
     loading: bool = False
     draining: bool = False
+    resting: bool = False  # by provisioning: neither turns nor weights
+    joined_at: float = 0.0
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
+    kv_assigned: int = 0  # sum of `turns`
+    cached: dict[str, None] = field(default_factory=dict)  # trajectories and groups whose home it is
 
     @property
-    def kv_assigned(self) -> int:
-        return sum(self.turns.values())
+    def takes(self) -> bool:
+        return self.max_sequences > 0 and self.kv_tokens > 0 and not self.gave_back
 
     @property
     def load(self) -> float:
-        """Share of the tighter of its two capacities that is assigned."""
+        """Share of the tighter of its two capacities that is assigned; infinite while it takes nothing."""
+        if not self.takes:
+            return float("inf")
         return max(len(self.turns) / self.max_sequences, self.kv_assigned / self.kv_tokens)
 
-    def fits(self, turn: TurnState, queue_depth: float) -> bool:
-        """Per-worker caps: sequences (plus a few to hide the coordinator's latency) and KV need. A
-        turn larger than the whole cache may run alone: the engine preempts and recomputes."""
+    @property
+    def holds(self) -> int:
+        """The largest turn that it takes when it has no other, in KV tokens. One larger than the whole cache may run
+        alone: the engine preempts and recomputes. While a part is not lent, it would only be given back."""
+        return UNBOUNDED if self.kv_tokens >= self.whole_kv_tokens else self.kv_tokens
+
+    def room(self, queue_depth: float) -> int:
+        """The largest turn that it takes now, in KV tokens, by its caps: sequences (plus a few to hide the
+        coordinator's latency) and KV need. 0 or less: none."""
         if not self.turns:
-            return True
-        return (len(self.turns) < self.max_sequences * (1 + queue_depth)
-                and self.kv_assigned + turn.kv_need <= self.kv_tokens)
+            return self.holds
+        return self.kv_tokens - self.kv_assigned if len(self.turns) < self.max_sequences * (1 + queue_depth) else 0
+
+    def hold(self, turn: TurnState) -> None:
+        self.turns[turn.turn] = turn.kv_need
+        self.kv_assigned += turn.kv_need
+
+    def free(self, turn: TurnState) -> None:
+        self.kv_assigned -= self.turns.pop(turn.turn)
 
 
 @dataclass
@@ -63,17 +98,12 @@ class Cluster:
     turns: dict[str, TurnState] = field(default_factory=dict)
     home: dict[str, str] = field(default_factory=dict)  # trajectory -> worker with its cached prefix
     group_home: dict[str, str] = field(default_factory=dict)  # group -> worker with its prompt cached
+    group_of: dict[str, str] = field(default_factory=dict)  # trajectory -> group, from its first turn to its end
     version: int = -1  # the newest published
+    step: int = 0  # the newest begun
+    training: bool = False  # from StartTraining to VersionPublished
+    waiting: int = 0  # turns in the queue
+    waiting_kv: int = 0  # tokens of KV need in the queue
     requests: dict[str, bool] = field(default_factory=dict)  # capacity asked for -> whether its job runs
     refusals: int = 0  # in a row
     refused_at: float = 0.0
-
-    @property
-    def waiting(self) -> int:
-        """Turns in the queue."""
-        return sum(turn.worker is None for turn in self.turns.values())
-
-    def ready(self) -> list[WorkerState]:
-        """Workers that may take turns, by name: those with the newest weights."""
-        return sorted((w for w in self.workers.values()
-                       if not w.loading and not w.draining and w.version == self.version), key=lambda w: w.worker)

@@ -14,7 +14,7 @@ def make(**args):
     return build(SchedulerConfig(
         provisioning=Policy(name="on_demand", args={"min": 0, "max": 2} | TIMES | args),
         routing=Policy(name="least_loaded", args={}), order=Policy(name="fifo", args={}),
-        batching=Policy(name="synchronous", args={"oversample": 1.0, "max_admitted": 4.0}), queue_depth=0.0), 60.0)
+        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=0.0), 60.0)
 
 
 def tick(s, *seconds):

@@ -5,17 +5,23 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.scheduler import Scheduler, build
 from rose.scheduler import events as ev
+from rose.scheduler.batching.synchronous import Synchronous
+from rose.scheduler.order.fifo import Fifo
+from rose.scheduler.provisioning.fixed import Fixed
+from rose.scheduler.routing.least_loaded import LeastLoaded
 
 TIMEOUT_S = 60.0
+ROUTING = pytest.mark.parametrize("routing, args", [("round_robin", {}), ("least_loaded", {}),
+                                                    ("cache_affine", {"imbalance": 1.0})])
 
 
 def make(routing="least_loaded", routing_args=None, queue_depth=0.0, **batching):
     return build(SchedulerConfig(
         provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args=routing_args or {}),
         order=Policy(name="fifo", args={}), batching=Policy(name="synchronous",
-                                                            args={"oversample": 1.0, "max_admitted": 4.0} | batching),
+                                                            args={"max_admitted": 4.0} | batching),
         queue_depth=queue_depth), TIMEOUT_S)
 
 
@@ -123,6 +129,242 @@ def test_a_turn_that_stalls_everywhere_ends_the_run():
     assert "g0.0.t0 stalled 5 times" in last.reason and "rollout.turn_timeout_s" in last.reason
 
 
+def give_back(s, turn, attempt, at=0.0):
+    return s.handle(ev.TurnReturned(at=at, turn=turn, attempt=attempt))
+
+
+def capacity(s, worker, kv=10_000, sequences=4, revoked=False, expected=0.0, at=0.0):
+    return s.handle(ev.WorkerCapacity(at=at, worker=worker, kv_tokens=kv, max_sequences=sequences, expected_s=expected,
+                                      revoked=revoked))
+
+
+@ROUTING
+def test_a_turn_that_was_given_back_goes_to_another_worker_before_those_that_came_later(routing, args):
+    s = make(routing=routing, routing_args=args)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a", sequences=1)
+    request(s, "g0.0.t0"), request(s, "g0.1.t0")
+    join(s, "b", sequences=2)  # takes the second
+    request(s, "g0.2.t0"), request(s, "g0.3.t0")  # the last waits
+    assert give_back(s, "g0.0.t0", 1) == []  # nothing for a before it has said what it can take
+    assert assigned(end(s, "g0.1.t0")) == [("g0.0.t0", "b", 2)]
+
+
+def test_a_worker_that_gave_a_turn_back_gets_no_other_before_it_has_said_what_it_can_take():
+    s = two_workers()
+    join(s, "a", sequences=2), join(s, "b", sequences=1)
+    for i in range(4):
+        request(s, f"g0.{i}.t0")
+    back = next(t for t, state in s.cluster.turns.items() if state.worker == "a")
+    assert give_back(s, back, 1) == [] and s.waiting == 2
+    assert [worker for _, worker, _ in assigned(capacity(s, "a", sequences=3))] == ["a", "a"]
+
+
+def test_the_last_worker_gets_a_turn_that_it_gave_back_only_after_it_has_said_what_it_can_take():
+    s = make()
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a")
+    request(s, "g0.0.t0")
+    assert give_back(s, "g0.0.t0", 1) == [] and s.handle(ev.Tick(at=1.0)) == [] and s.waiting == 1
+    assert capacity(s, "a", kv=0, sequences=0) == []
+    assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", 2)]
+
+
+def test_a_new_engine_may_take_what_the_old_one_gave_back():
+    s = make()
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a"), request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1)
+    s.handle(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
+    assert assigned(join(s, "a")) == [("g0.0.t0", "a", 2)]
+
+
+def test_a_late_word_that_a_turn_was_given_back_is_ignored():
+    s = two_workers()
+    request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1)
+    assert give_back(s, "g0.0.t0", 1) == [] and s.cluster.turns["g0.0.t0"].worker == "b"
+    end(s, "g0.0.t0")
+    assert give_back(s, "g0.0.t0", 2) == []
+
+
+def test_turns_that_are_given_back_are_no_stalls_however_often():
+    s = make()
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a"), request(s, "g0.0.t0")
+    for attempt in range(1, 20):
+        give_back(s, "g0.0.t0", attempt)
+        assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", attempt + 1)]
+    said = s.handle(ev.Tick(at=TIMEOUT_S + 1))
+    assert said == [ev.AbortTurn("g0.0.t0", "a", 20), ev.AssignTurn("g0.0.t0", "a", 21)]
+
+
+def test_a_trajectory_whose_turn_was_given_back_has_no_home_there_any_more():
+    s = two_workers(routing="cache_affine", routing_args={"imbalance": 1.0})
+    request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1), end(s, "g0.0.t0")
+    assert s.cluster.home == {"g0.0": "b"}
+
+
+def test_a_worker_that_takes_nothing_gets_nothing_and_has_no_share_of_its_capacity_left():
+    s = two_workers()
+    capacity(s, "a", kv=0, sequences=0), capacity(s, "b", kv=5_000, sequences=0)
+    assert request(s, "g0.0.t0") == [] and len(s.fleet) == 0
+    assert s.cluster.workers["a"].load == s.cluster.workers["b"].load == float("inf")
+    assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", 1)]
+
+
+def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger_than_the_rest():
+    s = make()
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a", kv=100), capacity(s, "a", kv=50, expected=-1.0)
+    assert request(s, "g0.0.t0", context=60) == []
+    assert assigned(request(s, "g0.1.t0", context=40)) == [("g0.1.t0", "a", 1)]  # nobody waits for what can't come
+    assert end(s, "g0.1.t0") == []
+    assert assigned(capacity(s, "a", kv=100)) == [("g0.0.t0", "a", 1)]
+
+
+def test_a_large_turn_that_waits_for_a_whole_worker_is_not_starved_by_small_ones_behind_it():
+    s = two_workers()
+    join(s, "a", kv=100), join(s, "b", kv=100), capacity(s, "b", kv=50)
+    request(s, "g0.0.t0", context=80), request(s, "g0.1.t0", context=80)  # a is full, b can't take the second
+    assert assigned(request(s, "g0.2.t0")) == [("g0.2.t0", "b", 1)]
+    assert request(s, "g0.3.t0", context=30) == []  # b has no room now
+    assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "a", 1)]
+
+
+@ROUTING
+def test_workers_from_which_memory_was_taken_back_come_last(routing, args):
+    s = two_workers(routing=routing, routing_args=args)
+    capacity(s, "a", revoked=True, kv=100)
+    assert [assigned(request(s, f"g0.{i}.t0"))[0][1] for i in range(6)] == ["b"] * 4 + ["a"] * 2
+
+
+class Resting:
+    """Cooperative workers join resting; what a tick is to say is in `next`."""
+
+    def __init__(self):
+        self.next, self.words = [], []
+
+    def joins_resting(self, kind):
+        return kind == "cooperative"
+
+    def decide(self, at, cluster):
+        said, self.next = self.next, []
+        return said
+
+    def heard(self, event, cluster):
+        self.words.append(type(event).__name__)
+
+
+def resting():
+    policy = Resting()
+    s = Scheduler(policy, LeastLoaded(), Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    s.handle(ev.WorkerJoined(at=0.0, worker="a", kind="cooperative", max_sequences=4, kv_tokens=1000, version=-1))
+    return s, policy
+
+
+def say(s, policy, *actions):
+    policy.next = list(actions)
+    return s.handle(ev.Tick(at=0.0))
+
+
+def test_a_worker_that_rests_gets_neither_weights_nor_turns_until_it_is_used():
+    s, policy = resting()
+    assert request(s, "g0.0.t0") == []
+    assert say(s, policy, ev.UseWorker("a"), ev.UseWorker("nobody")) == [
+        ev.UseWorker("a"), ev.LoadWeights("a", 0), ev.UseWorker("nobody")]
+    assert assigned(s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=0))) == [("g0.0.t0", "a", 1)]
+
+
+def test_the_turns_of_a_worker_that_is_to_rest_go_elsewhere_without_a_stall():
+    s, policy = resting()
+    say(s, policy, ev.UseWorker("a")), s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=0))
+    request(s, "g0.0.t0")
+    assert say(s, policy, ev.RestWorker("a")) == [ev.RestWorker("a"), ev.AbortTurn("g0.0.t0", "a", 1)]
+    assert (s.waiting, s.cluster.home, s.cluster.turns["g0.0.t0"].stalls) == (1, {}, 0)
+    assert assigned(join(s, "b")) == [("g0.0.t0", "b", 2)]
+    assert say(s, policy, ev.UseWorker("a")) == [ev.UseWorker("a")] and len(s.fleet) == 2
+
+
+def test_policies_hear_of_what_is_true_only():
+    s, policy = resting()
+    end(s, "g0.9.t0"), give_back(s, "g0.9.t0", 1), s.handle(ev.WorkerLost(at=0.0, worker="x", reason="late"))
+    assert policy.words == ["VersionPublished", "WorkerJoined"]
+    request(s, "g0.0.t0"), end(s, "g0.0.t0"), end(s, "g0.0.t0")
+    assert policy.words[2:] == ["TurnEnded"]
+
+
+class Chunks(LeastLoaded):
+    def chunk(self, turn, worker):
+        return 4
+
+    def kv_need(self, turn):
+        return turn.context_tokens + min(turn.max_new_tokens, turn.made_tokens + 4)
+
+
+def test_a_turn_in_chunks_needs_room_for_the_next_one_only_and_comes_back_to_where_it_was():
+    s = Scheduler(Fixed(), Chunks(), Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a", kv=20)
+    assert request(s, "g0.0.t0", new=6) == [ev.AssignTurn("g0.0.t0", "a", 1, 4)] and s.cluster.workers["a"].kv_assigned == 14
+    s.handle(ev.TurnProgressed(at=0.0, turn="g0.0.t0", attempt=1, tokens=4))
+    assert s.handle(ev.TurnReturned(at=0.0, turn="g0.0.t0", attempt=1, chunk=True)) == [ev.AssignTurn("g0.0.t0", "a", 2)]
+    assert s.cluster.home == {"g0.0": "a"} and s.cluster.workers["a"].kv_assigned == 16
+
+
+class ByHardware:
+    """A domain has its hardware and waits for it."""
+
+    def choose(self, turn, fleet, cluster):
+        return fleet.least(turn, hardware=turn.domain)
+
+
+class ByHardwareInLanes(ByHardware):
+    def lane(self, turn):
+        return turn.domain
+
+
+@pytest.mark.parametrize("routing", [ByHardware(), ByHardwareInLanes()])
+def test_turns_that_wait_for_one_hardware_leave_the_other_to_those_behind_them(routing):
+    s = Scheduler(Fixed(), routing, Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    for hardware in ("H20", "H800"):
+        s.handle(ev.WorkerJoined(at=0.0, worker=hardware, kind="dedicated", max_sequences=1, kv_tokens=1000, version=0,
+                                 hardware=hardware))
+    for i, domain in enumerate(["H800", "H800", "H800", "H20"]):
+        said = s.handle(ev.TurnRequested(at=0.0, turn=f"g0.{i}.t0", trajectory=f"g0.{i}", group="g0", context_tokens=1,
+                                         max_new_tokens=1, domain=domain))
+    assert assigned(said) == [("g0.3.t0", "H20", 1)] and s.waiting == 2
+    assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "H800", 1)]
+
+
+class Youngest:
+    """Last come, first served, until a version is out: then by arrival."""
+
+    def __init__(self):
+        self.sign, self.queued = -1, []
+
+    def key(self, turn, cluster):
+        self.queued.append(turn.turn)
+        return self.sign * turn.sequence
+
+    def changed(self, event, cluster):
+        if isinstance(event, ev.StepBegun):
+            self.sign = 1
+            return list(self.queued)
+        return ()
+
+
+def test_turns_whose_key_an_event_changes_get_new_places():
+    s = Scheduler(Fixed(), LeastLoaded(), Youngest(), Synchronous(4.0), 0.0, TIMEOUT_S)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a", sequences=1)
+    for i in range(4):
+        request(s, f"g0.{i}.t0")
+    assert assigned(end(s, "g0.0.t0")) == [("g0.3.t0", "a", 1)]
+    begin(s, 1)
+    assert assigned(end(s, "g0.3.t0")) == [("g0.1.t0", "a", 1)]
+
+
 def test_the_same_turn_twice_is_an_error():
     s = two_workers()
     request(s, "g0.0.t0")
@@ -191,30 +433,23 @@ def test_resampling_is_bounded_then_refused_groups_fill_the_batch():
     assert said[3] == [ev.DropGroup("g2"), ev.DropGroup("g3"), ev.StartTraining(1, ["g0", "g1"])]
 
 
-def test_oversampling_takes_the_first_and_drops_the_rest():
-    s = make(oversample=1.5)
-    assert begin(s, 2) == ["g0", "g1", "g2"]
-    finish(s, "g2")
-    assert finish(s, "g1") == [ev.DropGroup("g0"), ev.StartTraining(1, ["g1", "g2"])]
-    assert finish(s, "g0") == []  # too late
-
-
 def test_the_stream_goes_on_after_a_restore():
     s = make()
-    begin(s, 3)
+    begin(s, 2), finish(s, "g0"), finish(s, "g1")
+    begin(s, 1, step=2)
     fresh = make()
     fresh.restore(msgspec.json.decode(msgspec.json.encode(s.snapshot())))
-    assert begin(fresh, 1) == ["g3"]
+    assert begin(fresh, 2, step=2) == ["g2r1", "g3"]  # g2 was lost with its processes
 
 
 @pytest.mark.parametrize("change, words", [
     (dict(routing=Policy(name="fastest", args={})), "scheduler.routing.name='fastest': unknown policy; one of cache_affine"),
-    (dict(batching=Policy(name="synchronous", args={"oversample": 0.5, "max_admitted": 2})), "oversample=0.5"),
+    (dict(batching=Policy(name="synchronous", args={"max_admitted": 0.5})), "max_admitted=0.5"),
     (dict(order=Policy(name="fifo", args={"x": 1})), "scheduler.order.args"),
 ])
 def test_a_bad_policy_is_named(change, words):
     good = dict(provisioning=Policy(name="fixed", args={}), routing=Policy(name="round_robin", args={}),
                 order=Policy(name="fifo", args={}),
-                batching=Policy(name="synchronous", args={"oversample": 1.0, "max_admitted": 2.0}), queue_depth=0.0)
+                batching=Policy(name="synchronous", args={"max_admitted": 2.0}), queue_depth=0.0)
     with pytest.raises(ConfigError, match=words):
         build(SchedulerConfig(**(good | change)), TIMEOUT_S)

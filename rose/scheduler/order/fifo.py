@@ -1,4 +1,4 @@
-"""Which waiting turn goes first."""
+"""First come, first served."""
 
 from __future__ import annotations
 

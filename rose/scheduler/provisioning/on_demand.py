@@ -1,4 +1,4 @@
-"""Which capacity, when."""
+"""Preemptible jobs as the queue of turns demands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from rose.scheduler.events import Action, ReleaseCapacity, RequestCapacity
 from rose.scheduler.state import Cluster
 
 MAX_BACK_OFF = 64  # times `back_off_s`
-
-
-class Fixed:
-    """The ranks of the job, and those that join by themselves."""
-
-    def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        return []
 
 
 class OnDemand:

@@ -1,0 +1,126 @@
+"""What the asynchronous batching policies share: groups of several versions, and a bound on their staleness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rose.scheduler.batching.round import check
+from rose.scheduler.batching.stream import Stream
+from rose.scheduler.events import Action, DropGroup, StartTraining
+from rose.scheduler.groups import group_index
+
+
+class Asynchronous:
+    """Rollouts go on while the trainer trains. Staleness of a group: the version that a step trains from, minus the
+    newest version when the group was admitted. It never exceeds `staleness`.
+
+    Up to `1 + staleness` batches of groups are out. A step takes the oldest batch of accepted groups. A group that the
+    filter refuses is dropped, and another admitted; after `max_admitted - 1` batches of such since the last step,
+    refused groups fill up the batch, behind accepted ones, so that a solved task can't sample for ever.
+    """
+
+    def __init__(self, staleness: int, max_admitted: float) -> None:
+        check(max_admitted)
+        self.staleness, self.max_admitted = staleness, max_admitted
+        self._stream = Stream()
+        self._version = -1
+        self._step = 0
+        self._groups = 0  # of a batch
+        self._wanted = False  # a step waits for its batch
+        self._admitted: dict[str, int] = {}  # group that is out -> version; in order of admission
+        self._running: dict[str, None] = {}  # of them, unfinished; in order of admission
+        self._accepted: dict[str, None] = {}
+        self._refused: dict[str, None] = {}  # kept to fill a batch
+        self._running_of: Counter[int] = Counter()  # version -> how many of `_running`
+        self._accepted_of: Counter[int] = Counter()  # version -> how many of `_accepted`
+        self._replaced = 0  # refused groups since the last step
+        self._training = 0  # groups in the trainer
+
+    def begin(self, step: int, groups: int) -> list[Action]:
+        self._step, self._groups, self._wanted = step, groups, True
+        return self._go_on()
+
+    def finished(self, group: str, accepted: bool) -> list[Action]:
+        if group not in self._running:
+            return []  # dropped meanwhile
+        del self._running[group]
+        self._running_of[self._admitted[group]] -= 1
+        if accepted:
+            self._accepted[group] = None
+            self._accepted_of[self._admitted[group]] += 1
+        elif self._replaced + 1 > self._groups * (self.max_admitted - 1):
+            self._refused[group] = None
+        else:
+            self._replaced += 1
+            del self._admitted[group]
+            return [DropGroup(group), *self._go_on()]
+        return self._go_on()
+
+    def published(self, version: int) -> list[Action]:
+        self._version, self._training = version, 0
+        stale = [g for g, admitted in self._admitted.items() if version - admitted > self.staleness]
+        gone = [self._drop(g) if g in self._refused else self._expire(g) for g in stale]
+        for counts in (self._running_of, self._accepted_of):
+            for old in [v for v in counts if version - v > self.staleness]:
+                del counts[old]
+        return gone + self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        return self._train() + self._fill()
+
+    def _fill(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._has_room():
+            action = self._stream.admit()
+            self._admitted[action.group] = self._version
+            self._running[action.group] = None
+            self._running_of[self._version] += 1
+            actions.append(action)
+        return actions
+
+    def _has_room(self) -> bool:
+        """Whether one more group may be out."""
+        return len(self._admitted) < self._groups * (1 + self.staleness)
+
+    def _train(self) -> list[Action]:
+        if not self._wanted or len(self._accepted) + len(self._refused) < self._groups or self._must_wait():
+            return []
+        accepted = [g for g in self._admitted if g in self._accepted][: self._groups]
+        taken = accepted + list(self._refused)[: self._groups - len(accepted)]
+        for group in taken:
+            self._forget(group)
+        dropped = [self._drop(group) for group in list(self._refused)]
+        self._wanted, self._replaced, self._training = False, 0, len(taken)
+        return [*dropped, StartTraining(self._step, sorted(taken, key=group_index))]
+
+    def _must_wait(self) -> bool:
+        """Whether a batch that could train has to wait for an older group."""
+        return False
+
+    def _expire(self, group: str) -> Action:
+        """No step can train it any more: its prompt begins anew."""
+        self._stream.put_back(group)
+        return self._drop(group)
+
+    def _drop(self, group: str) -> Action:
+        self._forget(group)
+        return DropGroup(group)
+
+    def _forget(self, group: str) -> None:
+        version = self._admitted.pop(group)
+        for groups, counts in ((self._running, self._running_of), (self._accepted, self._accepted_of)):
+            if group in groups:
+                del groups[group]
+                counts[version] -= 1
+        self._refused.pop(group, None)
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._stream.snapshot(self._admitted)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._stream.restore(state)
+        for groups in (self._admitted, self._running, self._accepted, self._refused, self._running_of,
+                       self._accepted_of):
+            groups.clear()
+        self._wanted, self._replaced, self._training = False, 0, 0

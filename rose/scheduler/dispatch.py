@@ -1,0 +1,128 @@
+"""Waiting turns and the rounds in which they find workers.
+
+What a round costs doesn't grow with the turns that wait. Policies are asked about turns that a worker has room for; of
+these LOOK_AHEAD of each lane may find no place. Turns that need more than any worker's room are passed over together;
+the workers that could hold the smallest of them are kept, whatever their kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from heapq import heapify, heappop, heappush
+
+from rose.scheduler.events import AssignTurn, Event
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.policies import Order, Routing, optional
+from rose.scheduler.state import UNBOUNDED, Cluster, TurnState, WorkerState
+from rose.scheduler.turn_queue import Entry, TurnQueue
+
+LOOK_AHEAD = 32  # turns of a lane that may find no place before the others of the lane aren't asked about either
+
+
+class Dispatch:
+    def __init__(self, cluster: Cluster, fleet: Fleet, routing: Routing, order: Order) -> None:
+        self._cluster, self._fleet, self._order = cluster, fleet, order
+        self._choose = routing.choose
+        self._chunk = optional(routing, "chunk", lambda turn, worker: 0)
+        self._kv_need = optional(routing, "kv_need", lambda turn: turn.whole_kv_need)
+        self._has_lanes = hasattr(routing, "lane")
+        self._lane = optional(routing, "lane", lambda turn: "")
+        self._changed = optional(order, "changed", lambda event, cluster: ())
+        self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
+
+    def add(self, turn: TurnState) -> None:
+        turn.kv_need, turn.lane = self._kv_need(turn), self._lane(turn)
+        if turn.lane not in self._lanes:
+            self._lanes[turn.lane] = TurnQueue()
+        self._lanes[turn.lane].add(turn, self._order.key(turn, self._cluster))
+        self._cluster.waiting += 1
+        self._cluster.waiting_kv += turn.kv_need
+
+    def remove(self, turn: TurnState) -> None:
+        lane = self._lanes[turn.lane]
+        lane.remove(turn)
+        if not lane:
+            del self._lanes[turn.lane]
+        self._cluster.waiting -= 1
+        self._cluster.waiting_kv -= turn.kv_need
+
+    def reorder(self, event: Event) -> None:
+        """New places for the turns whose keys the event has changed."""
+        for name in self._changed(event, self._cluster):
+            turn = self._cluster.turns.get(name)
+            if turn is not None and turn.worker is None:
+                self.remove(turn)
+                self.add(turn)
+
+    def round(self, at: float) -> list[AssignTurn]:
+        """Turns that find a place now, in order. One that finds none keeps what it asked for."""
+        self._fleet.begin_round()
+        actions: list[AssignTurn] = []
+        waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
+        heads = self._heads()
+        while heads:
+            entry, name = heappop(heads)
+            turn, lane, bound = entry[2], self._lanes[name], UNBOUNDED
+            if turn.kv_need > self._fleet.room():
+                following = self._pass_over(lane, entry)
+            else:
+                if assigned := self._place(turn, at):
+                    actions.append(assigned)
+                else:
+                    waiting[name] = waiting.get(name, 0) + 1
+                    bound = turn.kv_need - 1 if self._has_lanes else UNBOUNDED
+                following = self._first(lane, bound, entry)
+            if following and waiting.get(name, 0) < LOOK_AHEAD:
+                heappush(heads, (following, name))
+        return actions
+
+    def _first(self, lane: TurnQueue, bound: int, after: Entry | None = None) -> Entry | None:
+        """The lane's next turn that may find a place, or keep a worker."""
+        holds = self._fleet.holds()
+        return lane.first(min(bound, holds), after)[0] if holds > 0 else None
+
+    def _pass_over(self, lane: TurnQueue, entry: Entry) -> Entry | None:
+        """Nobody has room for this turn, nor for those behind it that need as much: they keep who could hold them."""
+        self._fleet.keep_all(entry[2].kv_need)
+        if self._fleet.holds() <= 0:
+            return None
+        following, passed = lane.first(self._fleet.room(), entry)
+        self._fleet.keep_all(passed)
+        return following
+
+    def _heads(self) -> list[tuple[Entry, Hashable]]:
+        heads = [(head, name) for name, lane in self._lanes.items() if (head := self._first(lane, UNBOUNDED))]
+        heapify(heads)
+        return heads
+
+    def _place(self, turn: TurnState, at: float) -> AssignTurn | None:
+        self._fleet.begin_turn()
+        worker = self._choose(turn, self._fleet, self._cluster)
+        if worker is None:
+            self._fleet.keep(turn)
+            return None
+        return self._assign(turn, worker, at)
+
+    def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> AssignTurn:
+        self.remove(turn)
+        turn.worker, turn.assigned_at, turn.heard_at = worker.worker, at, at
+        turn.attempt += 1
+        worker.hold(turn)
+        self._fleet.changed(worker.worker)
+        self._settle_home(turn, worker)
+        chunk = self._chunk(turn, worker)
+        return AssignTurn(turn.turn, worker.worker, turn.attempt,
+                          chunk if chunk < turn.max_new_tokens - turn.made_tokens else 0)
+
+    def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
+        """Its prefix is cached where it runs, its group's prompt where the first of the group ran."""
+        home, workers = self._cluster.home, self._cluster.workers
+        old = home.get(turn.trajectory)
+        if old != worker.worker:
+            if old in workers:
+                workers[old].cached.pop(turn.trajectory, None)
+            home[turn.trajectory] = worker.worker
+            worker.cached[turn.trajectory] = None
+        if turn.group not in self._cluster.group_home:
+            self._cluster.group_home[turn.group] = worker.worker
+            worker.cached[turn.group] = None

@@ -1,0 +1,71 @@
+"""What the four policies must offer, and what they may.
+
+Any policy may also define `heard(event, cluster) -> list[Action] | None`: it hears of the events in HEARD and
+HEARD_BEFORE, and what it answers is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rose.scheduler import events as ev
+from rose.scheduler.events import Action
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.state import Cluster, TurnState, WorkerState
+
+# Heard when the cluster shows it already. The other four while the cluster still shows what ends: so that the group of
+# `cluster.turns[event.turn]` or `cluster.group_of[event.trajectory]` can be told.
+HEARD = frozenset({ev.StepBegun, ev.VersionPublished, ev.GroupFinished, ev.WorkerJoined, ev.WorkerCapacity,
+                   ev.CapacityQueued, ev.CapacityGranted, ev.CapacityRefused, ev.CapacityEnded})
+HEARD_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
+
+
+def optional(policy: Any, method: str, otherwise: Callable) -> Callable:
+    """The policy's method if it has it."""
+    return getattr(policy, method, otherwise)
+
+
+class Routing(Protocol):
+    """Optional, too:
+
+    `chunk(turn, worker) -> int`: new tokens of this attempt, then the turn goes back to the queue; 0: all.
+    `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters the queue; without it
+    context + max_new_tokens. A policy that cuts turns into chunks counts less.
+    `lane(turn) -> Hashable`: where `choose` says None for a turn, it would for those of the same lane that need no
+    less. One lane by default, in which LOOK_AHEAD waiting turns hold up the rest: with lanes they hold up their own.
+    """
+
+    def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        """A worker that the fleet gave for this turn, or None: it waits, and what it asked the fleet for in vain is
+        kept for it."""
+
+
+class Order(Protocol):
+    """Optional, too: `changed(event, cluster) -> Iterable[str]`: turns whose key this event has changed; those that
+    don't wait are ignored."""
+
+    def key(self, turn: TurnState, cluster: Cluster) -> Any:
+        """Sort key: the smallest goes first; computed when the turn enters the queue. Ties go by arrival."""
+
+
+class Batching(Protocol):
+    """Optional, too: `published(version) -> list[Action]`: weights of the version are out, and
+    `trajectory_ended(trajectory, group) -> list[Action]`; the group is "" if the trajectory had no turn."""
+
+    staleness: int  # the most versions from a group's admission to the step that trains it; 0: groups are on-policy
+
+    def begin(self, step: int, groups: int) -> list[Action]: ...
+
+    def finished(self, group: str, accepted: bool) -> list[Action]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Provisioning(Protocol):
+    """Optional, too: `joins_resting(kind) -> bool`: a worker of this kind begins as resting."""
+
+    def decide(self, at: float, cluster: Cluster) -> list[Action]:
+        """Called on every tick."""

@@ -1,0 +1,86 @@
+"""RLBoost's seed window."""
+
+from __future__ import annotations
+
+from rose.scheduler.events import Action, Event, GroupFinished, RestWorker, StepBegun, TrajectoryEnded, UseWorker
+from rose.scheduler.state import Cluster, WorkerState
+
+GAIN = 1 / 3  # of the imbalance, per step
+SETTLED, CHANGED = 0.8, 0.2  # weight of a new best window: when throughput fell, and when workers came or went
+
+
+class RlBoost:
+    """Spot workers roll out all the time; the trainer's own GPUs (hybrid workers) help for the first `T_seed` seconds
+    of a step, then they rest and their turns move on, tokens and all (RLBoost, arXiv 2510.19225, adaptive offload).
+
+    T_seed balances two waits of the last step: with t_trainer the time from the window's end to the start of training
+    (the trainer idles) and t_rollout that from the start of training to the next step (the spot workers idle),
+    T_seed += (t_trainer - t_rollout) / 3, never below `minimum_s`. The best window is kept per number of spot workers,
+    as the mean of the windows at which tokens per second stopped to grow, and used at once when that number comes
+    back. Rule and constants are those of the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the
+    trainer takes micro-batches while rollouts go on; here it waits for all groups, so the rule keeps more of the step
+    in the window. Without a spot worker the window does not end.
+    """
+
+    def __init__(self, initial_s: float, minimum_s: float) -> None:
+        if not initial_s >= minimum_s >= 0:
+            raise ValueError(f"initial_s={initial_s} must be at least minimum_s={minimum_s}, and that not negative")
+        self.window_s, self.minimum_s = initial_s, minimum_s
+        self._best: dict[int, float] = {}  # number of spot workers -> window
+        self._peak_s = initial_s  # window of the best throughput since the number changed
+        self._throughput, self._spot, self._tokens = 0.0, 0, 0
+        self._begun: float | None = None
+        self._rested: float | None = None
+        self._trained: float | None = None
+
+    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
+        match event:
+            case TrajectoryEnded(tokens=tokens):
+                self._tokens += tokens
+            case StepBegun(at=at):
+                if self._begun is not None and self._trained is not None and at > self._begun:
+                    self._learn(at - self._begun, self._trained - self._begun, len(_of(cluster, "spot")))
+                self._begun, self._rested, self._trained, self._tokens = at, None, None, 0
+                return [UseWorker(w.worker) for w in _of(cluster, "hybrid") if w.resting]
+            case GroupFinished(at=at) if cluster.training and self._begun is not None:
+                return self.decide(at, cluster)
+        return []
+
+    def decide(self, at: float, cluster: Cluster) -> list[Action]:
+        if self._begun is None:
+            return []
+        if cluster.training and self._trained is None:
+            self._trained = at
+        helped = any(w.takes and not w.loading for w in _of(cluster, "spot"))
+        over = cluster.training or helped and at - self._begun >= self.window_s
+        if over and self._rested is None:
+            self._rested = at
+        if not over:
+            self._rested = None
+        change = RestWorker if over else UseWorker
+        return [change(w.worker) for w in _of(cluster, "hybrid") if w.resting != over]
+
+    def _learn(self, step_s: float, rollout_s: float, spot: int) -> None:
+        throughput = self._tokens / step_s
+        if spot != self._spot:
+            self._remember(self._spot, CHANGED)
+            self._spot, self._throughput = spot, 0.0
+            if spot in self._best:
+                self.window_s = self._peak_s = self._best[spot]
+                return
+        elif throughput > self._throughput:
+            self._throughput, self._peak_s = throughput, self.window_s
+        else:
+            self._remember(spot, SETTLED)
+            self._throughput = throughput
+        ended = self._rested - self._begun if self._rested is not None else rollout_s
+        trainer_waits, rollout_waits = rollout_s - ended, step_s - rollout_s
+        self.window_s = max(self.window_s + GAIN * (trainer_waits - rollout_waits), self.minimum_s)
+
+    def _remember(self, spot: int, weight: float) -> None:
+        kept = self._best.get(spot, self._peak_s)
+        self._best[spot] = (1 - weight) * kept + weight * self._peak_s
+
+
+def _of(cluster: Cluster, kind: str) -> list[WorkerState]:
+    return [w for _, w in sorted(cluster.workers.items()) if w.kind == kind]

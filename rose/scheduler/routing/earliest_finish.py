@@ -1,0 +1,89 @@
+"""The worker on which the turn ends first, by measured speeds."""
+
+from __future__ import annotations
+
+from rose.scheduler.events import Event, StepBegun, TrajectoryEnded, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.routing.speeds import Speeds
+from rose.scheduler.state import Cluster, TurnState, WorkerState
+
+RECENT_TURNS = 200  # over which the mean output of a domain's turns is taken
+
+
+class EarliestFinish:
+    """Cached prefix, load, hardware and interference have one unit: the seconds until the turn ends (`Speeds`). Ours.
+
+    Compared are the worker that has the prefix cached and the least loaded one of each pool of like workers, for the
+    mean output of the turn's domain (at most a chunk); the smallest time wins, delay of the turns there included. After
+    each `chunk_tokens` a turn is placed anew (Seer's divided rollout, arXiv 2511.14617; most stay). So a trajectory
+    leaves its cached prefix when waiting costs more than prefill, and the last trajectories of a step, which alone
+    decide its end, gather on the fastest engines. Until a pool has been measured it comes first, where the prefix is
+    cached, else where least is to do.
+    A trajectory begins only where its prefix can stay: while the mean context at the end of a trajectory, times those
+    that have begun and not ended, fits in what all workers have now. More of them would evict each other's prefixes
+    while their tools run, and be prefilled whole at every turn. `chunk_tokens` is ours: well above what prefill of a
+    context costs.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+        self.chunk_tokens = chunk_tokens
+        self._speeds = Speeds()
+        self._begun: dict[str, int] = {}  # trajectory -> its context so far, tokens
+        self._final = 0.0  # mean context of a trajectory at its end, tokens; 0: none has ended
+        self._kv, self._look_in = 0, 0  # KV tokens of all ready workers, and decisions until it is summed anew
+        self._output: dict[str, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case TurnReturned(at=at, turn=name, chunk=True):
+                turn = cluster.turns[name]
+                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, turn.made_tokens)
+            case TurnEnded(at=at, turn=name, tokens=tokens):
+                turn = cluster.turns[name]
+                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
+                if tokens:
+                    self._begun[turn.trajectory] = turn.context_tokens + tokens
+                    mean, count = self._output.get(turn.domain, (0.0, 0))
+                    self._output[turn.domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
+            case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
+                final = self._begun.pop(trajectory, 0)
+                if tokens and final:
+                    self._final += (final - self._final) / (RECENT_TURNS if self._final else 1)
+            case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
+                self._speeds.forget(worker)
+            case StepBegun():
+                self._speeds.step_begun()
+
+    def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
+            return None
+        home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
+        others = [fleet.least(turn, kind=kind, hardware=hardware, steady=False) for kind, hardware in fleet.kinds()]
+        candidates = [w for w in (home, *others) if w is not None]
+        worker = min(candidates, key=lambda w: self._score(turn, w, w is home), default=None)
+        if worker is not None:
+            self._speeds.sent(turn, worker, worker is home)
+            self._begun.setdefault(turn.trajectory, turn.context_tokens)
+        return worker
+
+    def lane(self, turn: TurnState) -> bool:
+        """A trajectory that can't begin yet holds up none that has."""
+        return turn.trajectory in self._begun
+
+    def _fits_one_more(self, fleet: Fleet) -> bool:
+        self._look_in -= 1
+        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
+            self._look_in, self._kv = len(fleet), sum(w.kv_tokens for w in fleet)
+        return not self._begun or (len(self._begun) + 1) * self._final <= self._kv
+
+    def chunk(self, turn: TurnState, worker: WorkerState) -> int:
+        return self.chunk_tokens
+
+    def _score(self, turn: TurnState, worker: WorkerState, cached: bool) -> tuple[float, float, str]:
+        output, _ = self._output.get(turn.domain, (0.0, 0))
+        seconds = self._speeds.seconds(turn, worker, min(output, self.chunk_tokens), cached)
+        if seconds is None:
+            return 0.0, 0.0 if cached else 1 + worker.load, worker.worker
+        return seconds, worker.load, worker.worker

@@ -1,0 +1,125 @@
+"""How fast workers are, as measured: what routing policies that compare seconds share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose.scheduler.state import TurnState, WorkerState
+
+FORGET = 0.995  # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred count
+# What no observation varies would be forgotten without end.
+LARGEST = 1e6  # variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
+RECENT = 0.2  # weight of a worker's newest turn in its own slowness
+
+Features = tuple[float, float, float]
+
+
+@dataclass
+class Sent:
+    """An attempt as it was sent."""
+
+    worker: str
+    attempt: int
+    context: int  # tokens
+    held: int  # tokens of context of all turns on the worker, with it
+    uncached: int  # tokens of context
+    made: int  # tokens of the turn, by earlier attempts
+
+
+class Speeds:
+    """A turn's seconds on a worker: a x output + b x output x held + c x uncached context, with `held` the context of
+    all turns there, mean of the attempt's begin and end (a decode step reads the weights and the KV of every sequence;
+    prefill goes by its tokens). The coefficients are fitted per pool of like workers (kind and hardware) by recursive
+    least squares over the attempts that ended. A worker's own slowness, which on borrowed GPUs is mostly the online
+    server's compute, is the recent mean of its turns' measured seconds over the fitted ones."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, str], LeastSquares] = {}
+        self._slowness: dict[str, float] = {}
+        self._sent: dict[str, Sent] = {}
+        self._held: dict[str, int] = {}  # worker -> tokens of context
+
+    def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
+        """Also anew, without an end: its worker rests, was lost or gave it back."""
+        self._leave(turn)
+        context = uncached(turn)
+        held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
+        self._sent[turn.turn] = Sent(worker.worker, turn.attempt + 1, context, held, 0 if cached else context,
+                                     turn.made_tokens)
+
+    def ended(self, turn: TurnState, worker: WorkerState | None, at: float, made: int) -> None:
+        """Learns from an attempt that went to its end; `made`: tokens of the turn until then."""
+        held = self._held.get(turn.worker or "", 0)
+        sent = self._leave(turn)
+        if sent is None or worker is None or (worker.worker, turn.attempt) != (sent.worker, sent.attempt):
+            return
+        tokens = made - sent.made
+        if tokens <= 0:
+            return
+        pool = self._pools.setdefault((worker.kind, worker.hardware), LeastSquares(FORGET))
+        x, seconds = features(tokens, (sent.held + held) / 2, sent.uncached), at - turn.assigned_at
+        fitted = pool.of(x)
+        if fitted > 0:
+            old = self._slowness.get(worker.worker, 1.0)
+            self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old)
+        pool.put(x, seconds)
+
+    def _leave(self, turn: TurnState) -> Sent | None:
+        sent = self._sent.pop(turn.turn, None)
+        if sent is not None:
+            self._held[sent.worker] -= sent.context
+        return sent
+
+    def forget(self, worker: str) -> None:
+        self._slowness.pop(worker, None)
+
+    def step_begun(self) -> None:
+        """One that was slow for a while is tried again."""
+        self._slowness = {worker: (1 + slow) / 2 for worker, slow in self._slowness.items()}
+
+    def seconds(self, turn: TurnState, worker: WorkerState, output: float, cached: bool) -> float | None:
+        """Of the turn's next `output` tokens there, and as much again as it delays those that are there: each of its
+        decode steps is longer by their contexts, and each of theirs by its own, about as long. So the sum of all turns
+        falls, not just this one's. None: no worker like it has been measured."""
+        pool = self._pools.get((worker.kind, worker.hardware))
+        if pool is None:
+            return None
+        context = uncached(turn)
+        held = 2 * self._held.get(worker.worker, 0) + context
+        seconds = pool.of(features(output, held, 0 if cached else context))
+        return max(seconds, 0.0) * self._slowness.get(worker.worker, 1.0)
+
+
+def uncached(turn: TurnState) -> int:
+    return turn.context_tokens + turn.made_tokens
+
+
+def features(output: float, held: float, uncached: int) -> Features:
+    """Tokens, in thousands and, where two are multiplied, in millions."""
+    return output / 1e3, output * held / 1e6, uncached / 1e3
+
+
+class LeastSquares:
+    """Recursive least squares with exponential forgetting: y = w . x with three coefficients, in plain floats and
+    written out, as it runs once per turn."""
+
+    def __init__(self, forget: float) -> None:
+        self._forget = forget
+        self._w = (0.0, 0.0, 0.0)
+        self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)  # upper triangle; a weak pull to 0
+
+    def of(self, x: Features) -> float:
+        w = self._w
+        return w[0] * x[0] + w[1] * x[1] + w[2] * x[2]
+
+    def put(self, x: Features, y: float) -> None:
+        x0, x1, x2 = x
+        p00, p01, p02, p11, p12, p22 = self._p
+        g0, g1, g2 = p00 * x0 + p01 * x1 + p02 * x2, p01 * x0 + p11 * x1 + p12 * x2, p02 * x0 + p12 * x1 + p22 * x2
+        forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
+        scale = forget + x0 * g0 + x1 * g1 + x2 * g2
+        error = (y - self.of(x)) / scale
+        w0, w1, w2 = self._w
+        self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
+        self._p = ((p00 - g0 * g0 / scale) / forget, (p01 - g0 * g1 / scale) / forget, (p02 - g0 * g2 / scale) / forget,
+                   (p11 - g1 * g1 / scale) / forget, (p12 - g1 * g2 / scale) / forget, (p22 - g2 * g2 / scale) / forget)

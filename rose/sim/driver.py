@@ -1,0 +1,342 @@
+"""Drives the scheduler through simulated time: feeds its events, carries out its actions. `simulate` is the whole.
+
+What rose.roles.coordinator and turn_hub do in a live run, in the same order: step begun, rollout, training, version
+published, dedicated workers loaded, next step. Like them it tells of tokens now and then, not of each.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from array import array
+from typing import Protocol
+
+import numpy as np
+
+from rose.scheduler import Scheduler
+from rose.scheduler import events as ev
+from rose.sim import result, spec
+from rose.sim.episodes import Group, Groups, Trajectory
+from rose.sim.loop import Loop
+from rose.sim.workers import SimWorker, Workers
+
+RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}  # turns where the scheduler believes them, before what drops groups
+
+
+class Writer(Protocol):
+    """Such as rose.roles.journal.Journal."""
+
+    def write(self, event: ev.Event, actions: list[ev.Action]) -> None: ...
+
+
+def simulate(what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None = None) -> result.Result:
+    """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed. Raises `RuntimeError`
+    with the simulated time when the run can't go on: no worker can ever take a turn, or the scheduler gives up."""
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here is cyclic for long, and looking for it costs a third of the time
+    try:
+        return Simulation(what, scheduler, seed, journal).run()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class Simulation:
+    def __init__(self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None) -> None:
+        self._spec, self._scheduler, self._seed, self._journal = what, scheduler, seed, journal
+        self._loop = Loop()
+        self._groups = Groups(what, seed)
+        draw = np.random.Generator(np.random.PCG64([seed, 1 << 32]))  # no group has this index
+        self._workers = Workers(what, self._loop, draw, self)
+        self._turns: dict[str, Trajectory] = {}  # open ones
+        self._counts = result.Counts()
+        self._steps: list[result.Step] = []
+        self._turn_s, self._trajectory_s = array("f"), array("f")
+        self._began = 0.0
+        self._batch: tuple[int, float, list] | None = None  # (step, since when, its groups) in training
+        self._trained_at = self._published_at = 0.0
+        self._syncing = False  # the step's version is out, and not with all dedicated workers yet
+        self._version = 0
+        self._do = {ev.AssignTurn: self._assign, ev.AbortTurn: self._abort, ev.LoadWeights: self._workers.load,
+                    ev.AdmitGroup: self._admit, ev.DropGroup: self._drop, ev.StartTraining: self._start_training,
+                    ev.RequestCapacity: self._workers.request, ev.ReleaseCapacity: self._workers.release,
+                    ev.UseWorker: self._workers.use, ev.RestWorker: self._workers.rest, ev.GiveUp: self._give_up}
+
+    def run(self) -> result.Result:
+        self._publish(0)
+        self._workers.start()
+        self._loop.at(0.0, self._begin_step, 1)
+        if self._spec.tick_s < math.inf:
+            self._loop.at(self._spec.tick_s, self._tick, None)
+        try:
+            self._loop.run(lambda: len(self._steps) >= self._spec.steps, self._spec.horizon_s)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._spec.name}, seed {self._seed}, step {len(self._steps) + 1} of "
+                               f"{self._spec.steps}: {error}; {len(self._turns)} turns are open, "
+                               f"{self._scheduler.waiting} of them wait for {len(self._workers.by_name)} workers"
+                               ) from None
+        workers, serving = self._workers.results()
+        counts = self._counts
+        counts.refused, counts.lost_workers = self._workers.refused, self._workers.lost
+        return result.Result(self._spec.name, self._seed, self._loop.now, self._steps, workers, serving,
+                             self._workers.granted, counts, self._loop.events,
+                             np.frombuffer(self._turn_s, np.float32), np.frombuffer(self._trajectory_s, np.float32))
+
+    def feed(self, event: ev.Event) -> None:
+        actions = self._scheduler.handle(event)
+        self._counts.decisions += 1
+        if self._journal is not None:
+            self._journal.write(event, actions)
+        if len(actions) > 1:
+            actions = sorted(actions, key=lambda action: RANK.get(type(action), 2))
+        for action in actions:
+            self._do[type(action)](action)
+
+    def rests(self, worker: str) -> bool:
+        return self._scheduler.cluster.workers[worker].resting
+
+    def _tick(self, _what: None, _ticket: int) -> None:
+        self.feed(ev.Tick(at=self._loop.now))
+        self._loop.at(self._loop.now + self._spec.tick_s, self._tick, None)
+
+    def _give_up(self, action: ev.GiveUp) -> None:
+        raise RuntimeError(action.reason)
+
+    # ----------------------------------------------------------------- steps
+
+    def _begin_step(self, step: int, _ticket: int) -> None:
+        self._began = self._loop.now
+        self._workers.step_begins()
+        self.feed(ev.StepBegun(at=self._loop.now, step=step, groups=self._spec.batch.groups))
+
+    def _start_training(self, action: ev.StartTraining) -> None:
+        now, trainer = self._loop.now, self._spec.trainer
+        groups = [self._groups.finished.pop(name) for name in action.groups]
+        self._batch = action.step, now, groups
+        tokens = sum(group.context for group in groups)
+        seconds = trainer.step_s + trainer.token_s * tokens
+        if trainer.gpus:
+            seconds += tokens * trainer.flops_per_token / (trainer.gpus * trainer.gpu.flops * trainer.mfu)
+        seconds += self._workers.to_training(seconds)
+        self._loop.at(now + seconds, self._trained, None)
+
+    def _trained(self, _what: None, _ticket: int) -> None:
+        self._trained_at = self._loop.now
+        self._loop.at(self._loop.now + self._spec.trainer.publish_s, self._published, None)
+
+    def _published(self, _what: None, _ticket: int) -> None:
+        self._published_at = self._loop.now
+        self._publish(self._version + 1)
+        self._workers.to_rollout()
+        self._syncing = True
+        self.synced()
+
+    def _publish(self, version: int) -> None:
+        self._version = self._workers.version = version
+        self.feed(ev.VersionPublished(at=self._loop.now, version=version))
+
+    def synced(self) -> None:
+        """Every dedicated worker holds the step's weights: the step is over, the next begins."""
+        if not self._syncing or self._workers.waited_for:
+            return
+        step, training_at, groups = self._batch
+        self._batch, self._syncing = None, False
+        rewards = [reward for group in groups for reward in group.rewards]
+        staleness = tuple(self._version - 1 - group.version for group in groups)
+        self._steps.append(result.Step(
+            step, self._began, training_at, self._trained_at, self._published_at, self._loop.now,
+            sum(group.tokens for group in groups), sum(group.context for group in groups), len(rewards),
+            float(np.mean(rewards)) if rewards else float("nan"), staleness))
+        if len(self._steps) < self._spec.steps:
+            self._begin_step(step + 1, 0)
+
+    # ----------------------------------------------------------------- groups and trajectories
+
+    def _admit(self, action: ev.AdmitGroup) -> None:
+        now = self._loop.now
+        for trajectory in self._groups.admit(action.group, action.index, self._version, now, action.spare):
+            self._start(trajectory)
+
+    def _start(self, trajectory: Trajectory) -> None:
+        self._loop.at(self._loop.now + trajectory.episode.reset_s, self._request, trajectory)
+
+    def _drop(self, action: ev.DropGroup) -> None:
+        """What still runs is cancelled; what it made, in or not, is of no use."""
+        self._counts.dropped_groups += 1
+        group = self._groups.open.pop(action.group, None) or self._groups.finished.pop(action.group)
+        self._counts.dropped_tokens += group.tokens
+        self._cancel(group)
+
+    def _cancel(self, group: Group) -> None:
+        """What still runs of it."""
+        late, group.running = group.running, {}
+        for trajectory in late.values():
+            trajectory.dead = True
+            self._leave_engine(trajectory)
+            self._counts.dropped_tokens += trajectory.generated + trajectory.total
+            self._close(trajectory)
+
+    def _close(self, trajectory: Trajectory) -> None:
+        """It is over, or cancelled."""
+        now = self._loop.now
+        if self._turns.pop(trajectory.turn, None) is not None:
+            self.feed(ev.TurnEnded(at=now, turn=trajectory.turn))
+        self.feed(ev.TrajectoryEnded(at=now, trajectory=trajectory.key,
+                                      tokens=0 if trajectory.dead else trajectory.generated))
+
+    def _request(self, trajectory: Trajectory, _ticket: int) -> None:
+        if trajectory.dead:
+            return
+        trajectory.asked_at = now = self._loop.now
+        self._turns[trajectory.turn] = trajectory
+        episode, number = trajectory.episode, trajectory.number
+        outcome = "" if not number else "failed" if episode.failed[number - 1] else "ok"
+        self.feed(ev.TurnRequested(at=now, turn=trajectory.turn, trajectory=trajectory.key, group=trajectory.group,
+                                    context_tokens=trajectory.base, domain=episode.domain, outcome=outcome,
+                                    max_new_tokens=self._spec.environment.max_new_tokens))
+
+    def _turn_ended(self, trajectory: Trajectory) -> None:
+        now, made, number = self._loop.now, trajectory.total, trajectory.number
+        turn = trajectory.turn
+        del self._turns[turn]
+        self._counts.turns += 1
+        self._turn_s.append(now - trajectory.asked_at)
+        more = trajectory.next_turn()
+        self._loop.at(now + trajectory.episode.tool_s[number], self._request if more else self._finish, trajectory)
+        self.feed(ev.TurnEnded(at=now, turn=turn, tokens=made))
+
+    def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
+        if trajectory.dead:
+            return
+        now = self._loop.now
+        self._trajectory_s.append(now - trajectory.began)
+        if trajectory.episode.crashed:
+            self._counts.crashed += 1
+            self._counts.crashed_tokens += trajectory.generated
+            trajectory.dead = True
+            self._close(trajectory)
+            self._start(self._groups.crashed(trajectory, now))
+            return
+        group = self._groups.ended(trajectory)
+        self._close(trajectory)
+        if group is not None:
+            self._cancel(group)
+            self.feed(ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group)))
+
+    # ----------------------------------------------------------------- turns on engines
+
+    def _assign(self, action: ev.AssignTurn) -> None:
+        trajectory = self._turns.get(action.turn)
+        if trajectory is None:
+            return  # cancelled by an action before this one
+        if action.attempt > 1 and trajectory.worker.name != action.worker:
+            self._counts.migrations += 1
+        trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
+        trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total
+        if action.max_tokens:
+            trajectory.left = min(trajectory.left, action.max_tokens)
+        what = trajectory, action.turn, action.attempt
+        if self._spec.dispatch_s:
+            self._loop.at(self._loop.now + self._spec.dispatch_s, self._arrive, what)
+        else:
+            self._arrive(what, 0)
+
+    def _arrive(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
+        trajectory, turn, attempt = what
+        if trajectory.turn != turn or trajectory.attempt != attempt or trajectory.dead:
+            return  # taken back on its way
+        if not trajectory.worker.alive:
+            return
+        worker, now = trajectory.worker, self._loop.now
+        trajectory.context, trajectory.made = trajectory.base + trajectory.total, 0
+        trajectory.reported = 0
+        worker.turns[turn] = trajectory
+        if not worker.engine.kv:
+            self.returned(worker, [trajectory])
+            return
+        worker.engine.add(worker.work(now), trajectory)
+        self.reschedule(worker)
+
+    def _abort(self, action: ev.AbortTurn) -> None:
+        trajectory = self._turns.get(action.turn)
+        if trajectory is not None and trajectory.attempt == action.attempt:
+            self._counts.aborted += 1
+            self._leave_engine(trajectory)
+
+    def _leave_engine(self, trajectory: Trajectory) -> None:
+        """What it made counts: it goes on from there, elsewhere."""
+        worker = trajectory.worker
+        if worker is not None and worker.turns.pop(trajectory.turn, None) is not None:
+            worker.engine.remove(worker.work(self._loop.now), trajectory)
+            self.reschedule(worker)
+            self._take_tokens(trajectory)
+        trajectory.attempt = 0
+
+    def _take_tokens(self, trajectory: Trajectory) -> None:
+        trajectory.total += trajectory.made
+        trajectory.made = trajectory.reported = 0
+
+    def reschedule(self, worker: SimWorker) -> None:
+        """Its engine was changed."""
+        engine, now = worker.engine, self._loop.now
+        worker.watch(now)
+        if engine.due < math.inf:
+            due = engine.due if worker.pace is None else worker.pace.wall(engine.due)
+            worker.ticket = self._loop.at(due, self._engine_due, worker)
+            if not worker.reporting and self._spec.progress_s < math.inf:
+                worker.reporting = True
+                self._loop.at(now + self._spec.progress_s, self._report, worker)
+        else:
+            worker.ticket = 0
+
+    def _engine_due(self, worker: SimWorker, ticket: int) -> None:
+        if ticket != worker.ticket:
+            return
+        ended = worker.engine.step()
+        self.reschedule(worker)
+        for trajectory in ended:
+            del worker.turns[trajectory.turn]
+        for trajectory in ended:
+            self._attempt_ended(trajectory)
+
+    def _attempt_ended(self, trajectory: Trajectory) -> None:
+        if trajectory.dead:
+            return  # its group was dropped because of one that ended at the same time
+        made, reported = trajectory.made, trajectory.reported
+        self._take_tokens(trajectory)
+        if trajectory.total >= trajectory.episode.output_tokens[trajectory.number]:
+            self._turn_ended(trajectory)
+            return
+        self._counts.chunks += 1
+        self._progress(trajectory, made - reported)
+        self.feed(ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True))
+
+    def _progress(self, trajectory: Trajectory, tokens: int) -> None:
+        if tokens:
+            self.feed(ev.TurnProgressed(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt,
+                                         tokens=tokens))
+
+    def _report(self, worker: SimWorker, _ticket: int) -> None:
+        """A word about each turn that has made tokens."""
+        if not worker.alive or worker.ticket == 0:
+            worker.reporting = False
+            return
+        work = worker.work(self._loop.now)
+        for trajectory in list(worker.turns.values()):
+            made = worker.engine.look(work, trajectory)
+            self._progress(trajectory, made - trajectory.reported)
+            trajectory.reported = made
+        self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
+
+    def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
+        """Its engine is without them: lost, or memory was called back."""
+        for trajectory in trajectories:
+            worker.turns.pop(trajectory.turn, None)
+            made = trajectory.made - trajectory.reported
+            self._take_tokens(trajectory)
+            if not worker.alive:
+                trajectory.attempt = 0  # WorkerLost says it for all of them
+                continue
+            self._counts.returned += 1
+            self._progress(trajectory, made)
+            self.feed(ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt))

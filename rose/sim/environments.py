@@ -1,0 +1,269 @@
+"""What trajectories of an environment look like: turns, tokens, tool times, failures, success, and how they drift.
+
+Lengths are lognormal with a Pareto tail: a few trajectories are many times as long as the median, as all papers on
+rollout report. A part of the variance belongs to the prompt (Seer, arXiv 2511.14617: lengths of a group go together)
+and a part to the trajectory; the rest differs from turn to turn. As the policy learns, success, turns and lengths go
+from their first to their last value, exponentially in the version.
+
+Each parameter has its source in `Domain.source`; those that say "ours" belong into the sensitivity table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from rose.sim.spec import Episode
+
+MOST_FACTOR = 50.0  # a tail is cut there: beyond, max_new_tokens or the tool's timeout has ended it
+
+
+@dataclass(frozen=True)
+class Drift:
+    """first + (last - first) (1 - exp(-version / steps))."""
+
+    first: float
+    last: float
+    steps: float
+
+    def at(self, version: int) -> float:
+        return self.last + (self.first - self.last) * math.exp(-max(0, version) / self.steps)
+
+
+def constant(value: float) -> Drift:
+    return Drift(value, value, 1.0)
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """Lognormal, and with probability `tail` times a Pareto factor (smallest 1, exponent `alpha`)."""
+
+    median: float
+    sigma: float  # of the logarithm
+    tail: float = 0.0
+    alpha: float = 1.5
+
+    def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
+        """From standard normal and two uniform draws, arrays of one shape; so drift scales and never reorders."""
+        factor = np.where(tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0)
+        return self.median * np.exp(self.sigma * normal) * factor
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One environment. Tokens, seconds, shares."""
+
+    name: str
+    max_turns: int
+    max_new_tokens: int  # per turn
+    prompt: Heavy
+    observation: Heavy
+    output: Heavy  # per turn
+    output_factor: Drift  # of its median
+    turns: Heavy  # of a trajectory that succeeds
+    turns_factor: Drift
+    failed_turns: Heavy  # of one that doesn't
+    success: Drift  # mean over prompts
+    hardness: float  # sigma of prompts' difficulty, in logits
+    tool_s: Heavy
+    tool_fails: Drift  # per call
+    failed_output: float  # factor on the turn after a call that failed (Libra, arXiv 2606.03077: it is then longer)
+    reset_s: Heavy
+    crash: float  # per trajectory: the environment dies
+    group_share: float  # of the variance of log lengths and turns that is the prompt's
+    trajectory_share: float
+    source: dict[str, str]  # parameter -> where it is from
+
+    def scaled(self, parameter: str, factor: float) -> Domain:
+        """For the sensitivity table: a parameter (of a distribution: its median; of a drift: both ends) times `factor`.
+        Raises `ValueError` for what is no number."""
+        value = getattr(self, parameter)
+        if isinstance(value, Heavy):
+            return replace(self, **{parameter: replace(value, median=value.median * factor)})
+        if isinstance(value, Drift):
+            return replace(self, **{parameter: replace(value, first=value.first * factor, last=value.last * factor)})
+        if isinstance(value, float):
+            return replace(self, **{parameter: value * factor})
+        raise ValueError(f"{parameter} of {self.name} is {value!r}: no parameter that can be scaled")
+
+
+class Environments:
+    """`rose.sim.spec.Environment` over one or more domains, each prompt being of one of them by `weights` (as RollArt
+    mixes tasks). An episode ends when its context reaches `max_context` tokens: that trajectory fails.
+    Raises `ValueError` for no domain, weights that are none, or a context without room for a prompt."""
+
+    def __init__(self, domains: tuple[Domain, ...], max_context: int, weights: tuple[float, ...] | None = None) -> None:
+        weights = weights or (1.0,) * len(domains)
+        if not domains or len(weights) != len(domains) or not all(w > 0 for w in weights):
+            raise ValueError(f"{len(domains)} domains with weights {weights}: one positive weight each is needed")
+        if max_context < (least := 2 * max(d.prompt.median for d in domains)):
+            raise ValueError(f"max_context={max_context}: twice a prompt of {least / 2:g} tokens is the least")
+        self._domains, self._max_context = domains, max_context
+        self._shares = np.cumsum(weights) / sum(weights)
+        self.max_new_tokens = max(d.max_new_tokens for d in domains)
+
+    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[Episode]:
+        """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: rivals that meet a prompt at
+        different versions meet the same one, drifted."""
+        domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
+        return _Group(domain, size, version, draw).episodes(self._max_context)
+
+
+class _Group:
+    """Arrays are (size, turns), turns being the most that the domain has."""
+
+    def __init__(self, domain: Domain, size: int, version: int, draw: np.random.Generator) -> None:
+        shape = (size, domain.max_turns)
+        self._domain, self._size = domain, size
+        self._prompt = int(min(max(1, _one(domain.prompt, draw)), domain.prompt.median * MOST_FACTOR))
+        wins, turns = self._lots(version, draw)
+        self._won, self._turns = wins, turns
+        group, mine = draw.standard_normal(), draw.standard_normal((size, 1))
+        noise = self._mixed(group, mine, draw.standard_normal(shape))
+        output = domain.output.of(noise, draw.random((size, 1)), draw.random((size, 1)))
+        self._failed = draw.random(shape) < domain.tool_fails.at(version)
+        after = np.roll(self._failed, 1, axis=1)
+        after[:, 0] = False
+        output *= domain.output_factor.at(version) * np.where(after, domain.failed_output, 1.0)
+        self._output = np.clip(np.rint(output), 1, domain.max_new_tokens).astype(np.int64)
+        observed = domain.observation.of(draw.standard_normal(shape), draw.random(shape), draw.random(shape))
+        self._observed = np.maximum(np.rint(observed), 0).astype(np.int64)
+        self._tool_s = domain.tool_s.of(draw.standard_normal(shape), draw.random(shape), draw.random(shape))
+        self._reset_s = domain.reset_s.of(draw.standard_normal(size), draw.random(size), draw.random(size))
+        self._crashed = draw.random(size) < domain.crash
+
+    def _lots(self, version: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Who succeeds, and in how many turns; each (size,)."""
+        domain, size = self._domain, self._size
+        hardness, luck = draw.standard_normal(), draw.random(size)
+        centre = _centre(domain.success.at(version), domain.hardness)
+        wins = luck < 1 / (1 + math.exp(-centre - domain.hardness * hardness))
+        noise = self._mixed(draw.standard_normal(), 0.0, draw.standard_normal(size), own=False)
+        tail, pareto = draw.random(size), draw.random(size)
+        won = domain.turns.of(noise, tail, pareto) * domain.turns_factor.at(version)
+        lost = domain.failed_turns.of(noise, tail, pareto)
+        return wins, np.clip(np.rint(np.where(wins, won, lost)), 1, domain.max_turns).astype(np.int64)
+
+    def _mixed(self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True) -> np.ndarray:
+        """Standard normal, of which the prompt has `group_share` of the variance and the trajectory its own."""
+        shares = self._domain.group_share, self._domain.trajectory_share * own
+        return math.sqrt(shares[0]) * group + math.sqrt(shares[1]) * mine + math.sqrt(1 - sum(shares)) * rest
+
+    def episodes(self, max_context: int) -> list[Episode]:
+        prompt = min(self._prompt, max_context // 2)
+        after = prompt + np.cumsum(self._output + self._observed, axis=1)
+        room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
+        # room falls from turn to turn; the turn that would pass max_context is cut there and is the last
+        turns = np.minimum(self._turns, (room > 0).sum(1))
+        last = np.arange(self._size), turns - 1
+        won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
+        output = np.minimum(self._output, np.maximum(room, 1))
+        observed = np.minimum(self._observed, np.maximum(room - output, 0))
+        rows = zip(turns.tolist(), output.tolist(), observed.tolist(), self._tool_s.tolist(),
+                   self._failed.tolist(), won.tolist(), self._reset_s.tolist(), self._crashed.tolist())
+        return [Episode(prompt_tokens=prompt, output_tokens=tuple(output[:n]),
+                        observation_tokens=tuple(observed[:n]), tool_s=tuple(tool_s[:n]), failed=tuple(failed[:n]),
+                        reward=float(won), reset_s=reset_s, crashed=crashed, domain=self._domain.name)
+                for n, output, observed, tool_s, failed, won, reset_s, crashed in rows]
+
+
+def _one(heavy: Heavy, draw: np.random.Generator) -> float:
+    return float(heavy.of(*(np.array([x]) for x in (draw.standard_normal(), draw.random(), draw.random())))[0])
+
+
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
+
+
+@lru_cache(maxsize=4096)
+def _centre(mean: float, sigma: float) -> float:
+    """c such that the mean over prompts of 1 / (1 + exp(-(c + sigma x))), x standard normal, is `mean`."""
+    low, high = -40.0, 40.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        found = float(WEIGHTS @ (1 / (1 + np.exp(-middle - sigma * NODES)))) / math.sqrt(2 * math.pi)
+        low, high = (middle, high) if found < mean else (low, middle)
+    return low
+
+
+# --------------------------------------------------------------------------- the five
+
+ROSE_TOKENS = ("such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, table 1 and "
+               "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; "
+               "Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s (ALFWorld)")
+ROLL = "ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL)"
+GIGPO = "verl-agent's ALFWorld settings (GiGPO, arXiv 2505.10978): 50 steps, 512 tokens a response"
+SEARCH_R1 = "Search-R1's training script (arXiv 2503.09516): 500 response and 500 observation tokens, 4 turns"
+DAPO = "DAPO (arXiv 2503.14476), from memory: 20,480 tokens at most, lengths and accuracy of figures 6 and 7"
+DEEPSWE = "DeepSWE (together.ai/blog/deepswe): Qwen3-32B, 23 % to 42 % in 200 steps, 50 turns in training"
+OURS = "ours"
+OURS_ALL = dict.fromkeys(("prompt", "observation", "output", "output_factor", "turns", "turns_factor", "failed_turns",
+                          "success", "hardness", "tool_s", "tool_fails", "failed_output", "reset_s", "crash",
+                          "group_share", "trajectory_share"), OURS)
+
+FROZEN_LAKE = Domain(
+    name="frozen_lake", max_turns=10, max_new_tokens=8192,
+    prompt=Heavy(350, 0.05), observation=Heavy(110, 0.1),
+    output=Heavy(2000, 0.8, tail=0.05), output_factor=Drift(1.0, 1.2, 40),
+    turns=Heavy(6, 0.25), turns_factor=Drift(1.1, 1.0, 30), failed_turns=Heavy(6, 0.6),
+    success=Drift(0.25, 0.75, 25), hardness=1.2,
+    tool_s=Heavy(0.01, 0.5, tail=0.01), tool_fails=Drift(0.10, 0.02, 15), failed_output=1.5,
+    reset_s=Heavy(0.05, 0.5, tail=0.01), crash=0.0, group_share=0.3, trajectory_share=0.4,
+    source=OURS_ALL | {"max_turns": ROLL, "max_new_tokens": OURS, "output": ROSE_TOKENS,
+                       "turns": "a shortest path on the 4x4 map takes 6",
+                       "success": "docs/measured.md: 20-28 % to 68-74 % in 30 steps (the tiny model)"})
+
+ALFWORLD = Domain(
+    name="alfworld", max_turns=50, max_new_tokens=512,
+    prompt=Heavy(700, 0.15), observation=Heavy(90, 0.5),
+    output=Heavy(165, 0.6, tail=0.05), output_factor=Drift(1.0, 1.0, 50),
+    turns=Heavy(14, 0.4), turns_factor=Drift(1.3, 0.9, 50), failed_turns=Heavy(50, 0.25),
+    success=Drift(0.148, 0.776, 50), hardness=1.5,
+    tool_s=Heavy(0.1, 0.7, tail=0.03), tool_fails=Drift(0.15, 0.03, 30), failed_output=1.5,
+    reset_s=Heavy(1.5, 0.6, tail=0.03), crash=0.002, group_share=0.3, trajectory_share=0.3,
+    source=OURS_ALL | {"max_turns": GIGPO, "max_new_tokens": GIGPO, "output": ROSE_TOKENS,
+                       "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, GRPO 77.6 %; "
+                                  "its 150 steps are three time constants"})
+
+SWE = Domain(
+    name="swe", max_turns=50, max_new_tokens=4096,
+    prompt=Heavy(2500, 0.5), observation=Heavy(350, 0.9, tail=0.02),
+    output=Heavy(300, 0.8, tail=0.05), output_factor=Drift(1.0, 1.2, 100),
+    turns=Heavy(28, 0.4), turns_factor=Drift(1.0, 1.1, 100), failed_turns=Heavy(38, 0.5),
+    success=Drift(0.23, 0.42, 70), hardness=2.0,
+    tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1), tool_fails=Drift(0.15, 0.08, 70), failed_output=1.5,
+    reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2), crash=0.01, group_share=0.3, trajectory_share=0.2,
+    source=OURS_ALL | {"max_turns": DEEPSWE, "success": DEEPSWE, "max_new_tokens": OURS})
+
+SEARCH = Domain(
+    name="search", max_turns=4, max_new_tokens=500,
+    prompt=Heavy(250, 0.3), observation=Heavy(480, 0.1),
+    output=Heavy(120, 0.6, tail=0.02), output_factor=Drift(1.0, 1.2, 80),
+    turns=Heavy(2.4, 0.35), turns_factor=Drift(0.8, 1.2, 80), failed_turns=Heavy(3.2, 0.4),
+    success=Drift(0.25, 0.43, 100), hardness=2.0,
+    tool_s=Heavy(0.4, 0.6, tail=0.03), tool_fails=constant(0.03), failed_output=1.2,
+    reset_s=Heavy(0.01, 0.1), crash=0.0, group_share=0.3, trajectory_share=0.3,
+    source=OURS_ALL | {"max_turns": SEARCH_R1, "max_new_tokens": SEARCH_R1, "observation": SEARCH_R1,
+                       "success": "Search-R1, table 2, from memory: Qwen2.5-7B 0.431 on average after training"})
+
+MATHS = Domain(
+    name="maths", max_turns=1, max_new_tokens=20480,
+    prompt=Heavy(120, 0.5), observation=Heavy(1, 0.0),
+    output=Heavy(1200, 0.8, tail=0.05), output_factor=Drift(1.0, 4.0, 120),
+    turns=Heavy(1, 0.0), turns_factor=constant(1.0), failed_turns=Heavy(1, 0.0),
+    success=Drift(0.10, 0.50, 150), hardness=2.0,
+    tool_s=Heavy(0.1, 0.5, tail=0.01), tool_fails=constant(0.0), failed_output=1.0,
+    reset_s=Heavy(0.001, 0.1), crash=0.0, group_share=0.4, trajectory_share=0.0,
+    source=OURS_ALL | {"max_new_tokens": DAPO, "success": DAPO, "output_factor": DAPO})
+
+DOMAINS = {domain.name: domain for domain in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH, MATHS)}
+
+
+def domain(name: str) -> Domain:
+    """Raises `ValueError` for an unknown name."""
+    if name not in DOMAINS:
+        raise ValueError(f"environment {name!r}: its trajectories are unknown; known are {', '.join(DOMAINS)} "
+                         "(rose/sim/environments.py)")
+    return DOMAINS[name]

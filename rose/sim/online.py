@@ -1,0 +1,188 @@
+"""One online engine S that serves a request trace: when it computes, what it holds, and how late its tokens are.
+
+Continuous batching with chunked prefill, first come first served, without prefix reuse, fast-forwarded: while nobody is
+in prefill and nobody comes or ends, steps are like each other and one closed form stands for all of them.
+
+Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it: a decode step begins no earlier
+than `pace_s` after the last one, as its targets allow, and the time between is the rollouts'; a request that comes
+waits for the rollout step under way, half of `hold_s` on average, and no longer. So S takes fewer, fuller steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from rose.sim.spec import Engine
+from rose.traces import Trace
+
+
+@dataclass(frozen=True)
+class Served:
+    """Requests in order of arrival, (n,) each; steps in order of time."""
+
+    at: np.ndarray  # float64, s, of arrival
+    ttft_s: np.ndarray  # float64
+    tpot_s: np.ndarray  # float64; nan for one token
+    began: np.ndarray  # (runs,) float64, s: runs of like steps
+    ended: np.ndarray  # (runs,)
+    busy_s: np.ndarray  # (runs,) of computing within the run
+    held: np.ndarray  # (runs, 2) tokens of KV at its begin and end
+    seconds: float  # of the trace
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which S computes."""
+        return float(self.busy_s.sum() / max(self.seconds, self.ended[-1]))
+
+    def attained(self, ttft_slo_s: float, tpot_slo_s: float) -> float:
+        """Share of requests within both targets."""
+        return float(np.mean((self.ttft_s <= ttft_slo_s) & ~(self.tpot_s > tpot_slo_s)))
+
+    def p99(self) -> tuple[float, float]:
+        """Of TTFT and TPOT, seconds."""
+        return float(np.percentile(self.ttft_s, 99)), float(np.nanpercentile(self.tpot_s, 99))
+
+
+def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0) -> Served:
+    """Raises `ValueError` for an empty trace, or a request larger than the whole KV cache."""
+    if not len(trace):
+        raise ValueError("a trace without requests: there is nothing to serve")
+    prompts, outputs = np.maximum(trace.prompt_tokens, 1), np.maximum(trace.output_tokens, 1)
+    largest = int((prompts.astype(np.int64) + outputs).max())
+    if largest > engine.kv_tokens:
+        raise ValueError(f"a request of {largest} tokens is larger than the online engine's KV cache of "
+                         f"{engine.kv_tokens}; clip the trace (Trace.clipped) or give it more devices")
+    return _Run(trace.at.tolist(), prompts.tolist(), outputs.tolist(), engine, pace_s, hold_s).all(trace)
+
+
+class _Run:
+    def __init__(self, arrivals: list[float], prompts: list[int], outputs: list[int], engine: Engine, pace_s: float,
+                 hold_s: float) -> None:
+        self._arrivals, self._prompts, self._outputs, self._e = arrivals, prompts, outputs, engine
+        self._pace, self._hold = pace_s, hold_s
+        self._now = 0.0
+        self._next = 0  # request that is not admitted yet
+        self._prefill: list[list[int]] = []  # [request, tokens done]
+        self._ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
+        self._steps = 0  # decode steps so far
+        self._attended = 0  # sum of the contexts of those that decode
+        self._held = 0  # tokens that admitted requests may come to hold: admission never preempts
+        self._first = [math.nan] * len(arrivals)
+        self._last = [math.nan] * len(arrivals)
+        self._runs: list[tuple[float, float, float, int, int]] = []
+
+    def all(self, trace: Trace) -> Served:
+        count = len(self._arrivals)
+        while self._next < count or self._prefill or self._ends:
+            self._admit()
+            if self._prefill:
+                self._prefill_step()
+            elif self._ends:
+                self._decode_run()
+            else:
+                self._now = self._arrivals[self._next] + self._delay
+        first, last, at = np.array(self._first), np.array(self._last), np.array(self._arrivals)
+        made = np.maximum(trace.output_tokens, 1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            tpot = np.where(made > 1, (last - first) / (made - 1), math.nan)
+        runs = np.array(self._runs)
+        return Served(at, first - at, tpot, runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3:], trace.seconds)
+
+    @property
+    def _delay(self) -> float:
+        """Of a request that comes while rollouts compute."""
+        return self._hold / 2
+
+    def _admit(self) -> None:
+        arrivals, engine, at = self._arrivals, self._e, self._next
+        while (at < len(arrivals) and arrivals[at] <= self._now
+               and len(self._ends) + len(self._prefill) < engine.max_sequences
+               and self._held + (need := self._prompts[at] + self._outputs[at]) <= engine.kv_tokens):
+            self._held += need
+            self._prefill.append([at, 0])
+            at += 1
+        self._next = at
+
+    def _prefill_step(self) -> None:
+        """One step with chunks of prompts; whoever decodes makes a token along."""
+        c, decodes = self._e.step, len(self._ends)
+        room, cost, whole = max(1, self._e.max_batched_tokens - decodes), 0.0, 0
+        before = self._used()
+        for chunk in self._prefill:
+            request, done = chunk
+            new = min(self._prompts[request] - done, room)
+            cost += new * (c.c1 + c.c2 * (done + new / 2))
+            chunk[1] += new
+            room -= new
+            whole += chunk[1] == self._prompts[request]
+            if not room:
+                break
+        seconds = max(c.c0, cost) + c.c3 * decodes + c.c4 * self._attended
+        began, self._now = self._now, self._now + seconds
+        self._advance(1)
+        joined, self._prefill = self._prefill[:whole], self._prefill[whole:]
+        for request, prompt in joined:
+            self._first[request] = self._now
+            self._enter(request, prompt)
+        self._runs.append((began, self._now, seconds, before, self._used()))
+
+    def _enter(self, request: int, prompt: int) -> None:
+        if self._outputs[request] == 1:
+            self._leave(request)
+            return
+        self._attended += prompt + 1
+        heappush(self._ends, (self._steps + self._outputs[request] - 1, request))
+
+    def _decode_run(self) -> None:
+        """Decode steps until the first request ends, or another comes that can be admitted."""
+        steps = self._ends[0][0] - self._steps
+        began, before = self._now, self._used()
+        arrival = self._arrivals[self._next] + self._delay if self._next < len(self._arrivals) else math.inf
+        if len(self._ends) < self._e.max_sequences and arrival < began + self._wall(steps):
+            # it waits for memory until a request ends, if it can't be admitted when it comes
+            if self._held + self._prompts[self._next] + self._outputs[self._next] <= self._e.kv_tokens:
+                steps = max(1, min(steps, self._until(arrival - began)))
+        busy, wall = self._work(steps), self._wall(steps)
+        self._now = began + wall
+        if self._pace and steps and began < arrival < self._now:  # the next step need not wait for its time
+            self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
+        self._advance(steps)
+        self._runs.append((began, self._now, busy, before, self._used()))
+
+    def _work(self, steps: int) -> float:
+        """Seconds of computing of so many decode steps from here."""
+        c, decodes = self._e.step, len(self._ends)
+        return steps * (c.c0 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2))
+
+    def _wall(self, steps: int) -> float:
+        return max(self._work(steps), steps * self._pace)
+
+    def _until(self, seconds: float) -> int:
+        """Steps of which the last ends at `seconds` or later."""
+        c, decodes = self._e.step, len(self._ends)
+        growth = c.c4 * decodes
+        first = c.c0 + c.c3 * decodes + c.c4 * self._attended - growth / 2
+        steps = 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds)) if seconds > 0 else 0.0
+        return math.ceil(min(steps, seconds / self._pace) if self._pace else steps)
+
+    def _advance(self, steps: int) -> None:
+        """So many decode steps have ended, now."""
+        self._attended += steps * len(self._ends)
+        self._steps += steps
+        while self._ends and self._ends[0][0] <= self._steps:
+            _, request = heappop(self._ends)
+            self._attended -= self._prompts[request] + self._outputs[request]
+            self._leave(request)
+
+    def _leave(self, request: int) -> None:
+        self._last[request] = self._now
+        self._held -= self._prompts[request] + self._outputs[request]
+
+    def _used(self) -> int:
+        """Tokens of KV."""
+        return self._attended + sum(done for _, done in self._prefill)

@@ -1,0 +1,236 @@
+"""What a simulated cluster is: frozen dataclasses, units in every field. No defaults but those that mean "none".
+
+Times are seconds from the simulation's start, sizes are bytes or tokens, shares lie in 0..1, rates are per second.
+Whoever builds a `Spec` says where each number comes from (`source`); nothing in rose/sim adds numbers of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+Kind = Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
+
+
+# --------------------------------------------------------------------------- devices and models
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published peaks of one device."""
+
+    name: str  # such as "H800"; `WorkerJoined.hardware`
+    flops: float  # FLOP/s, dense bf16
+    hbm_bytes_s: float
+    memory_bytes: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """The numbers of a decoder that time and memory follow from."""
+
+    name: str
+    parameters: float
+    active_parameters: float  # per token; less than `parameters` in a mixture of experts
+    layers: int
+    attention_width: int  # heads x head size
+    kv_bytes_per_token: float  # of all layers
+    weight_bytes: float  # as the engine holds them
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """c0 to c4 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
+
+    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode); see rose/sim/hardware.py.
+    """
+
+    c0: float
+    c1: float
+    c2: float
+    c3: float
+    c4: float
+
+    def __post_init__(self) -> None:
+        given = (self.c0, self.c1, self.c2, self.c3, self.c4)
+        if not all(math.isfinite(c) and c >= 0 for c in given) or not self.c0 + self.c3 > 0:
+            raise ValueError(f"step-time coefficients {given}: five finite numbers >= 0, with c0 + c3 > 0, or a decode "
+                             "step would take no time")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rollout engine; `rollout.*` of the config has the same names."""
+
+    step: StepTime
+    max_sequences: int
+    max_batched_tokens: int  # of one step, decodes and prefill chunks together
+    kv_tokens: int  # of the whole cache
+    prefix_caching: bool
+
+
+# --------------------------------------------------------------------------- pools of workers
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a new version gets to the workers of a pool."""
+
+    latency_s: float  # of one version, whatever its size
+    bytes_s: float  # of the whole pool's way to the trainer
+    version_bytes: float  # of one version on this way: dense, or as differences
+    relay: bool  # a version crosses once for the whole pool (broadcast, relay); else once per worker, sharing bytes_s
+    apply_s: float  # the engine stands still for so long; before that it goes on
+    full_bytes: float  # of a version for a worker that has none of them (it joins, or missed some)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What it costs to get a worker of this pool."""
+
+    queue_s: float  # from the request to its grant, mean of an exponential; 0: at once
+    start_s: float  # from the grant (at a cold start) until the engine can load weights
+    refused: float = 0.0  # share of the requests that the queue refuses after `queue_s`
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Like workers. A worker is one engine on `tensor_parallel` GPUs; their names are `{name}-{i}`."""
+
+    name: str
+    kind: Kind
+    gpu: Gpu
+    tensor_parallel: int
+    engine: Engine
+    link: Link
+    allocation: Allocation
+    count: int  # workers: all there are from the start, or, of a pool `on_request` or of spot, the most
+    on_request: bool = False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
+    serving: Serving | None = None  # cooperative: what runs beside
+    available: Available | None = None  # spot: how many there are, when
+    switch_s: float = 0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
+
+
+@dataclass(frozen=True)
+class Available:
+    """Spot machines over time; arrays of one length, `at` ascending from 0. The last count holds for ever."""
+
+    at: np.ndarray  # float64, s
+    workers: np.ndarray  # int32
+
+
+# --------------------------------------------------------------------------- serving beside cooperative workers
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the online engine of one device does, piecewise constant and repeated each `period_s`. Arrays (pieces,)."""
+
+    at: np.ndarray  # float64, s, ascending from 0
+    busy: np.ndarray  # share of the time in which it computes
+    kv: np.ndarray  # share of the device's KV memory that its requests hold
+    requests: np.ndarray  # that arrive in the piece
+    ttft_s: np.ndarray  # of these without rollouts, mean; the tail follows `ttft_spread`
+    tpot_s: np.ndarray
+    period_s: float
+    beside: Load | None = None  # gate: the same pieces while rollouts take whatever the gate gives them: serving keeps
+    # the pace of its targets instead of its fastest, so its `busy` is far less, and its `kv` and latencies are more
+
+
+class Devices(Protocol):
+    def load(self, device: int) -> tuple[Load, float]:
+        """Of device 0, 1, ...: (its load, seconds by which it is ahead: time t is the load's t + ahead). Devices may
+        share one `Load` object."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Online serving on the devices of a cooperative pool, and what is lent beside it."""
+
+    devices: Devices
+    executor: Literal["gate", "memory_only", "none"]
+    # gate: ROSE's; rollout steps run in the idle time and hold an online step up by at most `hold_s`.
+    # memory_only: Prism-like; memory is shared, compute is contended: both sides slow down while both compute.
+    # none: the whole device is lent and serving does not exist (upper bound).
+    ttft_slo_s: float  # P99
+    tpot_slo_s: float  # P99
+    ttft_spread: float  # sigma of the logarithm of a request's TTFT and TPOT about their means (lognormal)
+    tpot_spread: float
+    hold_s: float  # gate: the longest rollout step that a request may have to wait for
+    overhead: float  # gate: share of the idle time lost to admission
+    contention: float  # memory_only: both sides take 1 + contention times as long while both compute (1: time slices)
+    reserve: float  # share of KV memory never lent beyond what serving holds
+    high_watermark: float  # gate: share in use or lent above which what is lent is halved, until the next training step
+    step: float  # the rollout side hears of a change of lendable KV of at least this share of the whole
+
+
+# --------------------------------------------------------------------------- environment
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One trajectory as it will go, whoever serves it. Tuples have an element per turn."""
+
+    prompt_tokens: int  # its first turn's context; a group's members share it
+    output_tokens: tuple[int, ...]  # generated, each >= 1
+    observation_tokens: tuple[int, ...]  # appended to the context after the turn
+    tool_s: tuple[float, ...]  # from the turn's end to the next request; the last: to the reward
+    failed: tuple[bool, ...]  # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    reward: float
+    reset_s: float = 0.0  # from its start to its first request
+    crashed: bool = False  # the environment dies after the last turn: another episode takes the place
+    domain: str = ""
+
+
+class Environment(Protocol):
+    max_new_tokens: int  # per turn, as the scheduler is told
+
+    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[Episode]:
+        """The members of prompt `index`, by the policy `version` (drift). `draw` is seeded by (run, prompt, try), so
+        rival policies meet the same episodes. A further call with `size=1` makes a crashed member's replacement."""
+
+
+# --------------------------------------------------------------------------- training, the whole
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """step_s + tokens x flops_per_token / (gpus x gpu.flops x mfu). `gpus` 0: step_s is all (calibrated runs)."""
+
+    gpus: int
+    gpu: Gpu
+    mfu: float  # share of the peak
+    flops_per_token: float  # of one training token: 6 x active parameters, and 2 x for each forward pass besides
+    step_s: float  # whatever its tokens: optimizer, data
+    publish_s: float  # from the step's end until the first byte of the version can leave
+    token_s: float = 0.0  # besides, per token (calibrated runs)
+
+
+@dataclass(frozen=True)
+class Batch:
+    groups: int  # a step trains on
+    group_size: int
+    dynamic_sampling: bool  # a group whose rewards are all equal is refused (DAPO)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """`steps` training steps. `driver` fields say how the live coordinator behaves."""
+
+    name: str
+    steps: int
+    batch: Batch
+    environment: Environment
+    trainer: Trainer
+    pools: tuple[Pool, ...]
+    tick_s: float  # between two Ticks (rose.roles.coordinator.TICK_S)
+    progress_s: float  # between two words about a running turn; inf: one at its end
+    dispatch_s: float  # from a decision to the engine, and from the engine's word to the next decision
+    in_flight: Literal["recompute", "keep", "finish"] = "recompute"  # what runs when weights come (transfer.in_flight)
+    max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
+    horizon_s: float = math.inf  # a run that takes longer is an error
+    source: dict[str, str] = field(default_factory=dict)  # field -> where its number is from, for reports

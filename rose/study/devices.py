@@ -1,0 +1,62 @@
+"""The online service on cooperative devices: a trace, its rate, and what each device does with it.
+
+The rate is given, or a share (sim.serving.load) of the highest at which a device alone keeps its P99 targets: an
+operator sizes a service by its peaks, which is why there is something to borrow (sim.serving.rate=null).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+from rose import traces
+from rose.config import ConfigError, SimServing
+from rose.sim import serving, spec
+
+VARIANTS = 4  # devices that are computed; the others do as they do
+ROUNDS = 2  # of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
+FIRST_RATE = 4.0  # requests/s, where that search begins
+FIRST_S = 600.0  # of the trace that it is made on
+
+
+def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: int) -> spec.Serving:
+    """Beside the online `engine`, which has the whole device's KV memory. Raises `ConfigError`."""
+    source = json.dumps([s.trace, s.args], sort_keys=True)
+    devices = _devices(source, s.rate, s.load, s.slo.ttft_p99_s, s.slo.tpot_p99_s, engine, workers,
+                       s.hold_s if executor == "gate" else 0.0, executor == "gate", seed)
+    return spec.Serving(
+        devices=devices, executor=executor, ttft_slo_s=s.slo.ttft_p99_s, tpot_slo_s=s.slo.tpot_p99_s,
+        ttft_spread=devices.ttft_spread, tpot_spread=devices.tpot_spread, hold_s=s.hold_s, overhead=s.overhead,
+        contention=s.contention, reserve=s.reserve, high_watermark=s.high_watermark, step=s.step)
+
+
+@functools.lru_cache(maxsize=32)
+def _devices(source: str, rate: float | None, share: float, ttft_s: float, tpot_s: float, engine: spec.Engine,
+             workers: int, hold_s: float, paced: bool, seed: int) -> serving.Devices:
+    variants = max(1, min(VARIANTS, workers))
+    try:
+        rate = rate or share * _provisioned(source, ttft_s, tpot_s, engine)
+        trace = _trace(source, seed, rate * variants)
+        return serving.devices(trace, engine, workers, variants, serving.PACE * tpot_s if paced else 0.0, hold_s)
+    except (OSError, ValueError, TypeError) as error:
+        trace, args = json.loads(source)
+        raise ConfigError(f"sim.serving.trace={trace!r}, sim.serving.args={args}: {error}") from None
+
+
+def _trace(source: str, seed: int, rate: float, seconds: float | None = None) -> traces.Trace:
+    """At `rate` requests/s on average; of a file from its beginning."""
+    path, args = json.loads(source)
+    if path is None:
+        return traces.generate(seed, rate=rate, **(args | ({"seconds": seconds} if seconds else {})))
+    found = traces.read(Path(path)).clipped(**args)
+    return found.scaled(len(found) / max(found.seconds, 1e-9) / rate)
+
+
+@functools.lru_cache(maxsize=8)
+def _provisioned(source: str, ttft_s: float, tpot_s: float, engine: spec.Engine) -> float:
+    """Requests/s of one device that just keeps its targets."""
+    rate = FIRST_RATE
+    for _ in range(ROUNDS):
+        rate /= serving.provisioned(_trace(source, 0, rate, FIRST_S), engine, ttft_s, tpot_s)
+    return rate

@@ -1,0 +1,12 @@
+"""Traces of online serving's requests and of spot instances: read by path, cut and scaled, or made with like
+statistics.
+
+Knows numpy only, so that the simulator and the benchmarks replay the very same requests. The project holds no trace.
+"""
+
+from rose.traces.files import read
+from rose.traces.made import generate
+from rose.traces.spot import Availability
+from rose.traces.trace import Trace, TraceError
+
+__all__ = ["Availability", "Trace", "TraceError", "generate", "read"]

@@ -1,0 +1,283 @@
+"""What borrowed engines and better policies gain, live on this machine: step time of fixed, ROSE and best, as ratios.
+
+    python scripts/bench_live.py                                  # about an hour
+    python scripts/bench_live.py --seeds 1 --steps 4 --borrowed 1 # a look
+    python scripts/bench_live.py --csv docs/bench_live.csv
+
+    fixed  two dedicated engines, synchronous steps, cache-affine routing
+    rose   the same and up to --borrowed engines of serving devices: ROSE's provisioning and routing
+    best   the same devices, earliest-finish routing, unfinished groups carried over to the next step
+
+Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two engines: the online server,
+which replays a trace of bursty traffic over HTTP, and the rollout engine behind the gate (docs/serving.md). So a borrowed
+engine is added compute, as a GPU would be, and what it has is what serving leaves. The servers and their traffic are
+there in all three systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
+seeds set the tasks, the traffic and the engines' sampling alike. Steps count from when all borrowed engines have joined.
+
+Printed: the median step per system, its ratio to fixed within the same seed (median, smallest, largest), the share of
+tokens that borrowed engines made, and what serving's users got. Above ratios of quotas: (dedicated + borrowed x what
+serving leaves) / dedicated is what can be had of the rollout phase at most. The figures mean something on a machine that
+does nothing else, with a core for each (2 + borrowed) x quota and one more for trainer, hosts and clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from bench_coserving_client import Request, replay
+from bench_coserving_engines import free_port, plugin_folder
+from hydra import compose, initialize_config_dir
+from live_runs import LOOK_S, REPOSITORY, Live, Quota
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from rose import config as cfg
+from rose import traces
+from rose.models import resolve
+
+DEADLINE_S = 1800.0  # of one run
+START_S = 600.0  # of a serving device
+TRACE_S, PIECE_S, DRAIN_S = 3600.0, 30.0, 10.0
+SERVED = "chat"
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    "fixed": ("serving=none", "scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
+    "rose": ("scheduler/provisioning=rose", "scheduler/routing=rose"),
+    "best": ("scheduler/provisioning=rose", "scheduler/routing=earliest_finish", "scheduler/batching=carry_over"),
+}
+
+
+class Device:
+    """A serving device: `python -m rose.serving` and its engines in one quota."""
+
+    def __init__(self, folder: Path, number: int, options: argparse.Namespace, model: Path, run: str,
+                 profile: Path | None) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._quota = Quota(f"device-{number}", options.quota)
+        self.log = folder / f"{run}-device-{number}.log"
+        words = [f"name={run}", f"output_dir={folder}", "rollout.threads=1", "rollout.kv_cache_gib=0.1",
+                 f"serving.online.model={model}", f"serving.online.served_name={SERVED}", f"serving.online.port={port}",
+                 "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.1", "serving.online.max_context=512",
+                 f"serving.online.slo={slo(options)}", *([f"serving.lending.profile={profile}"] if profile else [])]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen([sys.executable, "-m", "rose.serving", *words], stdout=log, cwd=REPOSITORY,
+                                             stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True)
+        self._quota.add(self._process.pid)
+
+    async def ready(self) -> None:
+        """Serves. Raises `SystemExit`."""
+        import aiohttp
+
+        end = time.monotonic() + START_S
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() < end and self._process.poll() is None:
+                try:
+                    async with session.get(f"{self.url}/health") as answer:
+                        if answer.status == 200:
+                            return
+                except (aiohttp.ClientError, OSError):
+                    pass
+                await asyncio.sleep(1.0)
+        raise SystemExit(f"a serving device did not start within {START_S:g} s; see {self.log}")
+
+    def limit(self) -> None:
+        self._quota.add(self._process.pid)
+        self._quota.limit()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10)
+        self._quota.close()
+
+
+class Measured(NamedTuple):
+    system: str
+    seed: int
+    step_s: float  # median
+    borrowed_share: float  # of the tokens
+    requests: int
+    ttft_p99_s: float
+    tpot_p99_s: float
+
+
+def rollout_model(overrides: list[str]) -> Path:
+    """The run's own, which the online servers serve, too."""
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = compose("config", overrides)
+    OmegaConf.set_struct(composed, False)
+    return resolve(cfg.from_dict(OmegaConf.to_container(composed, resolve=True)).model)
+
+
+def slo(options: argparse.Namespace) -> str:
+    return (f"{{ttft_p50_s: {options.ttft_slo / 2}, ttft_p99_s: {options.ttft_slo}, tpot_p50_s: {options.tpot_slo / 2}, "
+            f"tpot_p99_s: {options.tpot_slo}}}")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}"}
+
+
+def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
+    """Of a device of this quota."""
+    file, quota = folder / "profile.json", Quota("profile", options.quota)
+    command = [sys.executable, "-m", "rose.serving.profile", f"out={file}", f"seconds={options.profile_s}", f"model={model}",
+               "model.max_context=512", "rollout.threads=1", "rollout.kv_cache_gib=0.1", f"serving.online.model={model}",
+               "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.1", "serving.online.max_context=512"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY,
+                               env=environment(folder))
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "measuring" in line:  # an engine has started
+            quota.add(process.pid)
+            quota.limit()
+    quota.close()
+    if process.wait():
+        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(said[-20:])}")
+    return file
+
+
+async def measure(folder: Path, system: str, seed: int, options: argparse.Namespace, overrides: list[str], model: Path,
+                  profiled: Path) -> Measured:
+    name = f"{system}-{seed}"
+    wanted = 0 if system == "fixed" else options.borrowed
+    live = Live(folder, name, ["trainer.steps=1000000", "rollout.workers=2", f"trainer.batch_size={options.batch}",
+                               f"seed={seed}", *SYSTEMS[system], *overrides], options.quota)
+    devices, clients, over, words = [], [], asyncio.Event(), cfg.read_shape(model).vocab
+    try:
+        await _until(live, lambda: live.phase == "rollout", "its first step")
+        devices = [Device(folder, number, options, model, name, profiled if wanted else None)
+                   for number in range(options.borrowed)]
+        for number, device in enumerate(devices):
+            await device.ready()
+            device.limit()
+            trace = traces.generate(1000 * seed + number, TRACE_S, options.rate, prompt=(64.0, 0.6), output=(24.0, 0.6))
+            clients.append(asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words)))
+        before = len(live.steps(0))  # without the traffic
+        first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines")
+        await _until(live, lambda: len(live.steps(first)) >= options.steps, f"{options.steps} steps")
+        rows = live.steps(first)[:options.steps]
+        over.set()
+        served = [r for requests in await asyncio.gather(*clients) for r in requests if r.done]
+        return Measured(system, seed, statistics.median(row["time_step"] for row in rows),
+                        statistics.mean(row["borrowed_token_share"] for row in rows), len(served),
+                        _p99([r.ttft for r in served]), _p99([r.tpot for r in served]))
+    finally:
+        for client in clients:
+            client.cancel()
+        live.close()
+        for device in devices:
+            device.close()
+
+
+async def _until(live: Live, ready, what: str):
+    end = time.monotonic() + DEADLINE_S
+    while not (value := ready()):
+        live.look()
+        if live.over or time.monotonic() > end:
+            raise SystemExit(f"{live.run.name}: {what} did not come; see {live.run}.log and {live.run}/logs")
+        await asyncio.sleep(LOOK_S)
+    return value
+
+
+def _first(live: Live, before: int, wanted: int) -> int:
+    """How many steps don't count: `before`, those up to the one in which the last of the borrowed engines came, and the
+    one after; 0 while one is missing."""
+    having = [at for at, row in enumerate(live.steps(0)) if at >= before and row["borrowed_workers"] >= wanted]
+    return having[0] + 2 if having else 0
+
+
+async def users(url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int) -> list[Request]:
+    """Replay the trace, piece by piece, until `over`, or its end."""
+    found, begins = [], 0.0
+    while not over.is_set() and begins < trace.seconds:
+        piece = trace.slice(begins, PIECE_S)
+        began = time.monotonic()
+        found += await replay(url, SERVED, piece, seed, DRAIN_S, words=words)
+        if found and not any(request.done for request in found):
+            raise SystemExit(f"{url} answers no request of the traffic: {found[-1].why}")
+        begins += PIECE_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), max(0.0, began + PIECE_S - time.monotonic()))
+    return found
+
+
+def _p99(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return float(np.percentile(known, 99)) if known else float("nan")
+
+
+def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
+    fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
+    table = Table(title=f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each")
+    for column in ("", "step, s", "faster than fixed", "smallest..largest", "tokens by borrowed", "TTFT P99, s",
+                   "TPOT P99, ms", "requests"):
+        table.add_column(column, justify="right" if column else "left")
+    for system in SYSTEMS:
+        of = [m for m in found if m.system == system]
+        if not of:
+            continue
+        ratios = [fixed[m.seed] / m.step_s for m in of if m.seed in fixed]
+        table.add_row(system, f"{statistics.median(m.step_s for m in of):.2f}",
+                      f"{statistics.median(ratios):.2f}" if ratios else "-",
+                      f"{min(ratios):.2f}..{max(ratios):.2f}" if ratios else "-",
+                      f"{statistics.mean(m.borrowed_share for m in of):.0%}",
+                      f"{statistics.mean(m.ttft_p99_s for m in of):.2f}",
+                      f"{1e3 * statistics.mean(m.tpot_p99_s for m in of):.0f}", str(sum(m.requests for m in of)))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quota", type=float, default=0.4, help="cores of each engine and device; 0: no quota")
+    parser.add_argument("--borrowed", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="that count, of each run")
+    parser.add_argument("--batch", type=int, default=96, help="trajectories of a step")
+    parser.add_argument("--rate", type=float, default=0.3, help="online requests per second and device")
+    parser.add_argument("--ttft-slo", type=float, default=1.0, help="P99, s")
+    parser.add_argument("--tpot-slo", type=float, default=0.2, help="P99, s")
+    parser.add_argument("--profile-s", type=float, default=60.0)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder; a profile there is used again")
+    args, overrides = parser.parse_known_args()
+    console, found = Console(), []
+    with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
+        folder = (args.keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model = rollout_model(overrides)
+        file = folder / "profile.json"
+        profiled = file if file.exists() else profile(folder, args, model)
+        for seed in range(args.seeds):
+            order = args.systems[seed % len(args.systems):] + args.systems[: seed % len(args.systems)]
+            for system in order:
+                found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, profiled)))
+                console.print(f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False)
+    show(found, console, args)
+    if args.csv:
+        with args.csv.open("w", newline="") as out:
+            writer = csv.writer(out)
+            writer.writerow(Measured._fields)
+            writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""What a decision of the scheduler costs, by cluster size and policy; and the simulator's speed beside simpy's.
+
+    python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
+    python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
+    python scripts/bench_scheduler.py --profile rose                     # cProfile of the largest size
+    python scripts/bench_scheduler.py --simulator                        # rose.sim beside simpy
+
+Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a fifth of the turns
+waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed by itself; a decision is any event that
+may place a turn, so all but `TurnProgressed`. Without time: the driver ends a running turn drawn by chance, the
+trajectory asks for the next, or a new one takes its place; between them come ticks, capacities of borrowed workers that
+shrink and grow, turns given back, workers lost and joined. Where a step is trained every worker loads a version, one by
+one, while turns go on. Joining and the first assignments aren't counted. Times are of the thread's CPU clock, so that
+other programs on the machine count less; Python's collector of garbage is off, as it is in the simulator.
+
+The simulator beside simpy, on the same arrivals: k engines with one sequence each (M/M/k; simpy: a Resource), where
+rose.sim also makes a scheduler's decision for each; and one engine that batches continuously, its step as long as its
+batch (simpy: a process that takes every step, as it must, since it knows no runs of like steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import cProfile
+import gc
+import pstats
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simpy
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose.config import Policy  # noqa: E402
+from rose.config import Scheduler as SchedulerConfig  # noqa: E402
+from rose.scheduler import Scheduler, build  # noqa: E402
+from rose.scheduler import events as ev  # noqa: E402
+from rose.scheduler.registry import POLICIES  # noqa: E402
+from rose.sim import probes  # noqa: E402
+
+SEQUENCES, KV_TOKENS, GROUP, TURNS, STEP_GROUPS = 4, 40_000, 16, 8, 16
+# name -> (provisioning, routing, order, batching)
+SYSTEMS = {
+    "fixed": ("fixed", "least_loaded", "fifo", "synchronous"),
+    "affine": ("on_demand", "cache_affine", "fifo", "synchronous"),
+    "rose": ("rose", "rose", "fifo", "one_step_off"),
+    "areal": ("fixed", "cache_affine", "fifo", "bounded_staleness"),
+    "rlboost": ("rlboost", "least_loaded", "fifo", "synchronous"),
+    "rollpacker": ("fixed", "least_loaded", "fifo", "tail_batching"),
+    "seer": ("fixed", "seer", "longest_first", "synchronous"),
+    "libra": ("libra", "libra", "mlfq", "bounded_staleness"),
+    "rollart": ("serverless", "rollart", "fifo", "trajectory_async"),
+    "prism": ("static", "least_loaded", "fifo", "synchronous"),
+    "best": ("rose", "earliest_finish", "progressive", "carry_over"),
+}
+KINDS = ("provisioning", "routing", "order", "batching")
+
+
+def policy(kind: str, name: str) -> Policy:
+    """As conf/scheduler has it, with up to 1,000 workers that are lent."""
+    text = (REPOSITORY / "conf" / "scheduler" / kind / f"{name}.yaml").read_text()
+    return Policy(**yaml.safe_load(text.replace("${serving.max_ranks}", "1000")))
+
+
+def scheduler(names: tuple[str, ...]) -> Scheduler:
+    chosen = {kind: policy(kind, name) for kind, name in zip(KINDS, names, strict=True)}
+    return build(SchedulerConfig(**chosen, queue_depth=0.0), turn_timeout_s=60.0)
+
+
+class Load:
+    """Drives a scheduler at constant concurrency, and times it."""
+
+    def __init__(self, scheduler: Scheduler, workers: int, seed: int) -> None:
+        self.scheduler, self.draw = scheduler, np.random.default_rng(seed)
+        self.costs: dict[str, list[int]] = {}  # event -> ns
+        self.at = 0.0
+        self.kinds = [("dedicated", "H800"), ("dedicated", "H20"), ("cooperative", "H800"), ("spot", "H20"),
+                      ("hybrid", "H800")]
+        self.borrowed: list[str] = []
+        self.running: list[str] = []  # turns that workers have
+        self.place: dict[str, int] = {}  # turn -> its index there
+        self.attempt: dict[str, tuple[str, int]] = {}  # turn -> worker, attempt
+        self.left: dict[str, int] = {}  # trajectory -> turns
+        self.group: dict[str, list[str]] = {}  # unfinished trajectories
+        self.ready: deque[str] = deque()  # turns to be asked for
+        self.version, self.step, self.loads = 0, 0, deque()
+        self.wanted = 5 * workers
+        self.say(ev.VersionPublished(at=0.0, version=0))
+        for i in range(workers):
+            self.join(i)
+        self.begin()
+
+    # ----------------------------------------------------------------- what happens
+
+    def join(self, i: int) -> None:
+        kind, hardware = self.kinds[i % len(self.kinds)]
+        name = f"worker-{i}"
+        if kind in ("cooperative", "spot") and i < len(self.scheduler.cluster.workers) + 1:
+            self.borrowed.append(name)
+        self.say(ev.WorkerJoined(at=self.at, worker=name, kind=kind, max_sequences=SEQUENCES, kv_tokens=KV_TOKENS,
+                                 version=self.version, hardware=hardware))
+
+    def begin(self) -> None:
+        self.step += 1
+        self.say(ev.StepBegun(at=self.at, step=self.step, groups=max(self.wanted // GROUP, 1)))
+
+    def fill(self) -> None:
+        """Ask for turns until the concurrency is reached."""
+        while self.ready:
+            turn = self.ready.popleft()
+            trajectory, _, number = turn.rpartition(".t")
+            if trajectory not in self.left:
+                continue  # dropped
+            group = trajectory.partition(".")[0]
+            self.say(ev.TurnRequested(at=self.at, turn=turn, trajectory=trajectory, group=group,
+                                      context_tokens=500 * (1 + int(number)), max_new_tokens=int(self.draw.integers(200, 6000)),
+                                      domain=("maths", "web")[len(trajectory) % 2],
+                                      outcome=("ok", "failed")[int(self.draw.random() < 0.2)]))
+
+    def end(self, turn: str) -> None:
+        tokens = int(self.draw.integers(50, 2000))
+        self.forget(turn)
+        self.say(ev.TurnEnded(at=self.at, turn=turn, tokens=tokens))
+        trajectory, _, number = turn.rpartition(".t")
+        self.left[trajectory] -= 1
+        if self.left[trajectory]:
+            self.ready.append(f"{trajectory}.t{int(number) + 1}")
+            return
+        del self.left[trajectory]
+        self.say(ev.TrajectoryEnded(at=self.at, trajectory=trajectory, tokens=tokens * TURNS))
+        group = trajectory.partition(".")[0]
+        self.group[group].remove(trajectory)
+        if not self.group[group]:
+            del self.group[group]
+            self.say(ev.GroupFinished(at=self.at, group=group, accepted=True))
+
+    def disturb(self, n: int) -> None:
+        """What is rare: one tick in 500 events, and a change of a borrowed worker."""
+        self.say(ev.Tick(at=self.at))
+        name = self.borrowed[int(self.draw.integers(len(self.borrowed)))]
+        match n % 5:
+            case 0 | 1:
+                share = float(self.draw.choice([0.0, 0.25, 0.5, 1.0]))
+                self.say(ev.WorkerCapacity(at=self.at, worker=name, kv_tokens=int(KV_TOKENS * share),
+                                           max_sequences=SEQUENCES if share else 0, expected_s=-1.0, revoked=share < 1))
+            case 2 if self.running:
+                turn = self.running[int(self.draw.integers(len(self.running)))]
+                worker, attempt = self.attempt[turn]
+                self.forget(turn)
+                self.say(ev.TurnReturned(at=self.at, turn=turn, attempt=attempt))
+                self.say(ev.WorkerCapacity(at=self.at, worker=worker, kv_tokens=KV_TOKENS, max_sequences=SEQUENCES,
+                                           expected_s=0.0, revoked=False))
+            case 3:
+                for turn in list(self.scheduler.cluster.workers[name].turns):
+                    self.forget(turn)
+                self.say(ev.WorkerLost(at=self.at, worker=name, reason="preempted"))
+                self.join(int(name.partition("-")[2]))
+
+    def run(self, events: int) -> None:
+        for n in range(events):
+            self.at += 0.001
+            self.fill()
+            if self.loads:
+                worker, version = self.loads.popleft()
+                self.say(ev.WorkerLoaded(at=self.at, worker=worker, version=version))
+            if self.running:
+                self.end(self.running[int(self.draw.integers(len(self.running)))])
+            if n % 500 == 0:
+                self.disturb(n // 500)
+
+    # ----------------------------------------------------------------- what the scheduler says
+
+    def say(self, event: ev.Event) -> None:
+        began = time.thread_time_ns()
+        actions = self.scheduler.handle(event)
+        self.costs.setdefault(type(event).__name__, []).append(time.thread_time_ns() - began)
+        for action in sorted(actions, key=lambda a: not isinstance(a, ev.AbortTurn)):
+            match action:
+                case ev.AssignTurn(turn, worker, attempt):
+                    self.place[turn], self.attempt[turn] = len(self.running), (worker, attempt)
+                    self.running.append(turn)
+                case ev.AbortTurn(turn):
+                    self.forget(turn)
+                case ev.LoadWeights(worker, version):
+                    self.loads.append((worker, version))
+                case ev.AdmitGroup(_, group):
+                    self.admit(group)
+                case ev.DropGroup(group):
+                    self.drop(group)
+                case ev.StartTraining():
+                    self.version += 1
+                    self.say(ev.VersionPublished(at=self.at, version=self.version))
+                    self.begin()
+
+    def admit(self, group: str) -> None:
+        self.group[group] = [f"{group}.{i}" for i in range(GROUP)]
+        for trajectory in self.group[group]:
+            self.left[trajectory] = TURNS
+            self.ready.append(f"{trajectory}.t0")
+
+    def drop(self, group: str) -> None:
+        for trajectory in self.group.pop(group, ()):
+            del self.left[trajectory]
+            for n in range(TURNS):
+                if (turn := f"{trajectory}.t{n}") in self.scheduler.cluster.turns:
+                    self.forget(turn)
+                    self.say(ev.TurnEnded(at=self.at, turn=turn))
+            self.say(ev.TrajectoryEnded(at=self.at, trajectory=trajectory))
+
+    def forget(self, turn: str) -> None:
+        place = self.place.pop(turn, None)
+        if place is not None:
+            last = self.running.pop()
+            if last != turn:
+                self.running[place], self.place[last] = last, place
+
+
+def measure(system: str, workers: int, events: int, seed: int) -> dict[str, Any]:
+    load = Load(scheduler(SYSTEMS[system]), workers, seed)
+    load.fill()
+    load.run(events // 10)  # warm
+    load.costs.clear()
+    gc.collect()
+    gc.disable()
+    load.run(events)
+    gc.enable()
+    costs = np.concatenate([np.array(c) for c in load.costs.values()]) / 1e3
+    request, end = (np.array(load.costs[k]) / 1e3 for k in ("TurnRequested", "TurnEnded"))
+    return {"system": system, "workers": workers, "turns": len(load.scheduler.cluster.turns),
+            "waiting": load.scheduler.waiting, "decisions": len(costs), "median_us": np.median(costs),
+            "p99_us": np.percentile(costs, 99), "p99.9_us": np.percentile(costs, 99.9), "max_us": costs.max(),
+            "request_us": np.median(request), "end_us": np.median(end)}
+
+
+# --------------------------------------------------------------------------- beside simpy
+
+LOAD, TOKENS = 0.8, 200  # utilisation, and mean tokens of an arrival
+
+
+def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
+    return draw.exponential(1.0, count)
+
+
+def arrivals(workers: int, count: int, seed: int) -> tuple[list[float], list[int]]:
+    """(at, tokens): those of `probes.queue`."""
+    draw = np.random.default_rng(seed)
+    tokens = np.maximum(np.ceil(lengths(draw, count) * TOKENS - 0.5), 1).astype(int)
+    at = np.sort(draw.random(count)) * count * TOKENS * probes.TOKEN_S / (LOAD * workers)
+    return at.tolist(), tokens.tolist()
+
+
+def simpy_servers(workers: int, count: int, seed: int) -> float:
+    """Mean seconds in the system, each worker serving one arrival at a time."""
+    world, total = simpy.Environment(), 0.0
+    servers = simpy.Resource(world, workers)
+
+    def served(at: float, tokens: int):
+        nonlocal total
+        yield world.timeout(at)
+        with servers.request() as place:
+            yield place
+            yield world.timeout(tokens * probes.TOKEN_S)
+        total += world.now - at
+
+    for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
+        world.process(served(at, tokens))
+    world.run()
+    return total / count
+
+
+def simpy_batch(workers: int, count: int, seed: int) -> float:
+    """Mean seconds in the system of one engine that makes a token of each sequence per step."""
+    world, total, batch = simpy.Environment(), 0.0, []
+    came = [world.event()]
+
+    def arrive():
+        for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
+            yield world.timeout(at - world.now)
+            batch.append([at, tokens])
+            if not came[0].triggered:
+                came[0].succeed()
+
+    def engine():
+        nonlocal batch, total
+        while True:
+            if not batch:
+                came[0] = world.event()
+                yield came[0]
+            inside = list(batch)
+            yield world.timeout(len(inside) * probes.TOKEN_S)
+            for sequence in inside:
+                sequence[1] -= 1
+                if not sequence[1]:
+                    total += world.now - sequence[0]
+            batch = [sequence for sequence in batch if sequence[1]]
+
+    world.process(arrive())
+    world.process(engine())
+    world.run()
+    return total / count
+
+
+def simulators(count: int, seed: int) -> list[dict[str, Any]]:
+    rows = []
+    for workers, sequences, rival in ((4, 1, simpy_servers), (100, 1, simpy_servers), (1, 256, simpy_batch)):
+        for name, run in (("rose.sim", lambda w, c, s, q=sequences: probes.queue(LOAD, TOKENS, w, q, c, s, lengths).mean()),
+                          ("simpy", rival)):
+            began = time.thread_time()
+            mean = float(run(workers, count, seed))
+            took = time.thread_time() - began
+            rows.append({"engines": workers, "sequences": sequences, "simulator": name, "arrivals": count,
+                         "arrivals_per_s": count / took, "tokens_per_s": count * TOKENS / took,
+                         "mean_in_system_ms": 1000 * mean})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = list(rows[0])
+    cells = [heads] + [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+
+
+def known() -> list[str]:
+    return [name for name, system in SYSTEMS.items()
+            if all(p in POLICIES[kind] for kind, p in zip(KINDS, system, strict=True))]
+
+
+def main() -> None:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--sizes", default="100,1000,10000")
+    parse.add_argument("--policies", default=",".join(known()))
+    parse.add_argument("--events", type=int, default=20_000, help="turns ended, of each row")
+    parse.add_argument("--seed", type=int, default=1)
+    parse.add_argument("--csv", type=Path)
+    parse.add_argument("--profile", choices=known())
+    parse.add_argument("--simulator", action="store_true")
+    args = parse.parse_args()
+    sizes = [int(size) for size in args.sizes.split(",")]
+    if args.profile:
+        load = Load(scheduler(SYSTEMS[args.profile]), sizes[-1], args.seed)
+        load.fill()
+        with cProfile.Profile() as profile:
+            load.run(args.events)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        return
+    rows = simulators(args.events, args.seed) if args.simulator else [measure(system, size, args.events, args.seed) for system in args.policies.split(",") for size in sizes]
+    print(table(rows))
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            out = csv.DictWriter(file, list(rows[0]))
+            out.writeheader()
+            out.writerows({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

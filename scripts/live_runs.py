@@ -1,0 +1,204 @@
+"""Short live runs on this machine whose engines are confined to a CPU quota each: what validate_sim.py and bench_live.py
+share. Not a command.
+
+A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms periods so that a step of
+a few milliseconds is stretched and not stopped. It is set when the engines have started. Without a writable controller
+there are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose.coserving import names  # noqa: E402
+from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
+from rose.roles import journal  # noqa: E402
+from rose.scheduler import events as ev  # noqa: E402
+
+PERIOD_US = 10_000
+LOOK_S = 0.1
+V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
+SCHEDULER = "rose.coserving.rollout.scheduler"  # vLLM's own where no device is shared; it can write down its steps
+ALIKE = ("eval.episodes=0", "observe.terminal=false", "observe.report=false", "observe.tensorboard=false",
+         "rollout.threads=1", "trainer.threads=1", "trainer.checkpoint_every=1000000", "algorithm=decoupled_ppo",
+         "trainer.optimizer.lr=1e-9",  # the policy stays as it is, and so do lengths
+         f"+rollout.engine_args.scheduler_cls={SCHEDULER}",
+         "+rollout.engine_args.block_size=32")  # on a CPU 128: half a block of a turn's context is computed again
+
+
+class Quota:
+    """A cgroup for one engine and all that belongs to it. `cores` 0: none."""
+
+    def __init__(self, name: str, cores: float) -> None:
+        self._cores, self._folder = cores, None
+        if not cores:
+            return
+        self._v2 = (V2 / "cgroup.controllers").exists()
+        self._folder = (V2 if self._v2 else V1) / f"rose-{os.getpid()}-{name}"
+        try:
+            if self._v2:
+                (V2 / "cgroup.subtree_control").write_text("+cpu")
+            self._folder.mkdir()
+            (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text()
+        except OSError as error:
+            raise SystemExit(f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
+                             "cpu, or give --quota 0 for engines without one") from None
+
+    @property
+    def used(self) -> str:
+        """In words, for the report."""
+        return f"cgroup v{2 if self._v2 else 1}, {self._cores:g} cores" if self._folder else "none"
+
+    def add(self, pid: int) -> None:
+        """The process and its descendants; later ones follow by themselves."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(ProcessLookupError):
+                    (self._folder / "cgroup.procs").write_text(str(one.pid))
+
+    def limit(self) -> None:
+        """From now on."""
+        if self._folder is not None and self._v2:
+            (self._folder / "cpu.max").write_text(f"{int(self._cores * PERIOD_US)} {PERIOD_US}")
+        elif self._folder is not None:
+            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._folder / "cpu.cfs_quota_us").write_text(str(int(self._cores * PERIOD_US)))
+
+    def close(self) -> None:
+        """After the end of its processes."""
+        if self._folder is None:
+            return
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            try:
+                self._folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.1)  # some process is not quite gone
+
+
+class Ran:
+    """What a run of launch.py has measured."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.run = folder / name
+
+    @property
+    def finished(self) -> bool:
+        return (self.run / "status" / "finished.json").exists()
+
+    def steps(self, skip: int) -> list[dict]:
+        """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas set."""
+        return rows_of(read_metrics(self.run), "step")[skip:]
+
+    def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
+        [path] = (self.run / "journal").glob("attempt-*.jsonl")
+        found = journal.read(path)
+        next(found)
+        return [(entry.event, entry.actions) for entry in found]
+
+
+class Live(Ran):
+    """One run, begun now, each dedicated engine in a quota of its own."""
+
+    def __init__(self, folder: Path, name: str, overrides: list[str], quota: float, steps_log: Path | None = None) -> None:
+        super().__init__(folder, name)
+        self._log = (folder / f"{name}.log").open("wb")
+        environment = os.environ | ({names.STEPS: str(steps_log)} if steps_log else {})
+        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", f"name={name}", *ALIKE, *overrides]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment,
+                                         start_new_session=True)
+        self._cores, self._quotas = quota, {}
+        self._limited = False
+
+    @property
+    def phase(self) -> str:
+        path = self.run / "live.json"
+        return json.loads(path.read_text()).get("phase", "") if path.exists() else ""
+
+    @property
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def look(self) -> None:
+        """Confine engines that have come up; call often."""
+        for path in (self.run / "status").glob("attempt-*/rank-*.json"):
+            with contextlib.suppress(ValueError):  # it is just being written
+                rank = json.loads(path.read_text())
+                if rank["role"] == "rollout" and not self._limited:
+                    if rank["index"] not in self._quotas:
+                        self._quotas[rank["index"]] = Quota(f"engine-{rank['index']}", self._cores)
+                    self._quotas[rank["index"]].add(rank["pid"])
+        if not self._limited and self._quotas and self.phase not in ("", "starting"):
+            for quota in self._quotas.values():
+                quota.limit()
+            self._limited = True
+
+    def wait(self, deadline_s: float) -> None:
+        """To its end. Raises `SystemExit` with its log's name if it fails or takes longer."""
+        end = time.monotonic() + deadline_s
+        while not self.over:
+            self.look()
+            if time.monotonic() > end:
+                self.close()
+                raise SystemExit(f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}")
+            time.sleep(LOOK_S)
+        self.close()
+        if self._process.returncode:
+            raise SystemExit(f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}")
+
+    def close(self) -> None:
+        if not self.over:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10)
+        self._log.close()
+        for quota in self._quotas.values():
+            quota.close()
+
+
+class Durations:
+    """Seconds from a group's admission to the end of each of its training trajectories, from `from_step` on. A journal
+    as the simulator takes it; a live one is read into it."""
+
+    def __init__(self, from_step: int) -> None:
+        self._from, self._step = from_step, 0
+        self._admitted: dict[str, tuple[float, int]] = {}
+        self._group_of: dict[str, str] = {}
+        self.seconds: list[float] = []
+
+    def write(self, event: ev.Event, actions: list[ev.Action]) -> None:
+        match event:
+            case ev.StepBegun(step=step):
+                self._step = step
+            case ev.TurnRequested(trajectory=trajectory, group=group):
+                self._group_of[trajectory] = group
+            case ev.TrajectoryEnded(trajectory=trajectory, tokens=tokens) if tokens:
+                at, step = self._admitted.get(self._group_of.pop(trajectory, ""), (0.0, -1))
+                if step >= self._from:
+                    self.seconds.append(event.at - at)
+        for action in actions:
+            if isinstance(action, ev.AdmitGroup):
+                self._admitted[action.group] = event.at, self._step
+
+    @property
+    def p95(self) -> float:
+        return float(np.percentile(self.seconds, 95)) if self.seconds else float("nan")

@@ -1,0 +1,321 @@
+"""The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all systems.
+
+    python scripts/reproduce_rose.py                                   both settings and the +-20% table; about 15 min
+    python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
+    python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
+Writes docs/results/rose_paper.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg (out=FOLDER: there), and
+into docs/policies.md and docs/simulator.md what stands between their marks.
+The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here or there is set for one system or row, and
+where ours differs from the paper the table says by how much. Why it does: docs/simulator.md.
+Left out: the paper's absolute times, which it gives in figures only.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from rose import config as configuration  # noqa: E402
+from rose.config import Config  # noqa: E402
+from rose.config.errors import value_at  # noqa: E402
+from rose.launch import front, model  # noqa: E402
+from rose.sim.hardware import EFFICIENCY  # noqa: E402
+from rose.storage import write_whole  # noqa: E402
+from rose.study import runs, table  # noqa: E402
+from rose.study.gains import Interval, gain, interval  # noqa: E402
+from rose.study.outcome import Outcome, by_system, values  # noqa: E402
+
+SYSTEMS = ("roll_grpo", "roll_dapo", "areal", "rlboost", "serverless", "best", "best_sync")
+SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"}
+
+
+class Published(NamedTuple):
+    """A number of the paper: `what` of `rival`, per setting as (low, high)."""
+
+    what: str
+    rival: str
+    rose_8b: tuple[float, float]
+    rose_32b: tuple[float, float]
+
+
+PUBLISHED = (
+    Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
+    Published("throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31)),
+    Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69)),
+    Published("rollout time under", "rlboost", (1.20, 1.20), (1.26, 1.26)),
+    Published("allocation overhead", "rose", (0.003, 0.004), (0.003, 0.004)),
+    Published("allocation overhead", "rlboost", (0.068, 0.073), (0.068, 0.073)),
+    Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
+)
+SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
+    "tokens per turn": ("sim.environment.factors.output",),
+    "turns": ("sim.environment.factors.turns", "sim.environment.factors.failed_turns"),
+    "observations": ("sim.environment.factors.observation",),
+    "tool times": ("sim.environment.factors.tool_s", "sim.environment.factors.reset_s"),
+    "engines' compute": ("sim.efficiency.compute",),
+    "engines' memory bandwidth": ("sim.efficiency.memory",),
+    "engines' step overhead": ("sim.efficiency.step_s",),
+    "trainer's MFU": ("sim.trainer.mfu",),
+    "way to cooperative workers": ("sim.pool.cooperative.link.gbit_s",),
+    "idle time lost to admission": ("sim.serving.overhead",),
+    "online load": ("sim.serving.load",),
+    "time to get a worker": ("sim.pool.spot.allocation.start_s", "sim.pool.lend.allocation.start_s"),
+}
+VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
+FACTORS = (0.8, 1.2)
+CONSOLE = Console(width=120)
+
+
+def composed(setting: str, overrides: Sequence[str]) -> Config:
+    tree = front.compose(REPOSITORY / "conf", ["mode=simulate", f"+experiment={setting}", *overrides])[0]
+    return model.known(configuration.from_dict(tree))
+
+
+def times(c: Config, keys: Sequence[str], factor: float) -> list[str]:
+    """Overrides that multiply what `c` has there; an efficiency that it doesn't set is that of rose.sim.hardware."""
+    tree = configuration.to_dict(c)
+    tree["sim"]["efficiency"] = asdict(EFFICIENCY) | tree["sim"]["efficiency"]
+    return [f"++{key}={factor * (value_at(tree, key) or 1.0):g}" for key in keys]
+
+
+def outcomes_of(configs: Sequence[Config], processes: int) -> list[Outcome]:
+    return runs.carry_out([job for c in configs for job in runs.jobs_of(c)], processes, CONSOLE)
+
+
+def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
+    """Our number for a row of the paper. Throughput is trained trajectories per second."""
+    systems = by_system(outcomes)
+    rose, rival = systems["rose"], systems[row.rival]
+    if row.what == "throughput over":
+        return gain(values(rose, "trajectories_s"), values(rival, "trajectories_s"))
+    if row.what == "rollout time under":
+        return gain(values(rival, "rollout_s"), values(rose, "rollout_s"))
+    return interval(values(rival, "allocation"))
+
+
+def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    rows = []
+    systems = by_system(outcomes)
+    for row in PUBLISHED:
+        if row.rival not in systems:
+            continue
+        low, high = getattr(row, setting)
+        found = ours(row, outcomes)
+        rows.append({"setting": setting, "what": row.what, "rival": row.rival, "paper_low": low, "paper_high": high,
+                     "ours": found.mean, "ours_low": found.low, "ours_high": found.high,
+                     "difference": found.mean / fmean((low, high)) - 1})
+    for name in (name for name in ("best", "best_sync") if name in systems):  # no counterpart in any paper
+        found = gain(values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s"))
+        rows.append({"setting": setting, "what": f"{name}: throughput over", "rival": "rose", "paper_low": math.nan,
+                     "paper_high": math.nan, "ours": found.mean, "ours_low": found.low, "ours_high": found.high,
+                     "difference": math.nan})
+    return rows
+
+
+def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
+    """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one seed."""
+    base = composed(setting, overrides)
+    points = [("as it is", 1.0, base)] + [
+        (name, factor, composed(setting, [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"]))
+        for index, (name, keys) in enumerate(SENSITIVITY.items()) for factor in FACTORS]
+    outcomes = outcomes_of([c for *_, c in points], processes)
+    rows = []
+    for name, factor, c in points:
+        systems = by_system([o for o in outcomes if o.point == c.name])
+        mine = values(systems["rose"], "trajectories_s")
+        rows.append({"setting": setting, "parameter": name, "factor": factor} | {
+            f"over {rival}": gain(mine, values(systems[rival], "trajectories_s")).mean for rival in VARIED_SYSTEMS})
+    return rows
+
+
+# --------------------------------------------------------------------------- files and pictures
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    def plain(value: Any) -> Any:
+        return ("" if math.isnan(value) else f"{value:.4g}") if isinstance(value, float) else value
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        out.writeheader()
+        out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    made = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        made.add_column(key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        made.add_row(*("–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    return made
+
+
+def picture(rows: Sequence[dict[str, str]]) -> str:
+    """Ratios only: the paper's as rings, ours as dots with 95% intervals; as SVG."""
+    ratios = [row for row in rows if row["what"] != "allocation overhead"]
+    left, right, line = 330, 660, 26
+    high = len(ratios) * line + 80
+    numbers = [float(row[key]) for row in ratios for key in ("paper_low", "ours", "ours_low", "ours_high") if row[key]]
+    low, top = math.log(min(numbers + [1.0]) / 1.1), math.log(max(numbers + [1.0]) * 1.1)
+
+    def x(value: float) -> float:
+        return left + (math.log(value) - low) / (top - low) * (right - left)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" font-family="sans-serif" '
+             'font-size="12">',
+             f'<rect width="700" height="{high}" fill="#fdfdfb"/>',
+             '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper (rings), ours '
+             '(dots, 95% over seeds)</text>']
+    for mark in (0.25, 0.5, 1, 2, 4):
+        if low <= math.log(mark) <= top:
+            parts.append(f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
+                         f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" y="{high - 12}" '
+                         f'text-anchor="middle" fill="#5d6470">{mark:g}</text>')
+    for index, row in enumerate(ratios):
+        y = 54 + index * line
+        parts.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end" fill="#1d1f24">{row["setting"]}: '
+                     f'{row["what"]} {row["rival"]}</text>')
+        if row["ours_low"]:
+            parts.append(f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" y1="{y}" '
+                         f'y2="{y}" stroke="#1f6fb2" stroke-width="2"/>')
+        parts.append(f'<circle cx="{x(float(row["ours"])):.1f}" cy="{y}" r="4.5" fill="#1f6fb2"/>')
+        if row["paper_low"]:
+            parts.append(f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" stroke="#c8501e" '
+                         'stroke-width="2"/>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def effects(rows: Sequence[dict[str, str]]) -> str:
+    """Throughput of each system over the resource-fixed one, as a table of Markdown; from rose_systems.csv."""
+    lines = ["| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | SLO kept |",
+             "|---|---|---|---|---|---|---|"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        systems: dict[str, list[dict[str, str]]] = {}
+        for row in rows:
+            if row["setting"] == setting:
+                systems.setdefault(row["system"], []).append(row)
+        base = _column(systems["roll_grpo"], "trajectories_s")
+        for name, each in systems.items():
+            over = table.words(gain(_column(each, "trajectories_s"), base)) if name != "roll_grpo" else "1"
+            kept = fmean(_column(each, "attainment"))
+            lines.append(f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
+                         f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} | "
+                         f"{'' if math.isnan(kept) else f'{kept:.2%}'} |")
+    return "\n".join(lines)
+
+
+def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
+    return [float(row[key]) if row[key] else math.nan for row in rows]
+
+
+def beside(rows: Sequence[dict[str, str]]) -> str:
+    """rose_paper.csv as a table of Markdown."""
+    lines = ["| setting | ROSE's | paper | ours [95%] | ours is |", "|---|---|---|---|---|"]
+    for row in rows:
+        share = row["what"] == "allocation overhead"
+
+        def form(key: str) -> str:
+            return "" if not row[key] else f"{float(row[key]):.1%}" if share else f"{float(row[key]):.2f}"
+
+        same = row["paper_low"] == row["paper_high"]
+        paper = form("paper_low") if same else f"{form('paper_low')} to {form('paper_high')}"
+        bounds = f" [{form('ours_low')}, {form('ours_high')}]" if row["ours_low"] else ""
+        off = f"{float(row['difference']):+.0%}" if row["difference"] else ""
+        what = f"{row['what']} of" if share else row["what"]
+        lines.append(f"| {SETTINGS[row['setting']]} | {what} {row['rival']} | {paper or 'none'} | "
+                     f"{form('ours')}{bounds} | {off} |")
+    return "\n".join(lines)
+
+
+def varied_words(rows: Sequence[dict[str, str]]) -> str:
+    """rose_sensitivity.csv as a table of Markdown: at 0.8 and 1.2 times a parameter's value."""
+    rivals = [key for key in rows[0] if key.startswith("over ")]
+    lines = ["| setting | parameter | " + " | ".join(f"{key}: 0.8 x, 1.2 x" for key in rivals) + " |",
+             "|---|---|" + "---|" * len(rivals)]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        mine = [row for row in rows if row["setting"] == setting]
+        for name in dict.fromkeys(row["parameter"] for row in mine):
+            each = [row for row in mine if row["parameter"] == name]
+            cells = " | ".join(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)
+            lines.append(f"| {SETTINGS[setting]} | {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Between <!-- NAME: ... --> and <!-- end of NAME --> of a page."""
+    before, begun, rest = page.read_text().partition(f"<!-- {name}: ")
+    first, newline, rest = rest.partition("\n")
+    _, ended, after = rest.partition(f"<!-- end of {name} -->")
+    if not (begun and ended):
+        raise SystemExit(f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between")
+    write_whole(page, f"{before}{begun}{first}{newline}{text}\n{ended}{after}".encode())
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in arguments)
+    out = Path(given.pop("out", REPOSITORY / "docs" / "results"))
+    settings = [given.pop("only")] if "only" in given else list(SETTINGS)
+    processes, seeds = runs.cores(int(given.pop("processes", 0)) or None), given.pop("seeds", "1,2,3")
+    varied, drawn = given.pop("sensitivity", "true") == "true", given.pop("draw", "false") == "true"
+    systems = given.pop("systems", ",".join(SYSTEMS))
+    timing = [f"sim.steps={given.pop('steps', 7)}", f"sim.warmup={given.pop('warmup', 4)}"]
+    if given:
+        print(f"{given}: unknown; only, systems, seeds, steps, warmup, sensitivity, processes, out and draw are known",
+              file=sys.stderr)
+        return 2
+    if not drawn:
+        _measure(out, settings, systems, timing, seeds, processes, varied)
+    write_whole(out / "rose_paper.svg", picture(read_csv(out / "rose_paper.csv")).encode())
+    docs = REPOSITORY / "docs"
+    if out == docs / "results":
+        put(docs / "policies.md", "measured", effects(read_csv(out / "rose_systems.csv")))
+        put(docs / "simulator.md", "paper", beside(read_csv(out / "rose_paper.csv")))
+        if (out / "rose_sensitivity.csv").exists():
+            put(docs / "simulator.md", "sensitivity", varied_words(read_csv(out / "rose_sensitivity.csv")))
+    return 0
+
+
+def _measure(out: Path, settings: Sequence[str], systems: str, timing: list[str], seeds: str, processes: int,
+             varied: bool) -> None:
+    """Rows of settings that are not asked for stay in the files."""
+    for setting in settings:
+        c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{systems}]"])
+        outcomes = outcomes_of([c], processes)
+        rows = compared(setting, outcomes)
+        CONSOLE.print(table.table(outcomes, "rose", setting))
+        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
+        _merge(out / "rose_paper.csv", setting, rows)
+        each = csv.DictReader(table.csv_text(outcomes).splitlines())
+        _merge(out / "rose_systems.csv", setting, [{"setting": setting} | row for row in each])
+        if varied:
+            few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
+            rows = sensitivity(setting, few, processes)
+            CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value"))
+            _merge(out / "rose_sensitivity.csv", setting, rows)
+
+
+def _merge(path: Path, setting: str, rows: list[dict[str, Any]]) -> None:
+    others = [row for row in read_csv(path) if row["setting"] != setting] if path.exists() else []
+    write_csv(path, sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Drives a batching policy alone, as the trainer and the environments would: groups end in any order, the filter
+refuses some, versions come out while groups run, and the run may end and resume at any step boundary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+
+from rose.scheduler import events as ev
+from rose.scheduler.groups import group_index
+
+
+class Trainer:
+    """`admitted`: group -> version. `trained`: (version, groups) of each step. All that must hold of any policy is
+    asserted on the way."""
+
+    def __init__(self, make: Callable, groups: int) -> None:
+        self.make, self.groups = make, groups
+        self.policy = make()
+        self.version, self.step = 0, 0
+        self.admitted: dict[str, int] = {}
+        self.running: list[str] = []
+        self.held: list[str] = []  # finished and kept
+        self.trained: list[tuple[int, list[str]]] = []
+        self.fate: dict[int, str] = {}  # index of the stream -> out, trained, dropped or lost
+        self.waits = False
+        self.publish(0)
+
+    def do(self, actions: list[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.AdmitGroup(index, group):
+                    assert group not in self.admitted, "names are unique for ever"
+                    assert self.fate.get(index) in (None, "dropped", "lost"), "no second try while the first counts"
+                    assert group_index(group) == index
+                    self.admitted[group], self.fate[index] = self.version, "out"
+                    self.running.append(group)
+                case ev.DropGroup(group):
+                    (self.running if group in self.running else self.held).remove(group)
+                    self.fate[group_index(group)] = "dropped"
+                case ev.StartTraining(step, groups):
+                    assert self.waits and step == self.step, "one batch per step"
+                    assert len(groups) == self.groups and groups == sorted(groups, key=group_index)
+                    for group in groups:
+                        self.held.remove(group)
+                        self.fate[group_index(group)] = "trained"
+                    self.trained.append((self.version, groups))
+                    self.waits = False
+
+    def begin(self) -> None:
+        self.step += 1
+        self.waits = True
+        self.do(self.policy.begin(self.step, self.groups))
+
+    def finish(self, group: str, accepted: bool = True) -> None:
+        self.running.remove(group)
+        self.held.append(group)
+        self.do(self.policy.finished(group, accepted))
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        if hasattr(self.policy, "published"):
+            self.do(self.policy.published(version))
+
+    def end_step(self) -> None:
+        assert not self.waits
+        self.publish(self.version + 1)
+
+    def resume(self) -> None:
+        """The run ends at a step boundary; another attempt goes on."""
+        state = json.loads(json.dumps(self.policy.snapshot()))
+        for group in [*self.running, *self.held]:
+            self.fate[group_index(group)] = "lost"
+        self.running, self.held = [], []
+        self.policy = self.make()
+        self.policy.restore(state)
+        self.publish(self.version)
+
+    def run_step(self, random: Random, refuses: float = 0.0, slow: int = 0) -> None:
+        """Any order; indices divisible by `slow` end last, if it is not 0."""
+        self.begin()
+        while self.waits:
+            self.finish_one(random, refuses, slow)
+        for _ in range(random.randrange(2 * self.groups)):
+            if self.running:
+                self.finish_one(random, refuses, slow)
+        self.end_step()
+
+    def finish_one(self, random: Random, refuses: float, slow: int) -> None:
+        assert self.running, "a step waits, and nothing runs"
+        fast = [g for g in self.running if slow and group_index(g) % slow]
+        self.finish(random.choice(fast or self.running), random.random() >= refuses)
+
+    def staleness(self) -> list[int]:
+        return [version - self.admitted[group] for version, groups in self.trained for group in groups]
+
+    def check_accounts(self) -> None:
+        """Every index up to the newest was trained, was dropped on purpose, is out, or will be tried again."""
+        state = self.policy.snapshot()
+        again = {index for index, _ in state["again"]}
+        assert sorted(self.fate) == list(range(len(self.fate)))
+        for index, fate in self.fate.items():
+            assert fate != "lost" or index in again, f"prompt {index} was skipped in silence"
+            assert fate != "out" or index in again, f"prompt {index} would be skipped if the run ended now"
+            assert fate != "trained" or index not in again, f"prompt {index} would be trained twice"

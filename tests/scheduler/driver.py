@@ -1,0 +1,378 @@
+"""An honest driver of a scheduler without time: engines, environments, a trainer and a queue of jobs that do as they are
+told in any order, and check that what they are told can be done."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rose.roles.journal import Entry
+from rose.scheduler import events as ev
+from rose.scheduler.groups import group_index
+
+MEMBERS = 2  # of a group
+GROUPS = 2  # of a step
+WHOLE_KV = 100
+KINDS = {"d0": ("dedicated", "H800"), "d1": ("dedicated", "H20"), "c0": ("cooperative", "H800"),
+         "c1": ("cooperative", "H20"), "s0": ("spot", "H800"), "h0": ("hybrid", "H800")}
+
+
+@dataclass
+class Worker:
+    kind: str
+    version: int
+    resting: bool
+    sequences: int = 3
+    kv: int = WHOLE_KV
+    loading: bool = False
+    draining: bool = False
+    gave_back: bool = False
+    held: dict[str, int] = field(default_factory=dict)  # turn -> KV tokens
+
+    def can_take(self, need: int, queue_depth: float) -> bool:
+        if not self.held:
+            return self.sequences > 0 and 0 < self.kv and (need <= self.kv or self.kv >= WHOLE_KV)
+        return len(self.held) < self.sequences * (1 + queue_depth) and sum(self.held.values()) + need <= self.kv
+
+
+@dataclass
+class Turn:
+    trajectory: str
+    context: int
+    new: int
+    made: int = 0
+    attempt: int = 0
+    worker: str | None = None
+    chunk_ends: int = 0
+
+
+@dataclass
+class Group:
+    version: int  # at its admission
+    left: dict[str, int]  # unfinished trajectory -> turns
+    state: str = "running"  # then finished, trained or dropped
+
+
+FIRST = (ev.UseWorker, ev.RestWorker, ev.AbortTurn, ev.AssignTurn)
+
+
+def urgency(action):
+    """As the hub: what drops a group must find its turns where the scheduler believes them."""
+    return FIRST.index(type(action)) if type(action) in FIRST else len(FIRST)
+
+
+class Driver:
+    def __init__(self, scheduler, queue_depth, staleness, lengths):
+        self.s, self.queue_depth, self.staleness, self.lengths = scheduler, queue_depth, staleness, lengths
+        self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
+        self.journal: list[Entry] = []
+        self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
+        self.trainer = "free"  # wants a batch, trains
+        self.over = False  # the scheduler gave up
+        self.workers: dict[str, Worker] = {}
+        self.turns: dict[str, Turn] = {}
+        self.groups: dict[str, Group] = {}
+        self.asked: dict[str, int] = {}  # turn to be requested -> its context
+        self.requests: dict[str, bool] = {}
+        self.feed(ev.VersionPublished, version=0)
+
+    # ----------------------------------------------------------------- what it hears
+
+    def feed(self, kind, /, **fields):
+        event = kind(at=self.at, **fields)
+        actions = self.s.handle(event)
+        self.journal.append(Entry(event, actions))
+        for action in sorted(actions, key=urgency):
+            getattr(self, f"do_{type(action).__name__}")(action)
+
+    def do_AssignTurn(self, a):
+        turn, worker = self.turns[a.turn], self.workers[a.worker]
+        assert turn.worker is None and a.attempt == turn.attempt + 1, "a turn is with one worker at a time"
+        assert worker.version == self.version and not worker.loading, "turns run on the newest policy version"
+        assert not (worker.draining or worker.resting or worker.gave_back)
+        left = turn.new - turn.made
+        assert 0 <= a.max_tokens < left
+        need = turn.context + turn.made + (a.max_tokens or left)
+        assert worker.can_take(need, self.queue_depth), "no worker is over its cap"
+        turn.worker, turn.attempt = a.worker, a.attempt
+        turn.chunk_ends = turn.made + a.max_tokens if a.max_tokens else 0
+        worker.held[a.turn] = need
+
+    def do_AbortTurn(self, a):
+        assert self.turns[a.turn].worker == a.worker and self.turns[a.turn].attempt == a.attempt
+        self.take(a.turn)
+
+    def do_LoadWeights(self, a):
+        worker = self.workers[a.worker]
+        assert not (worker.loading or worker.resting or worker.draining) and a.version == self.version
+        worker.loading = True
+
+    def do_AdmitGroup(self, a):
+        assert a.group not in self.groups, "names of groups are unique for ever"
+        assert group_index(a.group) == a.index
+        members = [f"{a.group}.{i}" for i in range(MEMBERS)]
+        self.groups[a.group] = Group(self.version, {m: 1 + self.length(2 * i) % 3 for i, m in enumerate(members)})
+        for member in members:
+            self.asked[f"{member}.t0"] = 1 + self.length(len(member)) % 40
+
+    def do_DropGroup(self, a):
+        group = self.groups[a.group]
+        assert group.state in ("running", "finished"), "what was trained or dropped is not dropped"
+        group.state = "dropped"
+        for trajectory in list(group.left):
+            self.cancel(trajectory)
+
+    def do_StartTraining(self, a):
+        assert (self.trainer, a.step) == ("wants a batch", self.step) and len(a.groups) == GROUPS
+        for name in a.groups:
+            group = self.groups[name]
+            assert group.state == "finished", "every group is trained once, when it is finished"
+            assert self.version - group.version <= self.staleness
+            group.state = "trained"
+        self.trainer = "trains"
+
+    def do_RequestCapacity(self, a):
+        assert a.request not in self.requests
+        self.requests[a.request] = False
+
+    def do_ReleaseCapacity(self, a):
+        self.end_request(a.request)
+
+    def do_UseWorker(self, a):
+        self.workers[a.worker].resting = False
+
+    def do_RestWorker(self, a):
+        self.workers[a.worker].resting = True
+
+    def do_GiveUp(self, a):
+        self.over = True
+
+    # ----------------------------------------------------------------- what happens
+
+    def length(self, salt):
+        self.serial += 1
+        return self.lengths[(self.serial * 7 + salt) % len(self.lengths)]
+
+    def take(self, name):
+        turn = self.turns[name]
+        if turn.worker is not None:
+            del self.workers[turn.worker].held[name]
+        turn.worker = None
+
+    def join(self, name, version):
+        kind, hardware = KINDS.get(name, ("serverless", "H20"))
+        self.at_worker(name, "lose")
+        self.workers[name] = Worker(kind, version, getattr(self.s._provisioning, "joins_resting", lambda _: False)(kind))
+        self.feed(ev.WorkerJoined, worker=name, kind=kind, max_sequences=3, kv_tokens=WHOLE_KV, version=version,
+                  hardware=hardware)
+
+    def at_worker(self, name, what, kv=WHOLE_KV, sequences=3):
+        worker = self.workers.get(name)
+        if worker is None:
+            return
+        match what:
+            case "lose":
+                held = list(worker.held)
+                for turn in held:
+                    self.take(turn)
+                ended = [t for t in held if self.turns[t].made >= self.turns[t].new]
+                after = [self.after(t) for t in ended]
+                del self.workers[name]
+                self.feed(ev.WorkerLost, worker=name, reason="gone", ended=ended)
+                for go_on in after:
+                    go_on()
+            case "drain":
+                worker.draining = True
+                self.feed(ev.WorkerDraining, worker=name)
+            case "load" if worker.loading:
+                worker.loading, worker.version = False, self.version if kv else worker.version
+                self.feed(ev.WorkerLoaded, worker=name, version=worker.version)
+            case "capacity":
+                worker.kv, worker.sequences, worker.gave_back = kv, sequences, False
+                self.feed(ev.WorkerCapacity, worker=name, kv_tokens=kv, max_sequences=sequences,
+                          expected_s=-1.0, revoked=kv < WHOLE_KV)
+
+    def request(self, pick):
+        if not self.asked:
+            return
+        name = list(self.asked)[pick % len(self.asked)]
+        context = self.asked.pop(name)
+        turn = self.turns[name] = Turn(name.rpartition(".")[0], context, 1 + self.length(pick) % 80)
+        self.feed(ev.TurnRequested, turn=name, trajectory=turn.trajectory, group=turn.trajectory.partition(".")[0],
+                  context_tokens=context, max_new_tokens=turn.new, domain=("maths", "web")[self.serial % 2],
+                  outcome=("", "ok", "failed")[self.serial % 3])
+
+    def held(self):
+        return [turn for turn in self.turns.values() if turn.worker is not None]
+
+    def at_turn(self, pick, what, count):
+        held = [name for name, turn in self.turns.items() if turn.worker is not None]
+        if not held:
+            return False
+        name = held[pick % len(held)]
+        turn = self.turns[name]
+        made = min(count, (turn.chunk_ends or turn.new) - turn.made)
+        if made:
+            turn.made += made
+            self.feed(ev.TurnProgressed, turn=name, attempt=turn.attempt, tokens=made)
+        match what:
+            case "end":
+                self.take(name)
+                go_on = self.after(name)
+                self.feed(ev.TurnEnded, turn=name, tokens=turn.made)
+                go_on()
+            case "give back" if turn.made < turn.new:
+                worker = self.workers[turn.worker]
+                chunk = 0 < turn.chunk_ends == turn.made
+                worker.gave_back |= not chunk
+                self.take(name)
+                self.feed(ev.TurnReturned, turn=name, attempt=turn.attempt, chunk=chunk)
+            case "late word":
+                self.feed(ev.TurnProgressed, turn=name, attempt=turn.attempt - 1, tokens=3)
+                self.feed(ev.TurnReturned, turn=name, attempt=turn.attempt - 1)
+        return True
+
+    def after(self, name):
+        """The turn is over; what its trajectory does then."""
+        turn = self.turns.pop(name)
+        group = turn.trajectory.partition(".")[0]
+
+        def go_on():
+            left = self.groups[group].left
+            if turn.trajectory not in left:
+                return  # cancelled meanwhile
+            left[turn.trajectory] -= 1
+            number = int(name.rpartition(".t")[2])
+            if left[turn.trajectory]:
+                self.asked[f"{turn.trajectory}.t{number + 1}"] = turn.context + turn.made
+            else:
+                self.end_trajectory(turn.trajectory, turn.made)
+        return go_on
+
+    def end_trajectory(self, trajectory, tokens):
+        name = trajectory.partition(".")[0]
+        group = self.groups[name]
+        del group.left[trajectory]
+        self.feed(ev.TrajectoryEnded, trajectory=trajectory, tokens=tokens)
+        if not group.left and group.state == "running":
+            group.state = "finished"
+            self.feed(ev.GroupFinished, group=name, accepted=self.length(0) % 4 > 0)
+
+    def cancel(self, trajectory):
+        del self.groups[trajectory.partition(".")[0]].left[trajectory]
+        self.asked = {turn: c for turn, c in self.asked.items() if turn.rpartition(".")[0] != trajectory}
+        for name in [n for n, turn in self.turns.items() if turn.trajectory == trajectory]:
+            self.take(name)
+            made = self.turns.pop(name).made
+            self.feed(ev.TurnEnded, turn=name, tokens=made)
+        self.feed(ev.TrajectoryEnded, trajectory=trajectory)
+
+    def fail(self, pick):
+        """An environment fails; another trajectory takes the place of this one."""
+        running = [(g, t) for g in self.groups.values() if g.state == "running" for t in g.left]
+        if running:
+            group, trajectory = running[pick % len(running)]
+            replacement = f"{trajectory}r{self.serial}"
+            group.left[replacement] = 1
+            self.cancel(trajectory)
+            if group.state == "running":
+                self.asked[f"{replacement}.t0"] = 5
+
+    def train(self):
+        if self.trainer == "free":
+            self.step += 1
+            self.trainer = "wants a batch"
+            self.feed(ev.StepBegun, step=self.step, groups=GROUPS)
+        elif self.trainer == "trains":
+            self.version += 1
+            self.trainer = "free"
+            self.feed(ev.VersionPublished, version=self.version)
+        else:
+            return False
+        return True
+
+    def tick(self, seconds):
+        """No turn stalls of which all tokens are here."""
+        while complete := [i for i, turn in enumerate(self.held()) if turn.made == turn.new]:
+            self.at_turn(complete[0], "end", 0)
+        self.at += seconds
+        self.feed(ev.Tick)
+
+    def answer(self, pick, what):
+        """What the cluster's queue says about a request."""
+        if not self.requests:
+            return
+        name = list(self.requests)[pick % len(self.requests)]
+        match what % 3:
+            case 0 if not self.requests[name]:
+                self.requests[name] = True
+                self.feed(ev.CapacityGranted, request=name)
+                self.join(f"{name}-worker", -1)
+            case 1 if not self.requests[name]:
+                del self.requests[name]
+                self.feed(ev.CapacityRefused, request=name, reason="full")
+            case 2 if self.requests[name]:
+                self.end_request(name)
+
+    def end_request(self, name):
+        del self.requests[name]
+        self.at_worker(f"{name}-worker", "drain")
+        self.at_worker(f"{name}-worker", "lose")
+        self.feed(ev.CapacityEnded, request=name)
+
+    # ----------------------------------------------------------------- to the end
+
+    def restore(self):
+        """Every worker is there, whole, with the newest weights unless it rests."""
+        for name in KINDS:
+            if name not in self.workers or self.workers[name].draining:
+                self.join(name, self.version)
+            self.at_worker(name, "capacity")
+        self.load()
+
+    def load(self):
+        for name in list(self.workers):
+            self.at_worker(name, "load")
+
+    def settle(self):
+        """Without newcomers every turn that waits gets a worker after no more ends of turns and chunks than there are."""
+        waiting = [name for name, turn in self.turns.items() if turn.worker is None]
+        for _ in range(sum(1 + turn.new for turn in self.turns.values())):
+            self.load()
+            waiting = [name for name in waiting if name in self.turns and self.turns[name].worker is None]
+            if not waiting:
+                return
+            self.work()
+        assert not waiting, "a turn starves"
+
+    def work(self):
+        """One more turn ends, or a chunk of it. While none can, trajectories whose tools have returned go on, and time
+        passes."""
+        for _ in range(100):
+            held = self.held()
+            if held:
+                return self.at_turn(0, "give back" if held[0].chunk_ends else "end", 1000)
+            self.request(0)
+            self.tick(5.0)
+            self.load()
+        raise AssertionError(f"all workers are there, and nobody takes any of {len(self.turns)} turns")
+
+    def finish(self, steps):
+        """So many more steps are trained."""
+        goal = self.step + steps
+        for _ in range(2000):
+            if self.step >= goal and self.trainer == "trains":
+                return
+            self.train()
+            self.load()
+            while self.asked:
+                self.request(0)
+            if self.turns:
+                self.work()
+        raise AssertionError(f"step {self.step} never gets its batch")
+
+    def replay(self, fresh):
+        fresh.restore(self.snapshot)
+        decoder, encoder = msgspec.json.Decoder(Entry), msgspec.json.Encoder()
+        for line in map(encoder.encode, self.journal):
+            entry = decoder.decode(line)
+            assert fresh.handle(entry.event) == entry.actions

@@ -1,0 +1,171 @@
+"""Policies that wait for whole batches: synchronous, dapo, tail_batching, one_step_off."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.scheduler import events as ev
+from rose.scheduler.batching.dapo import Dapo
+from rose.scheduler.batching.one_step_off import OneStepOff
+from rose.scheduler.batching.synchronous import Synchronous
+from rose.scheduler.batching.tail_batching import TailBatching
+from tests.scheduler.batches import Trainer
+
+POLICIES = {
+    "synchronous": (lambda: Synchronous(max_admitted=3.0), 0),
+    "dapo": (lambda: Dapo(oversample=1.5, max_admitted=3.0), 0),
+    "tail_batching": (lambda: TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0), 0),
+    "one_step_off": (lambda: OneStepOff(max_admitted=3.0), 1),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), groups=st.integers(1, 9), refuses=st.sampled_from([0.0, 0.3, 1.0]),
+       slow=st.sampled_from([0, 3]), resumes=st.booleans())
+def test_every_prompt_is_accounted_for_and_staleness_is_bounded(name, seed, groups, refuses, slow, resumes):
+    make, bound = POLICIES[name]
+    trainer, random = Trainer(make, groups), Random(seed)
+    for _ in range(12):
+        trainer.run_step(random, refuses, slow)
+        if resumes and random.random() < 0.3:
+            trainer.resume()
+        trainer.check_accounts()
+    assert len(trainer.trained) == 12
+    assert max(trainer.staleness()) <= bound
+
+
+def admitted(actions):
+    return [a.group for a in actions if isinstance(a, ev.AdmitGroup)]
+
+
+def dropped(actions):
+    return [a.group for a in actions if isinstance(a, ev.DropGroup)]
+
+
+def trained(actions):
+    return [a.groups for a in actions if isinstance(a, ev.StartTraining)]
+
+
+# --------------------------------------------------------------------------- dapo
+
+
+def test_dapo_takes_the_first_that_finish_and_drops_the_rest():
+    policy = Dapo(oversample=1.5, max_admitted=3.0)
+    assert admitted(policy.begin(1, 4)) == ["g0", "g1", "g2", "g3", "g4", "g5"]
+    for group in ("g5", "g1", "g3"):
+        assert policy.finished(group, True) == []
+    actions = policy.finished("g4", True)
+    assert dropped(actions) == ["g0", "g2"] and trained(actions) == [["g1", "g3", "g4", "g5"]]
+
+
+def test_dapo_replaces_a_refused_group_at_once_where_synchronous_needs_it_too():
+    policy = Dapo(oversample=1.5, max_admitted=3.0)
+    policy.begin(1, 4)
+    assert admitted(policy.finished("g0", False)) == ["g6"]  # six stay accepted or running
+
+
+def test_dapo_fills_the_batch_with_refused_groups_when_it_may_sample_no_more():
+    policy = Dapo(oversample=1.0, max_admitted=2.0)
+    policy.begin(1, 2)
+    for group in ("g0", "g1", "g2"):
+        actions = policy.finished(group, False)
+    assert admitted(actions) == []
+    assert trained(policy.finished("g3", True)) == [["g0", "g3"]]
+
+
+# --------------------------------------------------------------------------- tail_batching
+
+
+def short_round(policy, step, late):
+    """Four groups are wanted; `late` of the five don't make it."""
+    groups = admitted(policy.begin(step, 4))
+    assert len(groups) == 5
+    for group in groups:
+        if group != late:
+            actions = policy.finished(group, True)
+    assert dropped(actions) == [late]
+
+
+def test_cancelled_prompts_make_a_long_round_when_they_fill_a_batch():
+    policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
+    for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
+        short_round(policy, step, late)
+    assert admitted(policy.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]  # and no more: nothing races
+    for group in ("g16r1", "g10r1", "g3r1"):
+        assert policy.finished(group, True) == []
+    assert policy.finished("g7r1", True) == [ev.StartTraining(5, ["g3r1", "g7r1", "g10r1", "g16r1"])]
+    short_round(policy, 6, "g20")
+
+
+def test_responses_race_in_short_rounds_only():
+    policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
+    for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
+        short_round(policy, step, late)
+    assert {a.spare for a in policy.begin(5, 4)} == {0.0}
+    for group in ("g3r1", "g7r1", "g10r1", "g16r1"):
+        policy.finished(group, True)
+    assert {a.spare for a in policy.begin(6, 4)} == {0.25}
+
+
+def test_the_long_queue_outlives_the_run():
+    policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
+    for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
+        short_round(policy, step, late)
+    resumed = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
+    resumed.restore(policy.snapshot())
+    assert admitted(resumed.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]
+
+
+def test_a_long_round_replaces_refused_groups_from_the_queue_first():
+    policy = TailBatching(speculation=2.0, spare=0.0, max_admitted=3.0)
+    policy.begin(1, 2), policy.finished("g0", True), policy.finished("g1", True)  # g2 and g3 are late
+    policy.begin(2, 1)  # a long round of one
+    assert admitted(policy.finished("g2r1", False)) == ["g3r1"]
+    assert admitted(policy.finished("g3r1", False)) == ["g4"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_tail_batching_trains_every_prompt_however_slow(seed):
+    trainer, random = Trainer(POLICIES["tail_batching"][0], 8), Random(seed)
+    for _ in range(60):
+        trainer.run_step(random, slow=5)
+    waiting = len(trainer.policy.snapshot()["again"])
+    assert waiting < 8 + 2  # a batch at most, and what the last round added
+    assert sum(fate != "trained" for fate in trainer.fate.values()) == waiting
+
+
+# --------------------------------------------------------------------------- one_step_off
+
+
+def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_complete():
+    policy = OneStepOff(max_admitted=3.0)
+    assert admitted(policy.begin(1, 2)) == ["g0", "g1"]
+    policy.finished("g1", True)
+    actions = policy.finished("g0", True)
+    assert trained(actions) == [["g0", "g1"]] and admitted(actions) == ["g2", "g3"]
+    assert policy.finished("g2", True) == [] and policy.finished("g3", True) == []  # the trainer is busy
+    actions = policy.begin(2, 2)
+    assert trained(actions) == [["g2", "g3"]] and admitted(actions) == ["g4", "g5"]
+
+
+def test_all_but_the_first_step_of_one_step_off_are_one_version_behind():
+    trainer, random = Trainer(POLICIES["one_step_off"][0], 4), Random(1)
+    for _ in range(5):
+        trainer.run_step(random)
+    assert trainer.staleness() == [0] * 4 + [1] * 16
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: Synchronous(max_admitted=0.5), "max_admitted=0.5"),
+    (lambda: Dapo(oversample=0.9, max_admitted=2.0), "oversample=0.9"),
+    (lambda: Dapo(oversample=3.0, max_admitted=2.0), "max_admitted=2"),
+    (lambda: TailBatching(speculation=0.0, spare=0.0, max_admitted=2.0), "speculation=0"),
+    (lambda: TailBatching(speculation=1.0, spare=-0.5, max_admitted=2.0), "spare=-0.5"),
+])
+def test_bounds_that_cannot_be_kept_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,278 @@
+"""Which waiting turn goes first: longest_first, progressive, mlfq."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.scheduler import events as ev
+from rose.scheduler.batching.synchronous import Synchronous
+from rose.scheduler.causal_tree import GENERATION, WINDOW, CausalTree
+from rose.scheduler.core import Scheduler
+from rose.scheduler.order.longest_first import LongestFirst
+from rose.scheduler.order.mlfq import Mlfq
+from rose.scheduler.order.progressive import Progressive
+from rose.scheduler.provisioning.fixed import Fixed
+from rose.scheduler.routing.least_loaded import LeastLoaded
+
+ORDERS = {
+    "longest_first": LongestFirst,
+    "progressive": Progressive,
+    "mlfq short": lambda: Mlfq(limits=[100], first="short", patience=1000),
+    "mlfq long": lambda: Mlfq(limits=[50, 200], first="long", patience=1000),
+}
+
+
+class Rollout:
+    """One worker that takes `sequences` turns at once; names are group.member.turn."""
+
+    def __init__(self, order, sequences=1):
+        self.scheduler = Scheduler(Fixed(), LeastLoaded(), order, Synchronous(4.0), 0.0, 1e9)
+        self.scheduler.handle(ev.VersionPublished(at=0.0, version=0))
+        self.scheduler.handle(ev.WorkerJoined(at=0.0, worker="a", kind="dedicated", max_sequences=sequences,
+                                              kv_tokens=10**6, version=0))
+        self.started: list[str] = []
+        self.made: dict[str, int] = {}
+
+    def feed(self, event):
+        self.started += [a.turn for a in self.scheduler.handle(event) if isinstance(a, ev.AssignTurn)]
+
+    def request(self, turn, outcome="", context=10):
+        trajectory = turn.rpartition(".")[0]
+        self.feed(ev.TurnRequested(at=0.0, turn=turn, trajectory=trajectory, group=turn.partition(".")[0],
+                                   context_tokens=context, max_new_tokens=10, outcome=outcome))
+
+    def end(self, turn, tokens, last=False):
+        trajectory = turn.rpartition(".")[0]
+        self.made[trajectory] = self.made.get(trajectory, 0) + tokens
+        self.feed(ev.TurnEnded(at=0.0, turn=turn, tokens=tokens))
+        if last:
+            self.feed(ev.TrajectoryEnded(at=0.0, trajectory=trajectory, tokens=self.made.pop(trajectory)))
+
+    def cancel(self, turn):
+        self.feed(ev.TurnEnded(at=0.0, turn=turn))
+        self.feed(ev.TrajectoryEnded(at=0.0, trajectory=turn.rpartition(".")[0]))
+
+    def queue(self):
+        """The turns that wait, in the order in which they would start."""
+        turns = self.scheduler.cluster.turns
+        before = len(self.started)
+        while any(turn.worker is None for turn in turns.values()):
+            self.feed(ev.TurnEnded(at=0.0, turn=self.started[-1]))
+        return self.started[before:]
+
+
+def busy(order):
+    rollout = Rollout(order)
+    rollout.request("g99.0.0")  # the worker has no more room
+    return rollout
+
+
+# --------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_every_turn_starts_once_whatever_ends_is_cancelled_or_loses_its_worker(name, seed):
+    random, rollout, asked = Random(seed), Rollout(ORDERS[name](), sequences=3), []
+    turns = {f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)}  # trajectory -> turns left
+    for trajectory in turns:
+        asked.append(f"{trajectory}.0")
+        rollout.request(asked[-1])
+    while rollout.scheduler.cluster.turns:
+        turn = random.choice([t.turn for t in rollout.scheduler.cluster.turns.values() if t.worker])
+        trajectory = turn.rpartition(".")[0]
+        turns[trajectory] -= 1
+        if random.random() < 0.1:
+            rollout.cancel(turn)
+            continue
+        rollout.end(turn, random.randint(1, 90), last=turns[trajectory] <= 0)
+        if turns[trajectory] > 0:
+            asked.append(f"{trajectory}.{turns[trajectory]}")
+            rollout.request(asked[-1], outcome=random.choice(["", "ok", "failed"]), context=random.randint(10, 9000))
+    assert sorted(rollout.started) == sorted(asked)
+
+
+# --------------------------------------------------------------------------- longest_first
+
+
+def test_one_probe_of_each_group_goes_before_all_others():
+    rollout = busy(LongestFirst())
+    for turn in ("g0.0.0", "g0.1.0", "g1.0.0", "g1.1.0"):
+        rollout.request(turn)
+    assert rollout.queue() == ["g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0"]
+
+
+def test_the_group_whose_finished_trajectory_was_longest_goes_first():
+    rollout = Rollout(LongestFirst(), sequences=3)
+    for turn in ("g0.0.0", "g1.0.0", "g2.0.0"):
+        rollout.request(turn)
+    rollout.end("g0.0.0", 50, last=True), rollout.end("g1.0.0", 400, last=True)
+    rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
+    for turn in ("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0"):
+        rollout.request(turn)
+    assert rollout.queue() == ["g2.1.0", "g2.2.0", "g1.1.0", "g0.1.0"]  # of g2 nothing is known: as the longest
+
+
+def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():
+    rollout = Rollout(LongestFirst(), sequences=2)
+    for turn in ("g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0"):
+        rollout.request(turn)
+    rollout.request("g7.0.0"), rollout.request("g8.0.0")  # probes: they go first
+    rollout.end("g0.0.0", 50, last=True), rollout.end("g1.0.0", 60, last=True)
+    assert rollout.started[-2:] == ["g7.0.0", "g8.0.0"]
+    assert rollout.queue() == ["g1.1.0", "g0.1.0"]
+
+
+def test_among_probes_the_one_that_has_made_least_goes_first():
+    rollout = Rollout(LongestFirst(), sequences=2)
+    rollout.request("g0.0.0"), rollout.request("g1.0.0")
+    rollout.end("g0.0.0", 300), rollout.end("g1.0.0", 20)
+    rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
+    rollout.request("g0.0.1"), rollout.request("g1.0.1")
+    assert rollout.queue() == ["g1.0.1", "g0.0.1"]
+
+
+def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
+    rollout = Rollout(LongestFirst())
+    for turn in ("g0.0.0", "g0.1.0", "g0.2.0"):
+        rollout.request(turn)
+    rollout.request("g1.0.0"), rollout.request("g1.1.0")
+    rollout.cancel("g0.0.0")
+    assert rollout.started == ["g0.0.0", "g1.0.0"]
+    assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
+
+
+def test_groups_that_are_over_are_forgotten():
+    order = LongestFirst()
+    rollout = Rollout(order, sequences=4)
+    for turn in ("g0.0.0", "g1.0.0"):
+        rollout.request(turn)
+    rollout.end("g0.0.0", 50, last=True)
+    rollout.feed(ev.GroupFinished(at=0.0, group="g0", accepted=True))
+    rollout.cancel("g1.0.0")
+    rollout.feed(ev.StepBegun(at=0.0, step=1, groups=1))
+    assert not order._groups
+
+
+# --------------------------------------------------------------------------- progressive
+
+
+def test_the_trajectory_that_has_finished_most_turns_goes_first_then_the_oldest():
+    rollout = Rollout(Progressive(), sequences=3)
+    for turn in ("g0.0.0", "g0.1.0", "g0.2.0"):
+        rollout.request(turn)
+    rollout.request("g1.0.0"), rollout.request("g1.1.0"), rollout.request("g1.2.0")
+    rollout.end("g0.2.0", 5), rollout.end("g0.1.0", 5)
+    rollout.request("g0.2.1"), rollout.request("g0.1.1")
+    assert rollout.queue() == ["g0.1.1", "g0.2.1", "g1.2.0"]
+
+
+def test_a_turn_that_lost_its_worker_keeps_its_trajectorys_progress():
+    rollout = Rollout(Progressive())
+    rollout.request("g0.0.0"), rollout.request("g1.0.0")
+    rollout.end("g0.0.0", 5)
+    rollout.request("g0.0.1"), rollout.request("g2.0.0")
+    rollout.end("g1.0.0", 5)
+    assert rollout.started[-1] == "g0.0.1"
+    rollout.feed(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
+    rollout.feed(ev.WorkerJoined(at=2.0, worker="b", kind="dedicated", max_sequences=1, kv_tokens=10**6, version=0))
+    assert rollout.started[-1] == "g0.0.1"
+
+
+# --------------------------------------------------------------------------- mlfq
+
+
+def learn(rollout, outcome, lengths):
+    """Trajectories whose tool returned `outcome` after 10 tokens and that went on for so many more."""
+    for i, length in enumerate(lengths):
+        name = f"g{1000 + i}.{outcome}"
+        rollout.request(f"{name}.0"), rollout.end(f"{name}.0", 10)
+        rollout.request(f"{name}.1", outcome=outcome), rollout.end(f"{name}.1", length, last=True)
+
+
+def queue_after(order, *outcomes):
+    """The order of trajectories in which each had a turn of 10 tokens and then this outcome."""
+    rollout = Rollout(order, sequences=8)
+    learn(rollout, "ok", [5] * 20)
+    learn(rollout, "failed", [500] * 20)
+    for i in range(len(outcomes)):
+        rollout.request(f"g{i}.0.0"), rollout.end(f"g{i}.0.0", 10)
+    for i in range(8):
+        rollout.request(f"g{90 + i}.0.0")  # take the worker
+    for i, outcome in enumerate(outcomes):
+        rollout.request(f"g{i}.0.1", outcome=outcome)
+    return [int(turn[1:].partition(".")[0]) for turn in rollout.queue()]
+
+
+def test_outcomes_that_were_followed_by_much_work_lead_to_a_lower_level():
+    assert queue_after(Mlfq([100], "short", 1000), "failed", "ok", "failed", "ok") == [1, 3, 0, 2]
+
+
+def test_long_first_is_the_reverse():
+    assert queue_after(Mlfq([100], "long", 1000), "ok", "failed", "ok", "failed") == [1, 3, 0, 2]
+
+
+def test_a_level_yields_to_so_many_arrivals_only():
+    assert queue_after(Mlfq([100], "short", 2), "failed", "ok", "ok", "ok") == [1, 0, 2, 3]
+    assert queue_after(Mlfq([100], "short", 0), "failed", "ok", "ok", "ok") == [0, 1, 2, 3]
+
+
+def test_without_evidence_a_trajectory_sinks_when_it_has_made_more_than_its_level_allows():
+    rollout = Rollout(Mlfq([100], "short", 1000), sequences=2)
+    rollout.request("g0.0.0"), rollout.request("g1.0.0")
+    rollout.end("g0.0.0", 150), rollout.end("g1.0.0", 50)
+    rollout.request("g8.0.0"), rollout.request("g9.0.0")
+    rollout.request("g0.0.1"), rollout.request("g1.0.1")
+    assert rollout.queue() == ["g1.0.1", "g0.0.1"]
+
+
+@pytest.mark.parametrize("args, message", [
+    (dict(limits=[], first="short", patience=1), r"limits=\[\]"),
+    (dict(limits=[5, 5], first="short", patience=1), r"limits=\[5, 5\].*ascending"),
+    (dict(limits=[5], first="middle", patience=1), "first='middle'"),
+    (dict(limits=[5], first="short", patience=-1), "patience=-1"),
+])
+def test_levels_that_make_no_sense_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        Mlfq(**args)
+
+
+# --------------------------------------------------------------------------- the tree of outcomes
+
+
+def test_a_node_has_the_mean_and_the_90th_percentile_of_what_was_left():
+    tree = CausalTree()
+    for left in range(1, 11):
+        tree.add(["failed"], [7], 7 + 10 * left)
+    assert tree.left(["failed"]) == (55.0, 100)
+    assert tree.left([]) == (62.0, 107)
+
+
+def test_an_unknown_sequence_is_judged_by_its_longest_known_beginning():
+    tree = CausalTree()
+    assert tree.left(["ok"]) is None
+    tree.add(["ok", "ok"], [10, 20], 50)
+    assert tree.left(["ok", "failed"]) == (40.0, 40)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=3 * WINDOW))
+def test_a_node_forgets_what_is_older_than_its_window(lengths):
+    tree = CausalTree()
+    for length in lengths:
+        tree.add([], [], length)
+    recent = sorted(lengths[-WINDOW:])
+    mean, p90 = tree.left([])
+    assert mean == pytest.approx(sum(recent) / len(recent))
+    assert p90 == recent[min(len(recent) - 1, len(recent) * 9 // 10)]
+
+
+def test_what_an_early_policy_did_is_forgotten_after_two_generations():
+    tree = CausalTree()
+    tree.add(["failed"], [0], 900)
+    for _ in range(2 * GENERATION):
+        tree.add(["ok"], [0], 5)
+    assert tree.left(["failed"]) == (5.0, 5)  # the root's

@@ -1,0 +1,96 @@
+"""Whatever workers, environments, trainer and cluster do, in whatever order: what every combination of policies keeps.
+
+The driver checks each action as it comes: a turn is with one worker at a time, on the newest version, within the
+worker's caps; a group is trained once or dropped once, and no staler than its policy allows.
+"""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.scheduler import build
+from rose.scheduler.registry import POLICIES
+from tests.scheduler.driver import KINDS, WHOLE_KV, Driver
+
+CONF = Path(__file__).parents[2] / "conf" / "scheduler"
+TIMEOUT_S = 60.0
+STALENESS = {  # the bound that a policy promises, in versions; 0: it trains on the newest only
+    "bounded_staleness": "eta", "carry_over": "staleness", "trajectory_async": "alpha", "one_step_off": 1,
+    "dapo": 0, "synchronous": 0, "tail_batching": 0,
+}
+EVERY = [(kind, name) for kind, known in POLICIES.items() for name in sorted(known)]
+
+
+def policy(kind, name):
+    return Policy(**yaml.safe_load((CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")))
+
+
+def scheduler(names, queue_depth):
+    chosen = {kind: policy(kind, name) for kind, name in names.items()}
+    return build(SchedulerConfig(**chosen, queue_depth=queue_depth), TIMEOUT_S)
+
+
+STEPS = st.tuples(
+    st.sampled_from(["request"] * 5 + ["progress"] * 2 + ["end"] * 5 + ["give back"] * 2 + ["late word", "join", "lose"]
+                    + ["capacity"] * 2 + ["drain"] + ["load"] * 4 + ["train"] * 2 + ["fail", "tick", "stall", "answer"]
+                    + ["clock"]),
+    st.sampled_from(list(KINDS)), st.integers(0, 7), st.integers(0, 50))
+
+
+def play(driver, what, worker, pick, count):
+    match what:
+        case "request":
+            driver.request(pick)
+        case "progress" | "end" | "give back" | "late word":
+            driver.at_turn(pick, what, count)
+        case "join":
+            driver.join(worker, driver.version - pick % 2)
+        case "lose" | "drain":
+            driver.at_worker(worker, what)
+        case "load":
+            driver.at_worker(worker, what, kv=pick)  # 0: it could not, and keeps the old
+        case "capacity":
+            driver.at_worker(worker, what, kv=pick * WHOLE_KV // 7, sequences=count % 4)
+        case "train":
+            driver.train()
+        case "fail":
+            driver.fail(pick)
+        case "tick":
+            driver.tick(count)
+        case "stall" if driver.stalls < 4:  # the fifth would end the run
+            driver.stalls += 1
+            driver.tick(TIMEOUT_S + 1)
+        case "answer":
+            driver.answer(pick, count)
+        case "clock":
+            driver.at -= count
+
+
+def staleness(names):
+    bound = STALENESS[names["batching"]]
+    return policy("batching", names["batching"]).args[bound] if isinstance(bound, str) else bound
+
+
+@pytest.mark.parametrize("kind, name", EVERY)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_no_trajectory_is_lost_or_counted_twice_and_every_decision_comes_again_in_a_replay(kind, name, data):
+    names = {k: name if k == kind else data.draw(st.sampled_from(sorted(known)), k) for k, known in POLICIES.items()}
+    queue_depth = data.draw(st.sampled_from([0.0, 0.5]), "queue depth")
+    lengths = data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=12), "lengths")
+    driver = Driver(scheduler(names, queue_depth), queue_depth, staleness(names), lengths)
+    for name in data.draw(st.lists(st.sampled_from(list(KINDS)), unique=True), "workers"):
+        driver.join(name, 0)
+    for step in data.draw(st.lists(STEPS, max_size=60), "steps"):
+        play(driver, *step)
+    driver.restore()
+    driver.settle()
+    driver.finish(steps=3)
+    assert set(driver.s.cluster.turns) == set(driver.turns) and not driver.over
+    assert driver.s.waiting == sum(turn.worker is None for turn in driver.turns.values())
+    driver.replay(scheduler(names, queue_depth))

@@ -1,0 +1,298 @@
+"""Which workers ROSE, RLBoost, Libra and the serverless policy use, and when."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.scheduler import build
+from rose.scheduler import events as ev
+
+ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
+
+
+def make(provisioning, **args):
+    s = build(SchedulerConfig(
+        provisioning=Policy(name=provisioning, args=args), routing=Policy(name="least_loaded", args={}),
+        order=Policy(name="fifo", args={}),
+        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=0.0), 1e9)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    return s
+
+
+def join(s, name, kind, at=0.0, kv=1000):
+    return s.handle(ev.WorkerJoined(at=at, worker=name, kind=kind, max_sequences=8, kv_tokens=kv, version=0))
+
+
+def lend(s, name, kv, at=0.0):
+    s.handle(ev.WorkerCapacity(at=at, worker=name, kv_tokens=kv, max_sequences=8, expected_s=0.0, revoked=False))
+
+
+def begin(s, step, at):
+    return s.handle(ev.StepBegun(at=at, step=step, groups=1))
+
+
+def finish(s, step, at, tokens=1000):
+    """The step's only group ends: training begins."""
+    s.handle(ev.TrajectoryEnded(at=at, trajectory=f"g{step}.0", tokens=tokens))
+    actions = s.handle(ev.GroupFinished(at=at, group=f"g{step}", accepted=True))
+    assert any(isinstance(a, ev.StartTraining) for a in actions)
+    return actions
+
+
+def publish(s, version, at):
+    s.handle(ev.VersionPublished(at=at, version=version))
+    load(s, version, at)
+
+
+def load(s, version, at):
+    for name, worker in s.cluster.workers.items():
+        if worker.loading:
+            s.handle(ev.WorkerLoaded(at=at, worker=name, version=version))
+
+
+def work(s, count, at=0.0, prefix="g0"):
+    for i in range(count):
+        s.handle(ev.TurnRequested(at=at, turn=f"{prefix}.{i}.t0", trajectory=f"{prefix}.{i}", group=prefix,
+                                  context_tokens=10, max_new_tokens=10))
+
+
+def used(s, kind="cooperative"):
+    return [n for n, w in sorted(s.cluster.workers.items()) if w.kind == kind and not w.resting]
+
+
+# ----------------------------------------------------------------- ROSE
+
+
+def rose(kv=(900, 500, 700, 800), **args):
+    s = make("rose", **ROSE | args)
+    join(s, "d", "dedicated")
+    for name, tokens in zip("wxyz", kv, strict=False):
+        join(s, name, "cooperative")
+        lend(s, name, tokens)
+    return s
+
+
+def test_rose_uses_at_most_its_cap_and_those_with_the_least_kv_use_first():
+    s = rose()
+    assert used(s) == []
+    begin(s, 0, 100.0)
+    assert used(s) == ["w", "z"]
+
+
+def test_rose_counts_recent_use_not_that_of_the_moment():
+    s = rose()
+    begin(s, 0, 100.0)
+    lend(s, "x", 1000, at=199.0)  # idle for one second
+    lend(s, "z", 690, at=150.0)  # busier than y, but not by more than the hysteresis
+    begin(s, 1, 200.0)
+    assert used(s) == ["w", "z"]
+    lend(s, "z", 100, at=201.0)
+    begin(s, 2, 300.0)
+    assert used(s) == ["w", "x"]
+
+
+def test_rose_replaces_a_lost_worker_only_while_enough_of_the_step_is_left():
+    s = rose()
+    begin(s, 0, 0.0), work(s, 20)
+    s.handle(ev.WorkerLost(at=1.0, worker="w", reason="gone"))
+    s.handle(ev.Tick(at=1.0))
+    assert used(s) == ["y", "z"]  # nothing is known of steps yet
+    finish(s, 0, 90.0), publish(s, 1, 95.0), begin(s, 1, 100.0)
+    s.handle(ev.WorkerLost(at=150.0, worker="z", reason="gone"))
+    s.handle(ev.Tick(at=150.0))
+    assert used(s) == ["x", "y"]  # 50 s left / 3 > 5 s
+    join(s, "w", "cooperative", at=190.0), s.handle(ev.WorkerLost(at=190.0, worker="y", reason="gone"))
+    s.handle(ev.Tick(at=190.0))
+    assert used(s) == ["x"]
+
+
+def test_rose_gives_idle_workers_back_in_the_tail_and_takes_them_again_for_the_next_step():
+    s = rose()
+    begin(s, 0, 0.0)
+    work(s, 20)
+    for i in range(2, 20):
+        s.handle(ev.TurnEnded(at=1.0, turn=f"g0.{i}.t0", tokens=5))
+    for at in range(1, 60):
+        s.handle(ev.Tick(at=float(at)))
+    assert len(used(s)) < 2 and all(s.cluster.workers[n].turns for n in used(s))
+    finish(s, 0, 60.0), publish(s, 1, 65.0), begin(s, 1, 70.0)
+    assert used(s) == ["w", "z"]
+
+
+@pytest.mark.parametrize("args", [{"n_serving": -1}, {"idle_s": -1.0}, {"recent_s": float("nan")}])
+def test_rose_refuses_numbers_that_make_no_policy(args):
+    with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
+        make("rose", **ROSE | args)
+
+
+def test_static_uses_every_worker_from_the_start():
+    s = make("static")
+    join(s, "c", "cooperative")
+    assert used(s) == ["c"]
+
+
+# ----------------------------------------------------------------- RLBoost
+
+
+def rlboost(spot=1, **args):
+    s = make("rlboost", **{"initial_s": 30.0, "minimum_s": 5.0} | args)
+    join(s, "h", "hybrid")
+    for i in range(spot):
+        join(s, f"s{i}", "spot")
+    return s
+
+
+def step(s, number, at, rollout_s, train_s, tokens=1000):
+    """Ticks every second; returns when the hybrid worker rested, from the step's begin."""
+    begin(s, number, at)
+    load(s, s.cluster.version, at)
+    work(s, 4, at, f"g{number}")
+    rested = None
+    for second in range(int(rollout_s)):
+        s.handle(ev.Tick(at=at + second))
+        if rested is None and not used(s, "hybrid"):
+            rested = second
+    for i in range(4):
+        s.handle(ev.TurnEnded(at=at + rollout_s, turn=f"g{number}.{i}.t0", tokens=10))
+    finish(s, number, at + rollout_s, tokens)
+    assert used(s, "hybrid") == []
+    publish(s, s.cluster.version + 1, at + rollout_s + train_s)
+    return rested
+
+
+def test_rlboost_seeds_for_a_window_and_then_the_turns_move_to_spot():
+    s = rlboost()
+    begin(s, 0, 0.0), work(s, 4)
+    moved = list(s.cluster.workers["h"].turns)
+    assert moved and used(s, "hybrid") == ["h"]
+    actions = s.handle(ev.Tick(at=30.0))
+    assert ev.RestWorker("h") in actions
+    assert {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
+    assert {a.turn for a in actions if isinstance(a, ev.AssignTurn)} == set(moved)
+
+
+def test_rlboost_does_not_end_the_window_without_spot_workers():
+    s = rlboost(spot=0)
+    assert step(s, 0, 0.0, 100, 20) is None
+
+
+def test_rlboost_balances_the_waits_by_a_third_of_their_difference():
+    s = rlboost()
+    assert step(s, 0, 0.0, 90, 30) == 30  # the trainer waits 60 s, the rollouts 30 s
+    assert step(s, 1, 120.0, 90, 30) == 40
+    s.handle(ev.StepBegun(at=240.0, step=2, groups=1))
+    assert s._provisioning.window_s == pytest.approx(40 + (50 - 30) / 3)
+
+
+def test_rlboost_comes_back_to_the_window_that_was_best_for_so_many_spot_workers():
+    s = rlboost()
+    step(s, 0, 0.0, 90, 30), step(s, 1, 120.0, 90, 30, tokens=2000)
+    join(s, "s1", "spot", at=240.0)
+    step(s, 2, 240.0, 60, 30)
+    best = s._provisioning._best[1]
+    s.handle(ev.WorkerLost(at=330.0, worker="s1", reason="preempted"))
+    begin(s, 3, 330.0)
+    assert s._provisioning.window_s == best
+
+
+# ----------------------------------------------------------------- serverless
+
+
+def serverless(**args):
+    return make("serverless", **{"max": 3, "turns_per_worker": 4, "keep_alive_s": 10.0, "back_off_s": 60.0} | args)
+
+
+def test_serverless_asks_at_once_for_what_the_turns_need_up_to_its_maximum():
+    s = serverless()
+    work(s, 5)
+    assert s.handle(ev.Tick(at=1.0)) == [ev.RequestCapacity("lend-1"), ev.RequestCapacity("lend-2")]
+    work(s, 30, prefix="g1")
+    assert s.handle(ev.Tick(at=2.0)) == [ev.RequestCapacity("lend-3")]
+
+
+def test_serverless_keeps_alive_and_then_releases_the_last_first():
+    s = serverless()
+    work(s, 12)
+    s.handle(ev.Tick(at=0.0))
+    for i in range(4, 12):
+        s.handle(ev.TurnEnded(at=1.0, turn=f"g0.{i}.t0"))
+    assert [s.handle(ev.Tick(at=float(at))) for at in range(1, 10)] == [[]] * 9
+    assert s.handle(ev.Tick(at=10.0)) == [ev.ReleaseCapacity("lend-3"), ev.ReleaseCapacity("lend-2")]
+
+
+def test_serverless_backs_off_after_a_refusal():
+    s = serverless(max=1)
+    work(s, 1)
+    s.handle(ev.Tick(at=0.0))
+    s.handle(ev.CapacityRefused(at=1.0, request="lend-1", reason="full"))
+    assert s.handle(ev.Tick(at=60.0)) == []
+    assert s.handle(ev.Tick(at=61.0)) == [ev.RequestCapacity("lend-2")]
+
+
+# ----------------------------------------------------------------- Libra
+
+
+def test_libra_gives_hybrid_workers_to_training_when_that_is_what_takes_long():
+    s = make("libra", period_steps=2, gain=0.05, training_workers=1)
+    join(s, "d", "dedicated")
+    for i in range(3):
+        join(s, f"h{i}", "hybrid")
+    for number in range(3):
+        at = number * 100.0
+        begin(s, number, at), load(s, s.cluster.version, at), work(s, 16, at, f"g{number}")
+        for second in range(20):
+            s.handle(ev.Tick(at=at + second))
+        for i in range(16):
+            s.handle(ev.TurnEnded(at=at + 20, turn=f"g{number}.{i}.t0"))
+        finish(s, number, at + 20)
+        for second in range(20, 99):
+            s.handle(ev.Tick(at=at + second))
+        publish(s, number + 1, at + 99.0)
+    # rollout 20 s with 4 workers, training 79 s with 1: max(80 / (1 + n), 79 / (4 - n)) is smallest at n = 1 and 2
+    assert used(s, "hybrid") in (["h0"], ["h0", "h1"])
+
+
+def test_libra_leaves_a_balanced_split_alone():
+    s = make("libra", period_steps=1, gain=0.05, training_workers=4)
+    join(s, "d", "dedicated"), join(s, "h", "hybrid")
+    for number in range(3):
+        at = number * 100.0
+        begin(s, number, at), load(s, s.cluster.version, at), work(s, 16, at, f"g{number}")
+        for second in range(50):
+            s.handle(ev.Tick(at=at + second))
+        for i in range(16):
+            s.handle(ev.TurnEnded(at=at + 50, turn=f"g{number}.{i}.t0"))
+        finish(s, number, at + 50)
+        for second in range(50, 99):
+            s.handle(ev.Tick(at=at + second))
+        publish(s, number + 1, at + 99.0)
+    assert used(s, "hybrid") == ["h"]
+
+
+# ----------------------------------------------------------------- all idle
+
+
+def all_idle(**args):
+    s = make("all_idle", **ROSE | {"hybrid_wait_s": 10.0} | args)
+    join(s, "d", "dedicated"), join(s, "h", "hybrid"), join(s, "c", "cooperative")
+    return s
+
+
+def test_all_idle_uses_the_trainers_gpus_until_the_batch_is_complete():
+    s = all_idle()
+    assert used(s, "hybrid") == []
+    begin(s, 0, 0.0), work(s, 8)
+    assert used(s, "hybrid") == ["h"] and used(s) == ["c"]
+    moved = list(s.cluster.workers["h"].turns)
+    assert moved
+    actions = finish(s, 0, 50.0)
+    assert used(s, "hybrid") == [] and {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
+
+
+def test_all_idle_leaves_a_trainer_alone_that_hardly_waits():
+    s = all_idle()
+    begin(s, 0, 0.0), work(s, 8), finish(s, 0, 5.0), publish(s, 1, 30.0)
+    begin(s, 1, 30.0)
+    assert used(s, "hybrid") == []
+    finish(s, 1, 90.0), publish(s, 2, 120.0), begin(s, 2, 120.0)
+    assert used(s, "hybrid") == ["h"]

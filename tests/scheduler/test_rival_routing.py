@@ -1,0 +1,239 @@
+"""Where ROSE, Seer, Libra, RollArt and earliest_finish send turns."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.scheduler import build
+from rose.scheduler import events as ev
+
+
+def make(routing, queue_depth=0.0, **args):
+    s = build(SchedulerConfig(
+        provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args=args),
+        order=Policy(name="fifo", args={}),
+        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=queue_depth), 60.0)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    return s
+
+
+def join(s, name, kind="dedicated", kv=1000, sequences=8, hardware="H800"):
+    s.handle(ev.WorkerJoined(at=0.0, worker=name, kind=kind, max_sequences=sequences, kv_tokens=kv, version=0,
+                             hardware=hardware))
+
+
+def lend(s, name, kv, revoked=False, sequences=8):
+    s.handle(ev.WorkerCapacity(at=0.0, worker=name, kv_tokens=kv, max_sequences=sequences, expected_s=0.0,
+                               revoked=revoked))
+
+
+def request(s, turn, need=100, at=0.0, **kwargs):
+    """Where the turn goes; "" if it waits."""
+    group, member, _ = turn.split(".")
+    actions = s.handle(ev.TurnRequested(at=at, turn=turn, trajectory=f"{group}.{member}", group=group,
+                                        context_tokens=need // 2, max_new_tokens=need - need // 2, **kwargs))
+    return where(actions).get(turn, "")
+
+
+def where(actions):
+    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
+
+
+def end(s, turn, at=0.0, tokens=10):
+    return where(s.handle(ev.TurnEnded(at=at, turn=turn, tokens=tokens)))
+
+
+# ----------------------------------------------------------------- ROSE
+
+
+def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room():
+    s = make("rose")
+    join(s, "a"), join(s, "b")
+    assert request(s, "g0.0.t0") == "a"
+    assert request(s, "g0.1.t0") == "b"
+    assert request(s, "g0.2.t0", need=300) == "a"
+    end(s, "g0.0.t0")
+    assert request(s, "g0.0.t1") == "a"  # though b has less to do
+
+
+def test_rose_moves_trajectories_off_a_crowded_worker_when_others_come():
+    s = make("rose")
+    join(s, "a")
+    assert [request(s, f"g0.{i}.t0") for i in range(8)] == ["a"] * 8
+    join(s, "b")
+    for i in range(8):
+        end(s, f"g0.{i}.t0")
+    homes = [request(s, f"g0.{i}.t1") for i in range(8)]
+    assert homes.count("b") == 2  # the six others need no more than the slack allows
+
+
+def test_rose_prefers_a_safe_cooperative_worker_to_an_equally_loaded_one_and_never_one_that_was_revoked():
+    s = make("rose")
+    join(s, "a"), join(s, "c", "cooperative"), join(s, "d", "cooperative")
+    lend(s, "c", 800), lend(s, "d", 900, revoked=True)
+    assert request(s, "g0.0.t0") == "c"
+    assert request(s, "g0.1.t0") == "a"
+    assert [request(s, f"g0.{i}.t0") for i in range(2, 5)] == ["a", "c", "a"]
+
+
+def test_rose_takes_a_revoked_worker_when_no_other_has_room():
+    s = make("rose")
+    join(s, "a", sequences=1), join(s, "c", "cooperative")
+    lend(s, "c", 500, revoked=True)
+    assert [request(s, f"g0.{i}.t0") for i in range(2)] == ["a", "c"]
+
+
+def test_rose_skips_a_cooperative_worker_that_is_lent_too_little():
+    s = make("rose")
+    join(s, "a"), join(s, "c", "cooperative")
+    lend(s, "c", 99)
+    assert request(s, "g0.0.t0", need=100) == "a"
+
+
+def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_begun_ones_go_on():
+    s = make("rose")
+    join(s, "a", kv=250)
+    assert [request(s, f"g0.{i}.t0") for i in range(2)] == ["a", "a"]
+    end(s, "g0.0.t0"), end(s, "g0.1.t0")  # both run tools; their prefixes stay
+    assert request(s, "g0.2.t0") == ""
+    assert request(s, "g0.0.t1") == "a"
+    s.handle(ev.TurnEnded(at=0.0, turn="g0.0.t1", tokens=5))
+    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == {"g0.2.t0": "a"}
+
+
+def test_rose_forgets_what_a_lost_worker_held():
+    s = make("rose")
+    join(s, "a", kv=250)
+    assert request(s, "g0.0.t0", need=200) == "a"
+    end(s, "g0.0.t0")
+    assert request(s, "g0.1.t0", need=200) == ""
+    s.handle(ev.WorkerLost(at=0.0, worker="a", reason="gone"))
+    s.handle(ev.TurnEnded(at=0.0, turn="g0.1.t0"))
+    join(s, "a", kv=250)
+    assert request(s, "g0.2.t0", need=200) == "a"
+
+
+# ----------------------------------------------------------------- Seer
+
+
+def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
+    s = make("seer", chunk_tokens=40)
+    join(s, "a"), join(s, "b")
+    s.handle(ev.TurnRequested(at=0.0, turn="g0.0.t0", trajectory="g0.0", group="g0", context_tokens=50,
+                              max_new_tokens=100))
+    turn = s.cluster.turns["g0.0.t0"]
+    assert (turn.worker, turn.kv_need) == ("a", 90)
+    assert request(s, "g1.0.t0", need=20) == "b"
+    s.handle(ev.TurnProgressed(at=1.0, turn="g0.0.t0", attempt=1, tokens=40))
+    back = s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1, chunk=True))
+    assert back == [ev.AssignTurn("g0.0.t0", "a", 2, 40)] and turn.kv_need == 130
+    s.handle(ev.TurnProgressed(at=2.0, turn="g0.0.t0", attempt=2, tokens=40))
+    request(s, "g2.0.t0", need=400)
+    last = s.handle(ev.TurnReturned(at=2.0, turn="g0.0.t0", attempt=2, chunk=True))
+    assert last[0].max_tokens == 0 and turn.kv_need == 150
+
+
+# ----------------------------------------------------------------- Libra
+
+
+def test_libra_moves_a_trajectory_to_a_longer_bucket_with_each_failed_tool_call():
+    s = make("libra", shares=[1, 1, 1])
+    for name in "abc":
+        join(s, name)
+    assert request(s, "g0.0.t0") == "a"
+    end(s, "g0.0.t0")
+    assert request(s, "g0.0.t1", outcome="ok") == "a"
+    end(s, "g0.0.t1")
+    assert request(s, "g0.0.t2", outcome="failed") == "b"
+    end(s, "g0.0.t2")
+    assert request(s, "g0.0.t3", outcome="failed") == "c"
+    end(s, "g0.0.t3")
+    assert request(s, "g0.0.t4", outcome="failed") == "c"
+
+
+def test_libra_uses_longer_buckets_and_then_shorter_ones_when_its_own_is_full():
+    s = make("libra", shares=[1, 1, 1])
+    for name in "abc":
+        join(s, name, sequences=1)
+    assert [request(s, f"g0.{i}.t0") for i in range(4)] == ["a", "b", "c", ""]
+    assert end(s, "g0.0.t0") == {"g0.3.t0": "a"}
+
+
+def test_libra_gives_workers_out_by_shares():
+    s = make("libra", shares=[0.5, 0.25, 0.25])
+    for i in range(8):
+        join(s, f"w{i}")
+    routing = s._queue._choose.__self__
+    assert [len(bucket) for bucket in routing._buckets] == [4, 2, 2]
+
+
+# ----------------------------------------------------------------- RollArt
+
+
+def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is_full():
+    s = make("rollart", hardware={"frozen_lake": "H800"}, default="H20")
+    join(s, "a", sequences=1), join(s, "h", hardware="H20", sequences=2)
+    assert request(s, "g0.0.t0", domain="frozen_lake") == "a"
+    assert request(s, "g1.0.t0", domain="maths") == "h"
+    assert request(s, "g2.0.t0", domain="frozen_lake") == "h"
+    end(s, "g2.0.t0"), end(s, "g0.0.t0")
+    assert request(s, "g2.0.t1", domain="frozen_lake") == "a"  # back to its own, though h has its prefix
+
+
+# ----------------------------------------------------------------- earliest finish
+
+
+def teach(s, worker, seconds, turns=40):
+    """Turns of 100 tokens take so long on this worker; the others are busy."""
+    for i in range(turns):
+        name = f"{worker}{i}.0.t0"
+        group, member, _ = name.split(".")
+        s.handle(ev.TurnRequested(at=0.0, turn=name, trajectory=f"{group}.{member}", group=group, context_tokens=50,
+                                  max_new_tokens=100))
+        sent = s.cluster.turns[name].worker
+        s.handle(ev.TurnEnded(at=seconds[sent], turn=name, tokens=100))
+        s.handle(ev.TrajectoryEnded(at=seconds[sent], trajectory=f"{group}.{member}", tokens=100))
+
+
+def test_earliest_finish_learns_which_worker_is_slow():
+    s = make("earliest_finish", chunk_tokens=1000)
+    join(s, "a"), join(s, "c", "cooperative")
+    teach(s, "x", {"a": 1.0, "c": 4.0})
+    assert [request(s, f"g{i}.0.t0", at=5.0) for i in range(2)] == ["a", "a"]
+
+
+def test_earliest_finish_never_waits_while_a_worker_has_room():
+    s = make("earliest_finish", chunk_tokens=1000)
+    join(s, "a", sequences=1), join(s, "c", "cooperative", sequences=1)
+    teach(s, "x", {"a": 1.0, "c": 50.0})
+    assert {request(s, f"g{i}.0.t0", at=60.0) for i in range(2)} == {"a", "c"}
+
+
+def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
+    from rose.scheduler.routing.speeds import LeastSquares
+    fit = LeastSquares(0.995)
+    for i in range(5000):
+        x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
+        fit.put(x, 2 * x[0] + 0.5 * x[1])
+    assert fit.of((10.0, 20.0, 0.0)) == pytest.approx(30.0, rel=1e-3)
+    fit.put((1.0, 1.0, 1.0), 2.5 + 3.0)
+    assert fit.of((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("routing, args", [("seer", {"chunk_tokens": 0}), ("libra", {"shares": []}),
+                                           ("libra", {"shares": [1, -1]}), ("rose", {"imbalance": 1})])
+def test_numbers_that_make_no_policy_are_refused(routing, args):
+    with pytest.raises(ConfigError, match="scheduler.routing.args"):
+        make(routing, **args)
+
+
+def test_earliest_finish_begins_no_more_trajectories_than_prefixes_can_stay_and_lets_begun_ones_go_on():
+    s = make("earliest_finish", chunk_tokens=1000)
+    join(s, "a", kv=1000)
+    teach(s, "x", {"a": 1.0}, turns=1)  # 150 tokens of context at its end
+    places = [request(s, f"g{i}.0.t0", need=100, at=2.0) for i in range(8)]
+    assert places == ["a"] * 6 + ["", ""]
+    end(s, "g0.0.t0", at=3.0)
+    assert request(s, "g0.0.t1", need=100, at=3.0) == "a"
+    s.handle(ev.TurnEnded(at=4.0, turn="g0.0.t1", tokens=100))
+    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == {"g6.0.t0": "a"}

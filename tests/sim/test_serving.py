@@ -1,0 +1,150 @@
+"""An online server's traffic as load: no request is lost, fast-forwarding changes nothing, its targets set its pace."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose import traces
+from rose.sim import online, serving
+from rose.sim.spec import Engine, StepTime
+from rose.traces import Trace
+
+STEP = StepTime(c0=0.008, c1=2.6e-5, c2=7e-10, c3=1e-5, c4=2e-8)
+ENGINE = Engine(STEP, max_sequences=64, max_batched_tokens=2048, kv_tokens=300_000, prefix_caching=False)
+
+
+def trace(*requests: tuple[float, int, int]) -> Trace:
+    at, prompt, output = zip(*requests)
+    return Trace(np.array(at, float), np.array(prompt, np.int32), np.array(output, np.int32))
+
+
+def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
+    """(first token, last token) of each request, one engine step at a time."""
+    c, now, after, running, prefill = engine.step, 0.0, 0, [], []
+    first, last, held = {}, {}, 0
+    while after < len(work) or running or prefill:
+        while (after < len(work) and work.at[after] <= now and len(running) + len(prefill) < engine.max_sequences
+               and held + (need := int(work.prompt_tokens[after] + work.output_tokens[after])) <= engine.kv_tokens):
+            prefill.append([after, 0])
+            held, after = held + need, after + 1
+        if not running and not prefill:
+            now = work.at[after]
+            continue
+        room, cost, joined = max(1, engine.max_batched_tokens - len(running)), 0.0, []
+        for chunk in prefill:
+            new = min(int(work.prompt_tokens[chunk[0]]) - chunk[1], room)
+            cost += new * (c.c1 + c.c2 * (chunk[1] + new / 2))
+            chunk[1], room = chunk[1] + new, room - new
+            if chunk[1] == work.prompt_tokens[chunk[0]]:
+                joined.append(chunk)
+            if not room:
+                break
+        now += max(c.c0, cost) + c.c3 * len(running) + c.c4 * sum(context for _, context in running)
+        running = [(request, context + 1) for request, context in running]
+        for chunk in joined:
+            prefill.remove(chunk)
+            first[chunk[0]] = now
+            running.append((chunk[0], chunk[1] + 1))
+        for request, context in list(running):
+            if context == work.prompt_tokens[request] + work.output_tokens[request]:
+                running.remove((request, context))
+                last[request] = now
+                held -= context
+    return [(first[i], last[i]) for i in range(len(work))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60)), min_size=1, max_size=20),
+       st.sampled_from([2, 64]), st.sampled_from([6000, 300_000]))
+def test_skipping_over_like_steps_changes_no_time(requests, sequences, kv):
+    at = np.cumsum([gap for gap, _, _ in requests])
+    work = trace(*[(t, prompt, output) for t, (_, prompt, output) in zip(at, requests)])
+    engine = replace(ENGINE, max_sequences=sequences, kv_tokens=kv)
+    served, expected = online.serve(work, engine), step_by_step(work, engine)
+    assert served.at + served.ttft_s == pytest.approx([first for first, _ in expected], abs=1e-9)
+    tpot = [(last - first) / (o - 1) if o > 1 else math.nan for (first, last), o in zip(expected, work.output_tokens)]
+    assert served.tpot_s == pytest.approx(tpot, abs=1e-9, nan_ok=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.02]))
+def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
+    work = traces.generate(seed, seconds=30, rate=4)
+    served = online.serve(work, ENGINE, pace, hold)
+    made = serving.load(served, ENGINE.kv_tokens)
+    assert made.requests.sum() == len(work) and len(made.at) == math.ceil(work.seconds) == made.period_s
+    assert (served.began[1:] >= served.ended[:-1] - 1e-9).all()
+    assert (served.busy_s <= served.ended - served.began + 1e-9).all()
+    within = served.ended <= made.period_s
+    assert made.busy.sum() <= served.busy_s.sum() + 1e-6
+    assert made.busy.sum() >= served.busy_s[within].sum() - 1e-6
+    assert ((0 <= made.kv) & (made.kv <= 1)).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
+    assert (served.ttft_s > 0).all() and (served.tpot_s[work.output_tokens > 1] > 0).all()
+
+
+def test_one_request_takes_what_its_steps_take():
+    served = online.serve(trace((0.0, 1000, 11)), ENGINE)
+    prefill = 1000 * (STEP.c1 + STEP.c2 * 500)
+    decodes = sum(STEP.c0 + STEP.c3 + STEP.c4 * (1001 + k) for k in range(10))
+    assert served.ttft_s.tolist() == pytest.approx([prefill])
+    assert served.tpot_s.tolist() == pytest.approx([decodes / 10])
+    assert served.busy_s.sum() == pytest.approx(prefill + decodes)
+
+
+def test_at_the_pace_of_its_targets_serving_computes_less_and_keeps_them():
+    work = traces.generate(1, seconds=120, rate=3)
+    alone, beside = online.serve(work, ENGINE), online.serve(work, ENGINE, pace_s=0.075, hold_s=0.02)
+    assert beside.busy < 0.5 * alone.busy
+    assert alone.p99()[1] < beside.p99()[1] <= 0.076
+    assert beside.p99()[0] - alone.p99()[0] < 0.05
+    assert beside.held.max() > alone.held.max()  # slower requests are more at once
+
+
+def test_a_second_of_peak_traffic_is_a_second_of_peak_load_on_every_device():
+    work = traces.generate(2, seconds=120, rate=8)
+    found = serving.devices(work, ENGINE, count=16, variants=4)
+    loads = [found.load(device) for device in range(16)]
+    assert len({id(load) for load, _ in loads}) == 4 and all(0 <= ahead < 1 for _, ahead in loads)
+    assert sum(load.requests.sum() for load in found.loads) == len(work)
+    rates = np.array([load.requests[:110] for load in found.loads])
+    assert np.corrcoef(rates).min() > 0.5
+
+
+def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
+    work = traces.generate(2, seconds=60, rate=4)
+    found = serving.devices(work, ENGINE, count=2, variants=2, pace_s=0.075, hold_s=0.02)
+    assert found.ttft_spread > 0 and found.tpot_spread > 0
+    for alone in found.loads:
+        assert len(alone.beside.at) == len(alone.at) and alone.beside.period_s == alone.period_s
+        assert (alone.beside.requests == alone.requests).all()
+        assert alone.beside.busy.sum() < alone.busy.sum() and alone.beside.kv.sum() > alone.kv.sum()
+
+
+def test_latencies_that_are_lognormal_about_their_seconds_mean_have_their_sigma():
+    draw = np.random.default_rng(1)
+    at = np.sort(draw.random(40_000)) * 1000
+    means = np.repeat(np.exp(draw.normal(0, 1, 1000)), 40)
+    values = means[np.minimum((at).astype(int), 999)] * np.exp(draw.normal(0, 0.4, len(at)))
+    assert serving.spread(values, at) == pytest.approx(0.4, rel=0.03)
+
+
+def test_a_service_is_sized_so_that_its_peaks_just_meet_the_targets():
+    work = traces.generate(1, seconds=90, rate=2)
+    factor = serving.provisioned(work, ENGINE, 0.5, 0.15)
+    assert online.serve(work.scaled(factor), ENGINE).attained(0.5, 0.15) >= 0.99
+    assert online.serve(work.scaled(factor / 1.25), ENGINE).attained(0.5, 0.15) < 0.99
+    with pytest.raises(ValueError, match="loosen the targets"):
+        serving.provisioned(work, ENGINE, 0.001, 0.15)
+
+
+@pytest.mark.parametrize("work, said", [
+    (Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)), "a trace without requests"),
+    (trace((0.0, 299_999, 10)), "a request of 300009 tokens is larger than"),
+])
+def test_what_cannot_be_served_is_refused(work, said):
+    with pytest.raises(ValueError, match=said):
+        online.serve(work, ENGINE)
