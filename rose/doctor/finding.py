@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ DEADLINE_S = 55.0  # of one check; they run side by side
 END_S = 5.0
 _MAX_BYTES = 2**20
 _POLL_S = 0.02
+_EVENT = '{"what": '
+_DECODER = json.JSONDecoder()
 
 
 class Finding(NamedTuple):
@@ -39,21 +42,27 @@ class Ended(NamedTuple):
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """What it said by `say`, in order; other lines are left out."""
-        found = []
-        for line in self.out.splitlines():
+        """What it said by `say`, in order; other words are left out.
+
+        An event may begin within a line: a launcher that merges the output of several ranks can put a rank's words
+        between another's and their line break.
+        """
+        found, at = [], self.out.find(_EVENT)
+        while at >= 0:
             try:
-                content = json.loads(line)
+                content, end = _DECODER.raw_decode(self.out, at)
             except ValueError:
-                continue  # a library's or Slurm's own words
-            if isinstance(content, dict) and "what" in content:
+                end = at + 1  # a library's or Slurm's own words, or an event that was cut
+            else:
                 found.append(content)
+            at = self.out.find(_EVENT, end)
         return found
 
 
 def say(what: str, **details: Any) -> None:
     """One event of a program that the doctor started, for `Ended.events`."""
-    print(json.dumps({"what": what, "node": node(), **details}), flush=True)
+    sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")  # in one write, unlike print's
+    sys.stdout.flush()
 
 
 def node() -> str:

@@ -34,6 +34,12 @@ def test_a_package_that_does_not_import_is_named():
     assert found.state == "failed" and "rose_has_no_such_package" in found.words and "pip install" in found.remedy
 
 
+def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
+    one, other = {"what": "world", "size": 2, "in": {"a": "}"}}, {"what": "world", "size": 3}
+    words = f"noise{json.dumps(one)}{json.dumps(other)}\n\n[1]\nsrun: {json.dumps(one)[:20]}\n{json.dumps(other)}"
+    assert Ended(0, words, "").events() == [one, other, other]
+
+
 def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
     polite = ("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', flush=True); "
               "time.sleep(60)")
