@@ -27,6 +27,7 @@ $(VENV)/.stamp-run: requirements/cpu.txt pyproject.toml
 	@$(PIP) -r requirements/cpu.txt
 	@$(PIP) --no-build-isolation -e .
 	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(VENV)/bin/python -c "from rose.transfer import codec; codec.compile_all()"
 	@touch $@
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run

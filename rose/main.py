@@ -17,7 +17,7 @@ from pathlib import Path
 from rose import config as cfg
 from rose import protocol as p
 from rose.launch import guard
-from rose.launch.layout import Rank
+from rose.launch.layout import Rank, layout
 
 SEND_DEADLINE_S = 5.0
 
@@ -53,7 +53,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
         # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        run_role(me, config, run_dir, attempt, mailbox, peers, Path(resume_from) if resume_from else None)
+        broadcast = make_broadcast(config, world)
+        run_role(me, config, run_dir, attempt, mailbox, peers, broadcast, Path(resume_from) if resume_from else None)
     except Exception as error:
         if me.rank != COORDINATOR:
             cause = f"{me.role.value} {me.index}: {type(error).__name__}: {error}"
@@ -65,7 +66,19 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     mailbox.flush(SEND_DEADLINE_S)
 
 
-def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers,
+def make_broadcast(config: cfg.Config, world):
+    """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are neither."""
+    from rose.transfer import broadcast
+
+    ranks = layout(config)
+    trainers, rollouts = ([r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT))
+    kind = config.transfer.broadcast
+    if kind == "auto":
+        kind = "nccl" if config.cluster.gpus else "mpi"
+    return broadcast.make_broadcast(kind, world, trainers, rollouts, config.transfer.load_timeout_s)
+
+
+def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers, broadcast,
              resume_from: Path | None) -> None:
     from rose.observe.recorder import NullRecorder, Recorder
 
@@ -84,11 +97,14 @@ def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox,
             case p.Role.TRAINER:
                 from rose.roles import trainer
 
-                trainer.run(config, run_dir, attempt, mailbox, peers, recorder, resume_from)
+                trainer.run(config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from)
             case p.Role.ROLLOUT:
                 from rose.roles.rollout import RolloutWorker
+                from rose.transfer.mirror import Mirror
 
-                asyncio.run(RolloutWorker(config, name, mailbox, recorder).run())
+                limit = int(config.transfer.mirror_gib * 2**30)  # the kernel's would end the whole job
+                mirror = Mirror(run_dir, attempt, me.rank, config.trainer.ranks, limit_bytes=limit) if broadcast else None
+                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast, mirror).run())
     finally:
         recorder.close()
 

@@ -4,18 +4,20 @@ Bottom of the house: imports nothing of ROSE. Bulk per-token data travels as pac
 bytes (int32 tokens, float32 logprobs), so a hub that only forwards it never decodes it.
 Encoding, version and size limits of a message on the wire live in `rose.comm.wire`.
 
-Ids are strings and stable across restarts: group ``g12`` (``e3`` for held-out evaluation),
-trajectory ``g12.5``, its replacement after an environment failure ``g12.5r1``, turn ``g12.5.t2``.
+Ids are strings and stable across restarts: group ``g12`` (``e3`` for held-out evaluation), a second
+try of its prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment failure
+``g12.5r1``, turn ``g12.5.t2``.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 5
 
 
 class Role(str, enum.Enum):
@@ -155,6 +157,8 @@ class TurnRequest(Message):
     phase: Phase
     tokens: bytes  # int32: the whole context so far
     sampling: Sampling
+    domain: str = ""  # the environment's name
+    outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows; "" if it follows none
 
 
 class TurnResult(Message):
@@ -198,6 +202,8 @@ class WorkerReady(Message):
     max_sequences: int
     kv_tokens: int  # KV-cache capacity, tokens
     version: int  # -1: the model folder's own weights
+    hardware: str = ""  # the device's name, as "H800"; "cpu"
+    kind: Literal["cooperative", "spot", "serverless"] = "cooperative"  # of a borrowed one (serving.kind)
 
 
 class WorkerDown(Message):
@@ -220,6 +226,18 @@ class WorkerLoad(Message):
     generated_tokens: int  # since start
     prompt_tokens: int
     cached_tokens: int
+
+
+class WorkerCapacity(Message):
+    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady` said. Sent on a material
+    change, and after each `TurnReturned`: it gets no turn in between."""
+
+    worker: str
+    incarnation: int
+    kv_tokens: int  # of its KV budget; 0: none
+    max_sequences: int  # 0: it takes nothing
+    expected_s: float  # until it can take more; 0: nothing is held back; -1: unknown
+    revoked: bool  # the online engine took memory back: what is left may go, too
 
 
 class GenerateTurn(Message):
@@ -262,22 +280,34 @@ class TurnFinished(Message):
     finished: float = 0.0
 
 
+class TurnReturned(Message):
+    """Worker -> coordinator: the engine gave the turn back before its end, these are the last tokens of the attempt;
+    it goes on elsewhere."""
+
+    turn: str
+    attempt: int
+    tokens: bytes
+    logprobs: bytes
+    version: int
+    reason: str
+
+
 class LoadVersion(Message):
     """Coordinator -> worker: take these weights before any further turn."""
 
     version: int
-    manifest: str  # path of the committed manifest
+    store: str  # folder of the versions
 
 
 class VersionLoaded(Message):
-    """The live weights were read back and every checksum equals the manifest's."""
+    """The live weights were read back and every checksum equals the trainer's."""
 
     worker: str
     incarnation: int
     version: int
     seconds: float
     pause_s: float
-    nbytes: int
+    nbytes: int  # read for it
 
 
 class VersionFailed(Message):
@@ -356,7 +386,7 @@ class TrainDone(Message):
     index: int
     version: int
     metrics: dict[str, float]
-    manifest: str  # "" except from trainer 0
+    store: str
 
 
 class SaveCheckpoint(Message):
@@ -375,14 +405,15 @@ class TrainerReady(Message):
     index: int
     step: int
     version: int
-    manifest: str  # "" except from trainer 0
+    store: str
     no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
 
 
 AnyMessage = (
     Hello | RankFailed | Shutdown | Goodbye
     | StartTrajectory | TurnRequest | TurnResult | TrajectoryFinished | TrajectoryFailed | CancelTrajectory
-    | WorkerReady | WorkerDown | WorkerLoad | GenerateTurn | AbortTurn | TurnProgress | TurnFinished
+    | WorkerReady | WorkerDown | WorkerLoad | WorkerCapacity | GenerateTurn | AbortTurn | TurnProgress | TurnFinished
+    | TurnReturned
     | LoadVersion | VersionLoaded | VersionFailed
     | JoinHello | Heartbeat | WorkerLeaving | WorkerLeft
     | TrainStep | TrainPart | TrainDone | SaveCheckpoint | CheckpointSaved | TrainerReady

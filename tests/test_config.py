@@ -33,7 +33,11 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
     ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
     ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
-    ("+transfer.full_every=1", ["transfer.full_every=1", "no such key"]),
+    ("+transfer.compress=1", ["transfer.compress=1", "no such key"]),
+    ("transfer.relay=node7:7673", ["transfer.relay='node7:7673'", "http://host:port"]),
+    ("transfer.relay=http://node7:7673", ["transfer.relay_token_file=None", "asks for its token"]),
+    ("transfer.broadcast=nccl", ["transfer.broadcast='nccl'", "needs GPUs"]),
+    ("transfer.in_flight=drop", ["transfer.in_flight", "drop"]),
     ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
     ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
     ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context="]),
@@ -128,7 +132,7 @@ def test_every_key_is_known(tree):
         for name, value in branch.items():
             yield prefix + name
             if isinstance(value, dict) and name not in ("args", "env", "join_env", "recipe", "engine_args", "chat_template_args",
-                                                        "shape") or prefix + name == "env":
+                                                        "shape", "pool", "systems") or prefix + name == "env":
                 yield from dotted(value, f"{prefix}{name}.")
 
     assert set(dotted(tree())) <= set(configuration.keys())

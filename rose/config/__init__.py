@@ -13,19 +13,26 @@ from typing import Any
 import msgspec
 
 from rose.config import errors
-from rose.config.checks import check, check_model
+from rose.config.checks import check, check_model, check_serving, hours_of
+from rose.config.common import Policy, Scheduler, Section
 from rose.config.errors import ConfigError
+from rose.config.sim import Sim, SimPool, SimServing, SimSystem
 from rose.config.tree import (
-    Algorithm, Cluster, Component, Config, Env, Eval, Model, ModelShape, Mpi, Observe, Optimizer, Policy, Rollout,
-    Scheduler, Serving, Slurm, Trainer, Transfer, nodes_of,
+    Algorithm, Cluster, Component, Config, Env, Eval, Lending, Model, ModelShape, Mpi, Observe, Online, Optimizer,
+    Rollout, Serving, Slo, Slurm, Trainer, Transfer, nodes_of,
 )
 from rose.storage import write_whole
 
 __all__ = [
-    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Env", "Eval", "Model", "ModelShape", "Mpi",
-    "Observe", "Optimizer", "Policy", "Rollout", "Scheduler", "Serving", "Slurm", "Trainer", "Transfer",
-    "check_model", "from_dict", "keys", "load", "nodes_of", "read_shape", "save", "to_dict",
+    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Env", "Eval", "Lending", "Model", "ModelShape",
+    "Mpi", "Observe", "Online", "Optimizer", "Policy", "Rollout", "Scheduler", "Serving", "Sim", "SimPool",
+    "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer", "check_model", "from_dict", "hours_of", "keys",
+    "load", "nodes_of", "read_shape", "save", "serving_from_dict", "to_dict",
 ]
+
+
+class _ServingSide(Section):
+    serving: Serving
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
@@ -36,6 +43,16 @@ def from_dict(tree: dict[str, Any]) -> Config:
         raise ConfigError(errors.explain(str(error), tree, Config)) from None
     check(config)
     return config
+
+
+def serving_from_dict(tree: dict[str, Any]) -> Serving:
+    """{"serving": {...}} -> the checked section. Raises `ConfigError`."""
+    try:
+        serving = msgspec.convert(tree, _ServingSide).serving
+    except msgspec.ValidationError as error:
+        raise ConfigError(errors.explain(str(error), tree, _ServingSide)) from None
+    check_serving(serving)
+    return serving
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -12,24 +12,39 @@ import msgspec
 
 from rose.config import errors
 from rose.config.errors import ConfigError
-from rose.config.tree import Config, ModelShape, Mpi, nodes_of
+from rose.config.tree import Config, ModelShape, Mpi, Serving, nodes_of
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
+
+OWN_ARGUMENTS = ("model", "host", "port", "served_model_name", "scheduler_cls", "worker_extension_cls",
+                 "api_server_count", "data_parallel_size")  # of vLLM, which serving.online.engine_args may not set
+ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
+SHORTEST_STALE_S = 0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
 
 
 def check(c: Config) -> None:
     """Everything that can be said without looking at the machine or the model."""
-    tree = msgspec.to_builtins(c)
+    need = _needs(msgspec.to_builtins(c))
+    _check_values(c, need)
+    _check_serving(c.serving, need)
+    _check_batch(c, need)
+    _check_machine(c, need)
 
+
+def check_serving(serving: Serving) -> None:
+    """The same of the serving side's section alone: an online server runs before there is a run."""
+    _check_serving(serving, _needs({"serving": msgspec.to_builtins(serving)}))
+
+
+def _needs(tree: dict[str, Any]) -> Need:
+    """Raises `ConfigError` for the first value that is not as needed, or no finite number."""
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
             raise ConfigError(f"{key}={errors.value_at(tree, key)!r}: {remedy}")
 
     for key, value in _leaves(tree):
         need(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
-    _check_values(c, need)
-    _check_batch(c, need)
-    _check_machine(c, need)
+    return need
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -48,10 +63,62 @@ def _check_values(c: Config, need: Need) -> None:
     need(len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
          "trainer.optimizer.betas", "two numbers in [0, 1)")
     need(c.rollout.temperature > 0, "rollout.temperature", "must be greater than 0: greedy rollouts teach nothing")
-    need(c.serving.lost_after_s >= 2 * c.serving.heartbeat_s, "serving.lost_after_s",
-         f"at least twice serving.heartbeat_s={c.serving.heartbeat_s:g}, or a late heartbeat is a loss")
+    relay = c.transfer.relay
+    need(relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None, "transfer.relay",
+         "must be http://host:port, as `python -m rose.relay` prints it, or null")
+    need(relay is None or c.transfer.relay_token_file is not None, "transfer.relay_token_file",
+         f"transfer.relay={relay} asks for its token: the path of a file of mode 0600 with it")
     need(c.model.source != "folder" or c.model.path is not None, "model.path",
          "the model's folder is needed (model.source=folder)")
+
+
+def _check_serving(s: Serving, need: Need) -> None:
+    """Targets, thresholds and hours of lending."""
+    need(s.lost_after_s >= 2 * s.heartbeat_s, "serving.lost_after_s",
+         f"at least twice serving.heartbeat_s={s.heartbeat_s:g}, or a late heartbeat is a loss")
+    online, lending = s.online, s.lending
+    if online.slo is not None:
+        for kind in ("ttft", "tpot"):
+            p50, p99 = getattr(online.slo, f"{kind}_p50_s"), getattr(online.slo, f"{kind}_p99_s")
+            need(p50 <= p99, f"serving.online.slo.{kind}_p50_s", f"at most serving.online.slo.{kind}_p99_s={p99:g}")
+    need(online.max_batched_tokens >= online.max_sequences, "serving.online.max_batched_tokens",
+         f"at least serving.online.max_sequences={online.max_sequences}: each takes one token of a step")
+    for name in online.engine_args:
+        need(name.replace("-", "_") not in OWN_ARGUMENTS, f"serving.online.engine_args.{name}",
+             "is set by ROSE, from serving.online or for one engine of a device")
+    need(online.port == 0 or online.port != lending.control_port, "serving.lending.control_port",
+         "is serving.online.port too; another one, or 0 for a free one")
+    for key, port in (("online.port", online.port), ("lending.control_port", lending.control_port)):
+        need(port < 2**16, f"serving.{key}", "must be below 65536")
+    need(lending.kv_gib is None or lending.kv_gib >= online.kv_cache_gib, "serving.lending.kv_gib",
+         f"at least serving.online.kv_cache_gib={online.kv_cache_gib:g}, which is part of it")
+    need(lending.reserve < lending.high_watermark, "serving.lending.reserve",
+         f"below serving.lending.high_watermark={lending.high_watermark:g}, or nothing is ever lent")
+    need(lending.stale_after_s >= SHORTEST_STALE_S, "serving.lending.stale_after_s",
+         f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later on a busy machine")
+    _check_hours(lending.hours, need)
+
+
+def _check_hours(hours: dict[str, float], need: Need) -> None:
+    """"HH-HH", local time, over midnight or not; no hour in two of them."""
+    taken: dict[int, str] = {}
+    for span, share in hours.items():
+        key = f"serving.lending.hours.{span}"
+        need(share <= 1, key, "a share, 0 to 1")
+        found = hours_of(span)
+        need(bool(found), key, 'the hours must be written as "08-20" or "22-06", from 00 to 24')
+        for hour in found:
+            need(hour not in taken, key, f"hour {hour:02d} is in {taken.get(hour)!r} too")
+            taken[hour] = span
+
+
+def hours_of(span: str) -> list[int]:
+    """"22-02" -> [22, 23, 0, 1]; [] of what is no span of hours."""
+    found = re.fullmatch(r"(\d\d)-(\d\d)", span)
+    low, high = (int(found[1]), int(found[2])) if found else (0, 0)
+    if low == high or low > 23 or high > 24:
+        return []
+    return [hour % 24 for hour in range(low, high if high > low else high + 24)]
 
 
 def _check_batch(c: Config, need: Need) -> None:
@@ -83,12 +150,14 @@ def _check_machine(c: Config, need: Need) -> None:
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
          f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
          f"{engines} rollout); raise it or run fewer")
+    need(c.transfer.broadcast != "nccl" or c.cluster.gpus > 0, "transfer.broadcast",
+         "nccl needs GPUs, and cluster.gpus=0; auto takes what there is")
     _check_mpi(c.cluster.mpi, need)
-    if c.scheduler.provisioning.name == "on_demand":
-        need(c.cluster.kind == "slurm", "scheduler.provisioning.name", "on_demand submits jobs to Slurm: cluster=slurm")
+    if (asks := c.scheduler.provisioning.name) in ASK_FOR_JOBS and c.mode == "train":
+        need(c.cluster.kind == "slurm", "scheduler.provisioning.name", f"{asks} submits jobs to Slurm: cluster=slurm")
         need(c.cluster.mpi.join, "cluster.mpi.join", f"with {c.cluster.mpi.name} no rank can join, and scheduler."
-             "provisioning.name='on_demand' asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed")
-        need(c.borrows, "scheduler.provisioning.name", "on_demand needs ranks that may join: serving.borrow=true, "
+             f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed")
+        need(c.borrows, "scheduler.provisioning.name", f"{asks} needs ranks that may join: serving.borrow=true, "
              "deterministic=false, no replay")
     if c.cluster.kind == "slurm":
         need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")

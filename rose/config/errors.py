@@ -58,14 +58,16 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
     if text.startswith("Invalid enum value"):
         choices = ", ".join(map(str, get_args(_type(key, root))))
         return f"{key}={value_at(tree, key)!r}: no such choice; one of {choices}"
-    if key.endswith("[...]"):
-        return _explain_texts(key.removesuffix("[...]"), tree)
+    if key.endswith("[...]"):  # some entry of a dictionary, which msgspec doesn't name
+        key = key.removesuffix("[...]")
+        if "`str`" in text:
+            return _explain_texts(key, tree)
     null = ", or null" if " >" in text and type(None) in get_args(_type(key, root)) else ""
     return f"{key}={value_at(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
 
 
 def _explain_texts(section: str, tree: dict[str, Any]) -> str:
-    """msgspec doesn't name the entry of a `dict[str, str]` (cluster.env) that is something else."""
+    """The entry of a `dict[str, str]` (cluster.env) that is something else."""
     full, value = next((f"{section}.{n}", v) for n, v in value_at(tree, section).items() if not isinstance(v, str))
     return f"{full}={value!r}: must be text; put it in quotes: '+{full}=\"{value}\"'"
 

@@ -7,20 +7,10 @@ recipe may be, which those say themselves.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
-from msgspec import Meta
-
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+from rose.config.common import Count, Natural, NotNegative, Positive, Scheduler, Section, Share
+from rose.config.sim import Sim
 
 
 class ModelShape(Section):
@@ -139,32 +129,78 @@ class Eval(Section):
 
 
 class Transfer(Section):
-    keep_versions: Count
+    """How policy versions get from the trainer to the engines (docs/format.md)."""
+
+    full_every: Count  # versions from one that needs no base to the next; between them are differences
+    keep_versions: Count  # that readers may still be on their way to
+    tensor_parallel: list[Count]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
+    broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: nccl on GPUs, else mpi
+    in_flight: Literal["recompute", "keep", "finish"]  # what requests do that run when new weights come
+    relay: str | None  # http://host:port of a relay that this process reads versions from; null: the shared folder
+    relay_token_file: str | None
+    threads: Count | None  # that encode or decode; null: the trainer's or the engine's, or all cores
+    mirror_gib: Positive  # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
+    stage_gib: NotNegative  # of blocks that change so much that they are staged whole, per engine rank
     load_timeout_s: Positive
 
 
-class Policy(Section):
-    name: str
-    args: dict[str, Any]
+class Slo(Section):
+    """Latency targets of one online model: time to first token, and mean time per output token after it; seconds."""
+
+    ttft_p50_s: Positive
+    ttft_p99_s: Positive
+    tpot_p50_s: Positive
+    tpot_p99_s: Positive
 
 
-class Scheduler(Section):
-    provisioning: Policy
-    routing: Policy
-    order: Policy
-    batching: Policy
-    queue_depth: NotNegative  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
+class Online(Section):
+    """The online server beside a lent engine: vLLM's OpenAI-compatible one."""
+
+    model: str | None  # folder or hub id; null: no server of ours beside it, the whole device is lent
+    served_name: str | None  # as clients call it; null: the model as given
+    host: str
+    port: Natural  # 0: a free one, said at start
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    max_context: Count
+    max_sequences: Count
+    max_batched_tokens: Count
+    kv_cache_gib: Positive
+    engine_args: dict[str, Any]  # of vLLM, as they are
+    start_timeout_s: Positive
+    slo: Slo | None  # null: unknown, so nothing is lent
+
+
+class Lending(Section):
+    """When and how much of the device the online engine lends to the rollout engine."""
+
+    profile: str | None  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
+    same_weights: bool  # one engine serves both sides
+    chunk_tokens: Count  # the most that one step of the rollout engine takes in
+    step_share: Share  # of ttft_p99_s that a rollout step may hold up a request that comes just after it began
+    priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU
+    kv_gib: Positive | None  # the device's KV memory, one budget for both; null: online.kv_cache_gib
+    reserve: Share  # of it that is never lent, beyond what online requests use
+    high_watermark: Share  # of it in use or lent: above, the rollout engine's budget is halved
+    stale_after_s: Positive  # an online engine silent for so long lends nothing
+    revoke_after_s: Positive  # a rollout engine that has not given back by then is killed
+    patience_s: Positive  # turns held up at the gate for so long go back to the scheduler
+    hours: dict[str, NotNegative]  # "22-06": share of what could be lent, local time; hours not named: all of it
+    control_port: Natural  # of metrics, report and stop switch; 0: a free one, said at start
+    stop_file: str | None  # while it exists nothing is lent
 
 
 class Serving(Section):
     """Ranks of serving jobs that join the run while it runs."""
 
     borrow: bool  # whether they may
+    kind: Literal["cooperative", "spot", "serverless"]  # what such a rank says it is; provisioning tells them apart
     max_ranks: Count  # at once
     heartbeat_s: Positive  # between two signs of life, both ways
     lost_after_s: Positive  # of silence: its turns go elsewhere
     drain_s: NotNegative  # a rank asked to leave politely (SIGUSR2) finishes its turns for so long
     wait_s: Positive  # a serving rank waits for its run so long, then ends
+    online: Online
+    lending: Lending
 
 
 class Mpi(Section):
@@ -187,8 +223,8 @@ class Component(Section):
     account: str | None
     qos: str | None
     constraint: str | None
-    mem: str | None  # per node, as Slurm writes it: 64G
-    time: str | None  # as Slurm writes it: 2-00:00:00, or minutes
+    mem: str | Count | None  # per node, as Slurm writes it: 64G, or MiB
+    time: str | Count | None  # as Slurm writes it: 2-00:00:00, or minutes
     exclusive: bool  # its nodes are shared with no other job, nor with another component
     sbatch: list[str]  # further options, such as "--mail-type=END"
 
@@ -226,7 +262,7 @@ class Observe(Section):
 
 class Config(Section):
     name: str
-    mode: Literal["train"]
+    mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
     fresh: bool  # move an earlier run of this name aside instead of continuing it
@@ -242,6 +278,7 @@ class Config(Section):
     scheduler: Scheduler
     cluster: Cluster
     observe: Observe
+    sim: Sim
 
     @property
     def borrows(self) -> bool:

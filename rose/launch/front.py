@@ -28,7 +28,7 @@ from rose.launch import errors, local, logs, model, plan, resume, sbatch, slurm,
 from rose.observe import terminal, views
 from rose.observe.terminal import say
 from rose.rollout import replay
-from rose.trainer import algorithms  # imports torch (2 s): the algorithm's own checks are worth the wait
+from rose.study import front as study
 
 INSTEAD_OF_RUNNING = frozenset(("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i",
                                 "--shell-completion", "-sc"))  # Hydra's flags that compose no point
@@ -68,11 +68,15 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _main(conf: Path, arguments: list[str], console: Console) -> int:
-    plans = [check(tree) for tree in compose(conf, arguments)]
-    names = [p.config.name for p in plans]
+    trees = compose(conf, arguments)
+    names = [str(tree["name"]) for tree in trees]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(f"name={twice!r}: two points of the sweep have this name; give them different ones")
+    if any(tree["mode"] in study.MODES for tree in trees):
+        return study.main([model.known(configuration.from_dict(tree)) for tree in trees], console,
+                          study.command_of(arguments))
+    plans = [check(tree) for tree in trees]
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
@@ -115,13 +119,15 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
+    from rose.trainer import algorithms  # imports torch (2 s): worth the wait for the algorithm's own checks, here only
+
     c = configuration.from_dict(tree)
     envs.check(c.env)
-    scheduler.build(c.scheduler, c.rollout.turn_timeout_s)
-    algorithms.build(c.algorithm.name, c.algorithm.args)
+    staleness = scheduler.build(c.scheduler, c.rollout.turn_timeout_s).staleness
+    algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
     if c.rollout.replay is not None:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
-    made = plan.make(c, model.shape(c))
+    made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
         if c.cluster.kind == "slurm":
@@ -132,6 +138,20 @@ def check(tree: dict) -> plan.Plan:
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made
+
+
+def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
+    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects for its age; where
+    training so is a paper's own practice, that is a doubt: one-step-off's (arXiv 2410.18252) loss has no weights."""
+    if not staleness or corrects or c.algorithm.importance_cap is not None:
+        return ()
+    name = c.scheduler.batching.name
+    words = (f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and nothing corrects "
+             f"for their age: algorithm.name={c.algorithm.name!r} does not, and algorithm.importance_cap=null; take "
+             "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0")
+    if name == "one_step_off":
+        return (words,)
+    raise ConfigError(words)
 
 
 def launch(made: plan.Plan, console: Console) -> int:

@@ -33,6 +33,12 @@ def shape(c: Config) -> ModelShape | None:
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
 
 
+def known(c: Config) -> Config:
+    """With the model's shape if that can be told without making it. Raises `ConfigError` as `shape` does."""
+    found = c.model.shape or shape(c)
+    return msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=found))
+
+
 def prepare(c: Config) -> Config:
     """Make the model if a recipe has to; the configuration with its absolute path and its shape. Raises
     `ConfigError` when the recipe fails."""

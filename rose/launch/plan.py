@@ -31,16 +31,16 @@ class Plan:
         return sum(len(rank.gpus) for rank in self.ranks)
 
 
-def make(c: Config, shape: ModelShape | None) -> Plan:
-    """Raises `ConfigError` when the plan can't run; doubts become `Plan.warnings`."""
+def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
+    """Raises `ConfigError` when the plan can't run; doubts, and those given, become `Plan.warnings`."""
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
-        return Plan(c, None, layout(c), {}, (doubt,))
+        return Plan(c, None, layout(c), {}, (*doubts, doubt))
     check_model(c, shape)
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
-    return Plan(c, shape, layout(c), estimates, tuple(_check_memory(c, estimates)))
+    return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)))
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rose.observe import series
+from rose.observe import lenders, series
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.stats import difference_interval
 from rose.observe.timeline import build_timeline
@@ -48,7 +48,7 @@ def build_report(run_dir: Path | str) -> Path:
         title=escape(run_dir.resolve().name), style=(page / "report.css").read_text(),
         scripts="\n".join((page / name).read_text() for name in ("charts.js", "figures.js", "timeline.js")),
         data=_embed(data), subtitle=_subtitle(config, rows), facts=_facts(steps, timeline),
-        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps),
+        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps) + lenders.html(run_dir),
         steps=_step_table(steps),
         config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
     path = run_dir / FILE
@@ -123,6 +123,7 @@ def _number(value: Any, form: str) -> str:
 def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     """Counters of the steps in one sentence, then each fault with its time."""
     counted = (("engine restarts", "engine_restarts"), ("turns continued on another engine", "migrations"),
+               ("of them given back by an engine that serves others, too", "returned_turns"),
                ("trajectories failed and replaced", "failed_trajectories"), ("invalid tool calls", "invalid_calls"),
                ("truncated responses", "truncated"))
     text = "<p>Over all steps: " + "; ".join(

@@ -27,9 +27,10 @@ from rose.roles.turn_hub import TurnHub
 LOOK_S = 0.1  # between two looks at who asks
 LATE_S = 0.5  # a look that comes so late says nothing about others: this rank itself was busy
 BEAT_S = 2.0  # between two signs of life in the endpoint's file
+FAREWELL_S = 0.3  # for the last word to pass the porter
 HELLO_S = 5.0  # from the connection to a rank's first words
-SAYS = (p.WorkerReady, p.WorkerDown, p.WorkerLoad, p.TurnProgress, p.TurnFinished, p.VersionLoaded, p.VersionFailed,
-        p.WorkerLeaving, p.WorkerLeft)
+SAYS = (p.WorkerReady, p.WorkerDown, p.WorkerLoad, p.WorkerCapacity, p.TurnProgress, p.TurnFinished, p.TurnReturned,
+        p.VersionLoaded, p.VersionFailed, p.WorkerLeaving, p.WorkerLeft)
 
 
 @dataclass
@@ -102,10 +103,12 @@ class Borrowed:
         if rank is not None and rank.connected:
             rank.guest.send(message)
 
-    def dismiss(self, reason: str) -> None:
-        """Tell all of them that the run has ended."""
+    async def see_off(self, reason: str) -> None:
+        """Tell all of them that the run has ended, while their connections still stand."""
         for address in self._ranks:
             self.send(address, p.Shutdown(reason))
+        if self._ranks:
+            await asyncio.sleep(FAREWELL_S)
 
     # ----------------------------------------------------------------- in
 
@@ -196,7 +199,11 @@ class Borrowed:
         """Raises `ValueError` on values that no engine of this run sends, and that would stop somebody further on."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens")
-        if not isinstance(message, (p.TurnProgress, p.TurnFinished)):
+        if isinstance(message, p.WorkerCapacity) and not (
+                min(message.max_sequences, message.kv_tokens) >= 0 and -1 <= message.expected_s < float("inf")):
+            raise ValueError(f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV tokens, "
+                             f"more in {message.expected_s:g} s")
+        if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
             return
         if len(message.tokens) % 4 or len(message.logprobs) % 4:
             return  # the ledger refuses them

@@ -1,16 +1,17 @@
 """The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
 
 `run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. Messages
-arrive in one task and only change state; the step loop waits for states, each wait with a deadline
-and the name of what it waits for.
+arrive in one task and only change state; the step loop waits for states. Rollouts don't wait for it:
+an asynchronous batching policy admits groups during training and sync, and the next step's batch may
+be there when it is asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.borrowed import Borrowed
 from rose.roles.journal import Journal
 from rose.roles.provisioner import Provisioner
+from rose.roles.rollouts import Rollouts
 from rose.roles.step_metrics import evaluation_row, step_row
 from rose.roles.train_messages import train_messages
 from rose.roles.turn_hub import TurnHub
-from rose.rollout import control, replay
-from rose.rollout.filter import teaches
+from rose.roles.waiting import Changes, RunFailed
+from rose.rollout import replay
 from rose.scheduler import build
 from rose.scheduler import events as ev
 from rose.storage import close_all
@@ -42,10 +44,6 @@ TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadl
 
 class Stopped(Exception):
     """The user or the system asked the run to end."""
-
-
-class RunFailed(RuntimeError):
-    """The run can't go on; the message is the cause."""
 
 
 class Coordinator:
@@ -66,24 +64,20 @@ class Coordinator:
                                  self._change)
         self.hub = TurnHub(scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size)
         self.provisioner = Provisioner(config, self.run_dir, self.hub.feed, self._fault, self._change)
-        self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
-        self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in
-        self.host_of: dict[str, int] = {}  # trajectory -> rank of its environment host
+        self.rollouts = Rollouts(config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault)
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
-        self.dropped = 0
-        self.progress = (0, 0)  # trajectories finished, wanted
         self.trainers: dict[int, p.TrainerReady] = {}
         self._shares_prefixes = False  # until the trainer says that its model can
         self.trained: dict[int, p.TrainDone] = {}
-        self.saved: set[int] = set()
+        self.saving: checkpoint.Save | None = None  # what the trainer ranks are writing
         self.gone: set[int] = set()
-        self.groups.failed = state.get("failed_trajectories", 0)
+        self.rollouts.groups.failed = state.get("failed_trajectories", 0)
         self.hub.engine_restarts = state.get("engine_restarts", 0)
         self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
         self.at_boundary = True  # the trainer's weights are those of `step`
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
-        self._changed = asyncio.Event()
+        self._changed = Changes(lambda what: self.live.update(waiting_for=what))
         self._stop = asyncio.Event()
 
     # ----------------------------------------------------------------- the algorithm
@@ -106,23 +100,26 @@ class Coordinator:
             await self._save_if_idle()
             raise
         finally:
+            await self.borrowed.see_off("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
             close_all(self.journal, self.live, self.metrics)
 
     async def _steps(self) -> None:
         await self._bring_up()
         while True:
+            if self.step >= self.config.trainer.steps:
+                self.rollouts.end()
             if self._evaluation_due():
                 await self._evaluate()
             if self.step >= self.config.trainer.steps:
                 break
             began = time.time()
             groups = await self._rollout()
-            rolled_out = time.time()
+            rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
             await self._sync(done)
-            self._record(groups, done, began, rolled_out, trained, time.time())
+            self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
             if self.step % self.config.trainer.checkpoint_every == 0 or self.step == self.config.trainer.steps:
                 await self._checkpoint(self.config.trainer.step_timeout_s)
         self.live.update(phase="done", waiting_for="")
@@ -133,14 +130,15 @@ class Coordinator:
         planned = [rank.role for rank in layout(c)]
         wanted = {role: planned.count(role) for role in p.Role if role is not p.Role.COORDINATOR}
         self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
-        await self._until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
-                          c.cluster.start_timeout_s, lambda: "ranks to say hello: " + ", ".join(
-                              f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
-        await self._until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
-                          lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
+        until = self._changed.until
+        await until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
+                    c.cluster.start_timeout_s, lambda: "ranks to say hello: " + ", ".join(
+                        f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
+        await until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
+                    lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
         engines = wanted[p.Role.ROLLOUT]
-        await self._until(lambda: len(self.hub.dedicated()) >= engines, c.rollout.engine_start_timeout_s,
-                          lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up")
+        await until(lambda: len(self.hub.dedicated()) >= engines, c.rollout.engine_start_timeout_s,
+                    lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up")
         first = self.trainers[0]
         if first.step != self.step:
             raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
@@ -148,7 +146,7 @@ class Coordinator:
         self._shares_prefixes = c.trainer.share_prefixes and not first.no_trees
         if c.trainer.share_prefixes and first.no_trees:
             print(f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True)
-        self.hub.publish(first.version, first.manifest)
+        self.hub.publish(first.version, first.store)
         await self._workers_loaded()
 
     async def _rollout(self) -> list[list[p.Trajectory]]:
@@ -156,15 +154,14 @@ class Coordinator:
         if self.config.rollout.replay is not None:
             return replay.load(Path(self.config.rollout.replay), self.step + 1)
         wanted = self.config.trainer.batch_size // self.config.rollout.group_size
-        self.batch, self.dropped, self.progress = None, 0, (0, wanted * self.config.rollout.group_size)
+        self.batch = None
+        self.rollouts.begin_step(wanted * self.config.rollout.group_size)
         self.hub.begin_step()
         self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
         with self.recorder.timed("rollout", step=self.step + 1):
             self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
             await self._rollouts_until(lambda: self.batch is not None)
-        groups = [self.finished[name] for name in self.batch]
-        self.finished.clear()
-        return groups
+        return self.rollouts.take(self.batch)
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
@@ -180,22 +177,25 @@ class Coordinator:
             for index in range(c.ranks):
                 for message in train_messages(self.step + 1, summary, plan[index], trees, trajectories):
                     self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
-            await self._until(lambda: len(self.trained) == c.ranks, c.step_timeout_s,
-                              lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
+            await self._changed.until(
+                lambda: len(self.trained) == c.ranks, c.step_timeout_s,
+                lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
-        """Every engine holds, and has verified, the step's weights."""
+        """Every engine holds, and has verified, the step's weights. Turns that run meanwhile go on, as
+        `transfer.in_flight` says; new ones wait for the engine that has them."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            self.hub.publish(done[0].version, done[0].manifest)
+            self.hub.publish(done[0].version, done[0].store)
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "scheduler": self.scheduler.snapshot(), "failed_trajectories": self.groups.failed,
-                "engine_restarts": self.hub.engine_restarts}
+        """Rollouts go on while it is written, so it shares nothing with them."""
+        return {"step": self.step, "scheduler": copy.deepcopy(self.scheduler.snapshot()),
+                "failed_trajectories": self.rollouts.groups.failed, "engine_restarts": self.hub.engine_restarts}
 
     def _evaluation_due(self) -> bool:
         """Before the first step, after the last, and each `eval.every`; not if a run that was interrupted
@@ -210,73 +210,56 @@ class Coordinator:
         if c.eval.episodes == 0 or c.rollout.replay is not None:
             return
         self.live.update(phase="evaluating", step=self.step, waiting_for="")
-        self.progress = (0, c.eval.episodes)
         names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
         with self.recorder.timed("evaluate", step=self.step):
-            for i, name in enumerate(names):
-                self._start(self.groups.open(name, p.Phase.EVAL, control.eval_seed(c.eval.seed, i), 1))
-            await self._rollouts_until(lambda: all(name in self.finished for name in names))
-        self.metrics.write(self.step, evaluation_row([self.finished.pop(name)[0] for name in names]))
+            self.rollouts.evaluate(names, c.eval.seed)
+            await self._rollouts_until(lambda: all(name in self.rollouts.finished for name in names))
+        self.metrics.write(self.step, evaluation_row([group[0] for group in self.rollouts.take(names)]))
 
     async def _checkpoint(self, deadline_s: float) -> None:
-        folder = checkpoint.begin(self.run_dir, self.step)
-        self.saved.clear()
+        """Also for the rest of one: a stop may come while the trainer ranks write, and they go on writing."""
         with self.recorder.timed("checkpoint", step=self.step):
-            for rank in self.ranks[p.Role.TRAINER].values():
-                self.mailbox.send(rank, p.SaveCheckpoint(self.step, str(folder)))
-            await self._until(lambda: len(self.saved) == self.config.trainer.ranks, deadline_s,
-                              lambda: f"trainer ranks to save step {self.step}: {len(self.saved)} saved")
-            checkpoint.commit(folder, self.boundary, self.config.trainer.checkpoint_keep)
+            if self.saving is None:
+                self.saving = checkpoint.Save(self.step, checkpoint.begin(self.run_dir, self.step))
+                for rank in self.ranks[p.Role.TRAINER].values():
+                    self.mailbox.send(rank, p.SaveCheckpoint(self.step, str(self.saving.folder)))
+            saving = self.saving
+            await self._changed.until(lambda: len(saving.ranks) == self.config.trainer.ranks, deadline_s,
+                                      lambda: f"trainer ranks to save step {saving.step}: {len(saving.ranks)} saved")
+            checkpoint.commit(saving.folder, self.boundary, self.config.trainer.checkpoint_keep)
+            self.saving = None
 
     def _record(self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], began: float, rolled_out: float,
-                trained: float, synced: float) -> None:
+                busy_s: float, trained: float, synced: float) -> None:
+        """`busy_s`: of the average dedicated engine until `rolled_out`."""
         if self.config.observe.save_trajectories and self.config.rollout.replay is None:
             replay.save(self.run_dir, self.step, groups)
-        times = {"rollout": rolled_out - began, "train": trained - rolled_out, "sync": synced - trained}
-        self.metrics.write(self.step, step_row(groups, done[0].metrics, times, self.hub, self.groups, self.dropped))
+        idle = max(0.0, rolled_out - began - busy_s) if self.hub.dedicated() else 0.0
+        times = {"rollout": rolled_out - began - idle, "train": trained - rolled_out, "sync": synced - trained,
+                 "idle": idle}
+        self.metrics.write(self.step, step_row(groups, done[0].metrics, times, self.hub, self.rollouts, synced))
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
 
     # ----------------------------------------------------------------- waiting
 
-    async def _until(self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
-        """Wait for a state. Raises `RunFailed` with what it waited for."""
-        end = time.monotonic() + deadline_s
-        while not ready():
-            left = end - time.monotonic()
-            self.live.update(waiting_for=what())
-            if left <= 0:
-                raise RunFailed(f"waited {deadline_s:g} s for {what()}")
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                continue  # the loop's head decides and says why
-
     async def _workers_loaded(self) -> None:
         if self.config.rollout.replay is not None:
             return
-        await self._until(lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
-                          self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
-                          lambda: f"version {self.hub.version} in "
-                                  f"{', '.join(self.hub.stale_workers()) or 'any engine'}")
+        await self._changed.until(
+            lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
+            self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
+            lambda: f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}")
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
-        """Wait while rollouts make progress of any kind; only silence has a deadline."""
+        """Wait for the rollouts as long as any of them makes progress."""
         c = self.config
         patience = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s) + 30.0
         self.hub.heard_at = time.time()
-        while not ready():
-            silent = time.time() - self.hub.heard_at
-            if silent > patience:
-                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {self.groups.running} "
-                                f"trajectories run; {len(self.hub.ledger)} turns are open, "
-                                f"{self.scheduler.waiting} of them unassigned")
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), 1.0)
-            except TimeoutError:
-                continue  # look at the silence again
+        await self._changed.while_heard(
+            ready, lambda: time.time() - self.hub.heard_at, patience,
+            lambda: f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns are open, "
+                    f"{self.scheduler.waiting} of them unassigned")
 
     async def _ended(self) -> None:
         await asyncio.wait({self._stepping})
@@ -297,9 +280,7 @@ class Coordinator:
     async def _receive(self) -> None:
         while True:
             source, message = await self.mailbox.receive()
-            if isinstance(message, p.TurnRequest) and message.trajectory not in self.host_of:
-                continue  # cancelled while this was on its way
-            if not self.hub.handle(source, message):
+            if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
                 getattr(self, f"_on_{type(message).__name__}")(source, message)
             self._changed.set()
 
@@ -311,7 +292,8 @@ class Coordinator:
                                           running=w.running, waiting=w.waiting, version=w.version)
                        for name, w in self.hub.workers.items()}
             self._tokens = {name: w.total_tokens for name, w in self.hub.workers.items()}
-            self.live.update(workers=workers, finished=self.progress[0], total=self.progress[1])
+            self.live.update(workers=workers, finished=self.rollouts.progress[0],
+                             total=self.rollouts.progress[1])
 
     def _send(self, address: int, message: p.Message) -> None:
         if address < self.mailbox.size:
@@ -322,29 +304,16 @@ class Coordinator:
     def _act(self, action: ev.Action) -> None:
         """What the scheduler says about groups and batches."""
         match action:
-            case ev.AdmitGroup(index, name):
-                seed = control.train_seed(self.config.seed, index)
-                self._start(self.groups.open(name, p.Phase.TRAIN, seed, self.config.rollout.group_size))
+            case ev.AdmitGroup(index, name, spare):
+                self.rollouts.admit(index, name, spare)
             case ev.DropGroup(name):
-                self.dropped += 1
-                self.finished.pop(name, None)
-                for trajectory in self.groups.drop(name):
-                    self.mailbox.send(self.host_of.pop(trajectory), p.CancelTrajectory(trajectory))
-                    self.hub.cancel(trajectory)
+                self.rollouts.drop(name)
             case ev.StartTraining(_, groups):
                 self.batch = groups
             case ev.RequestCapacity() | ev.ReleaseCapacity():
                 self.provisioner.do(action)
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
-
-    def _start(self, trajectories: list[p.StartTrajectory]) -> None:
-        """Spread over the environment hosts by name, so that a resumed run does the same."""
-        hosts = self.ranks[p.Role.ENVIRONMENT]
-        for message in trajectories:
-            rank = hosts[control.seed_of(message.id) % len(hosts)]
-            self.host_of[message.id] = rank
-            self.mailbox.send(rank, message)
 
     def _on_Hello(self, source: int, m: p.Hello) -> None:
         self.ranks[m.role][m.index] = source
@@ -356,7 +325,8 @@ class Coordinator:
         self.trained[m.index] = m
 
     def _on_CheckpointSaved(self, source: int, m: p.CheckpointSaved) -> None:
-        self.saved.add(m.index)
+        if self.saving is not None:
+            self.saving.ranks.add(m.index)
 
     def _on_Goodbye(self, source: int, m: p.Goodbye) -> None:
         self.gone.add(m.rank)
@@ -364,31 +334,6 @@ class Coordinator:
     def _on_RankFailed(self, source: int, m: p.RankFailed) -> None:
         self.gone.add(m.rank)
         raise RunFailed(f"rank {m.rank}: {m.error}")
-
-    def _on_TrajectoryFinished(self, source: int, m: p.TrajectoryFinished) -> None:
-        trajectory = m.trajectory
-        self.hub.heard_at = time.time()
-        self.host_of.pop(trajectory.id, None)
-        self.hub.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory.id))
-        self.progress = (self.progress[0] + 1, self.progress[1])
-        group = self.groups.finished(trajectory)
-        if group is not None:
-            self.finished[trajectory.group] = group
-            if trajectory.phase is p.Phase.TRAIN:
-                accepted = teaches(group, self.config.algorithm.dynamic_sampling)
-                self.hub.feed(ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted))
-
-    def _on_TrajectoryFailed(self, source: int, m: p.TrajectoryFailed) -> None:
-        self.hub.heard_at = time.time()
-        self.host_of.pop(m.id, None)
-        self._fault("environment failed", f"{m.id}: {m.error}")
-        self.hub.cancel(m.id)
-        try:
-            replacement = self.groups.failed_trajectory(m.id, m.group, m.error)
-        except control.TooManyFailures as error:
-            raise RunFailed(str(error)) from None
-        if replacement is not None:
-            self._start([replacement])
 
     def _change(self, what: str, detail: str) -> None:
         """A borrowed rank came or went in order."""
@@ -403,7 +348,6 @@ class Coordinator:
 
     async def dismiss(self, reason: str) -> None:
         """Tell every rank to leave and wait for their goodbyes; the launcher ends the laggards."""
-        self.borrowed.dismiss(reason)
         others = set(range(self.mailbox.size)) - {self.mailbox.rank}
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 
 from rose import protocol as p
 from rose.comm.mailbox import COORDINATOR, Mailbox
@@ -19,10 +20,14 @@ from rose.engine.vllm_engine import Chunk, Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.rollout.control import seed_of
+from rose.transfer.broadcast import Broadcast
+from rose.transfer.mirror import Mirror
+from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
 PROGRESS_S = 0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
+BEGINS_S, ARRIVES_S = 0.2, 30.0  # for a broadcast to begin, and to end, after the word that it was sent
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -43,18 +48,23 @@ class _Word:
 
 
 class RolloutWorker:
-    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that."""
+    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that. `broadcast`, where the rank
+    is part of one, fills `mirror`."""
 
     heartbeat_s = HEARTBEAT_S
 
-    def __init__(self, config: Config, name: str, mailbox: Mailbox | None, recorder: NullRecorder) -> None:
+    def __init__(self, config: Config, name: str, mailbox: Mailbox | None, recorder: NullRecorder,
+                 broadcast: Broadcast | None = None, mirror: Mirror | None = None) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
+        self._broadcast, self._mirror = broadcast, mirror
         self.folder = resolve(config.model)
         self.engine: Engine | None = None
         self.incarnation = 0
         self.dismissed = ""  # the coordinator's reason
         self._turns: dict[tuple[str, int], asyncio.Task] = {}
+        self._ends = False
         self._hands_back = False  # an ended turn's last tokens are still wanted: it goes on elsewhere
+        self._returned = 0  # turns that the engine gave back
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
@@ -63,12 +73,16 @@ class RolloutWorker:
         try:
             await self._tasks.run_until(*self._services())
         finally:
+            self._ends = True
             if self.engine is not None:
                 await self.engine.shutdown()
             await self._tasks.close(STOP_DEADLINE_S)
+            if self._mirror is not None:
+                self._mirror.close()
 
     def _services(self) -> list[Coroutine]:
-        return [self._receive(), self._keep_engine(), self._heartbeat()]
+        received = [self._broadcast.receive(self._mirror)] if self._broadcast else []
+        return [self._receive(), self._keep_engine(), self._heartbeat(), *received]
 
     # ----------------------------------------------------------------- the engine's life
 
@@ -83,16 +97,20 @@ class RolloutWorker:
         for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
             if self.engine is None or not self.engine.alive:
                 await self.start_engine()
-            self._send(p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences,
-                                     self.engine.kv_tokens, self.engine.version))
+            self._send(self._ready())
             await asyncio.shield(self.engine.died)
-            if self._hands_back:  # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds
+            # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just ended it
+            if self._hands_back or self._ends:
                 await asyncio.Event().wait()
             self._send(p.WorkerDown(self.name, self.incarnation, f"engine process {self.engine.pid} died",
                                     restarts_left > 0))
             await self.engine.shutdown()
         raise EngineDied(f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
                          "rollout.engine_restarts allows no more")
+
+    def _ready(self) -> p.WorkerReady:
+        return p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences, self.engine.kv_tokens,
+                             self.engine.version, self.engine.hardware, self.config.serving.kind)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -152,8 +170,12 @@ class RolloutWorker:
                         self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
                         word, told = _Word(delta.version), now
                 else:
-                    self._send(p.TurnFinished(m.turn, m.attempt, *word.packed(), delta.finish, cached,
-                                              ttft_s=first - began, started=began, finished=now))
+                    if delta.finish is p.FinishReason.ABORT:
+                        self._returned += 1
+                        self._send(p.TurnReturned(m.turn, m.attempt, *word.packed(), "evicted by the engine"))
+                    else:
+                        self._send(p.TurnFinished(m.turn, m.attempt, *word.packed(), delta.finish, cached,
+                                                  ttft_s=first - began, started=began, finished=now))
                     self.recorder.span("turn", began, now, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
                                        tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
         except asyncio.CancelledError:
@@ -169,15 +191,37 @@ class RolloutWorker:
     async def _load(self, m: p.LoadVersion) -> None:
         engine, began, incarnation = self.engine, time.time(), self.incarnation
         try:
-            loaded = await engine.load_version(m.manifest, self.config.transfer.load_timeout_s)
+            mirror = await self._mirrored(edge_name(m.version, engine.version))
+            loaded = await engine.load_version(m.version, self._store(m.store), self.config.transfer, mirror)
         except Exception as error:  # whatever the engine process raised; the coordinator ends the run with it
             if await self._died(engine):
+                print(f"{self.name}: version {m.version}: {error}", flush=True)
                 return
             self._send(p.VersionFailed(self.name, incarnation, m.version, f"{type(error).__name__}: {error}"))
             return
         seconds = time.time() - began
-        self.recorder.span("load_version", began, time.time(), version=m.version, nbytes=loaded.nbytes)
+        if self._mirror is not None:
+            self._mirror.keep([])
+        self.recorder.span("load_version", began, time.time(), version=m.version, nbytes=loaded.nbytes,
+                           route=" ".join(loaded.route), mirrored=loaded.mirrored, pause_s=loaded.pause_s)
         self._send(p.VersionLoaded(self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes))
+
+    async def _mirrored(self, edge: str) -> str | None:
+        """The mirror's folder, once the edge is complete in it or won't be."""
+        if self._mirror is None:
+            return None
+        began = time.monotonic()
+        while self._mirror.find(edge) is None and edge not in self._mirror.failures \
+                and time.monotonic() - began < (ARRIVES_S if self._mirror.comes(edge) else BEGINS_S):
+            await asyncio.sleep(0.002)
+        if edge in self._mirror.failures:
+            print(f"{self.name} reads {edge} from the store: {self._mirror.failures[edge]}", flush=True)
+        return str(self._mirror.path)
+
+    def _store(self, folder: str) -> str:
+        """Where this worker reads the versions of `folder`."""
+        relay = self.config.transfer.relay
+        return folder if relay is None else f"{relay.rstrip('/')}/{Path(folder).name}"
 
     def _send(self, message: p.Message) -> None:
         self.mailbox.send(COORDINATOR, message)

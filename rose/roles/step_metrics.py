@@ -7,40 +7,46 @@ from typing import Any
 import numpy as np
 
 from rose.protocol import Trajectory
+from rose.roles.rollouts import Rollouts
 from rose.roles.turn_hub import TurnHub
-from rose.rollout.control import Groups
 
 
 def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: dict[str, float], hub: TurnHub,
-             failed: Groups, dropped: int) -> dict[str, Any]:
-    """Values of one training step; `times` in seconds, rates in tokens/s of the rollout phase.
-    `time_idle` is the part of the rollout phase in which an engine, on average, had no turn;
-    `time_rollout` is the rest of it."""
+             rollouts: Rollouts, at: float) -> dict[str, Any]:
+    """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are in tokens/s of the
+    rollout phase, or of the time up to the step's last token where rollouts go on while the trainer trains. `time_idle`
+    is the part of the rollout phase in which an engine, on average, had no turn; `time_rollout` is the rest of it.
+
+    `staleness`, per token, is the number of versions between the weights that made it and those that it trained;
+    `group_staleness_max` counts from the version at which a group was admitted, which batching policies bound.
+    """
     all_of = [t for group in groups for t in group]
     lengths = np.array([t.response_tokens for t in all_of])
-    rollout_s = max(times["rollout"], 1e-9)
+    stale = _staleness(all_of, trained_on=hub.version - 1)
+    rollout_s = max(times["rollout"] + times["idle"], hub.generating_s, 1e-9)
     tokens = {name: w.tokens for name, w in hub.workers.items()}
-    borrowed = hub.past["cooperative"] + sum(w.tokens for w in hub.workers.values() if w.kind == "cooperative")
+    borrowed = hub.past["borrowed"] + sum(w.tokens for w in hub.workers.values() if w.borrowed)
     made = sum(tokens.values()) + sum(hub.past.values())
-    busy = [w.busy_s for _, w in hub.dedicated()]
-    idle = max(0.0, times["rollout"] - sum(busy) / len(busy)) if busy else 0.0
     return {
         "kind": "step",
         **{f"time_{phase}": value for phase, value in times.items()},
-        "time_rollout": times["rollout"] - idle, "time_idle": idle, "time_step": sum(times.values()),
+        "time_step": sum(times.values()),
         "reward_mean": float(np.mean([t.reward for t in all_of])),
         "success": float(np.mean([t.success for t in all_of])),
         "response_tokens_mean": float(lengths.mean()), "response_tokens_max": int(lengths.max()),
         "turns_mean": float(np.mean([t.turns for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
-        "failed_trajectories": failed.failed, "groups_dropped": dropped,
+        "failed_trajectories": rollouts.groups.failed,
+        "groups_dropped": rollouts.dropped_groups, "tokens_dropped": rollouts.dropped_tokens,
         "tokens_per_s": made / rollout_s, "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
         "borrowed_token_share": borrowed / made if made else 0.0,
         **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
-        "staleness_mean": _staleness(all_of, trained_on=hub.version - 1),
+        "engine_utilisation": hub.busy_s(at) / max(sum(times.values()), 1e-9),
+        "staleness_mean": float(stale.mean()), "staleness_max": int(stale.max()),
+        "group_staleness_max": rollouts.staleness_max,
         "version": hub.version, "sync_bytes": hub.sync_bytes, "sync_pause_s": hub.sync_pause_s,
-        "migrations": hub.ledger.migrations, "engine_restarts": hub.engine_restarts,
+        "migrations": hub.ledger.migrations, "returned_turns": hub.returned, "engine_restarts": hub.engine_restarts,
         "response_hist": _histogram(lengths), **trained,
     }
 
@@ -54,11 +60,11 @@ def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
             "eval_invalid_calls": sum(t.invalid_calls for t in trajectories)}
 
 
-def _staleness(trajectories: list[Trajectory], trained_on: int) -> float:
-    """Mean number of versions between the weights that made a token and those that it trained."""
+def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
+    """Of each token that the policy made, (T,) int; [0] of none."""
     versions = np.concatenate([np.frombuffer(t.versions, "<i4") for t in trajectories])
     made = versions[versions >= 0]
-    return float(trained_on - made.mean()) if made.size else 0.0
+    return trained_on - made if made.size else np.zeros(1, int)
 
 
 def _histogram(lengths: np.ndarray) -> list[list[int]]:

@@ -10,31 +10,38 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm.address import rendezvous
 from rose.comm.mailbox import COORDINATOR, Mailbox, share_text
-from rose.config import Config
+from rose.config import Config, read_shape
+from rose.engine import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 from rose.trainer.trainer import Trainer
-from rose.transfer import collect_garbage
+from rose.transfer.broadcast import Broadcast
 
 
-def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MPI.Comm, recorder: NullRecorder,
-        resume_from: Path | None) -> None:
+FLUSH_S = 5.0
+
+
+def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MPI.Comm, broadcast: Broadcast | None,
+        recorder: NullRecorder, resume_from: Path | None) -> None:
     """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
-    its own from the first of them."""
+    its own from the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
     address, _, port = share_text(peers, rendezvous(peers)).rpartition(":")  # the first rank's counts
-    trainer = Trainer(config, index, world, address, int(port), resolve(config.model), recorder)
+    model = resolve(config.model)
+    trainer = Trainer(config, index, world, address, int(port), model, recorder)
+    store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
+    if index == 0:
+        shutil.rmtree(store.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them
+    shape, degrees = read_shape(model), {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
+    trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0
     if resume_from is not None:
         step = checkpoint.step_of(resume_from)
         trainer.load(resume_from)
-    weights = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
-    if index == 0:
-        shutil.rmtree(weights.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them
-    peers.Barrier()
-    manifest = trainer.publish(weights, step)
-    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(manifest or ""), trainer.no_trees))
+    begin = broadcast.begin if broadcast else None
+    trainer.publish(step, begin)
+    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts = 0
@@ -56,9 +63,11 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
             case _:
                 raise ValueError(f"a trainer rank has no use for {type(message).__name__}")
         if incoming is not None and parts == incoming.parts:
-            metrics = trainer.train(incoming, rows)
-            manifest = trainer.publish(weights, incoming.step)
-            if index == 0:
-                collect_garbage(weights, config.transfer.keep_versions)
-            mailbox.send(COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(manifest or "")))
+            metrics = trainer.train(incoming, rows, publish_as=incoming.step)
+            published = trainer.publish(incoming.step, begin)
+            metrics |= {"publish_bytes": float(published.nbytes), "seconds_encode": published.encode_s,
+                        "seconds_publish": published.encode_s + published.write_s}
+            mailbox.send(COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store)))
+            mailbox.flush(FLUSH_S)
             incoming = None
+            trainer.tidy()

@@ -123,6 +123,7 @@ class _Episode:
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
+        self.outcome = ""  # of the last tool call
 
     @property
     def room(self) -> int:
@@ -142,6 +143,7 @@ class _Episode:
             text, closed = await self._turn()
             step, role = await self._act(text)
             done = step.done
+            self.outcome = "" if role == "user" and not step.invalid else "failed" if step.invalid else "ok"
             self.reward += step.reward
             self.success = self.success or step.success
             self.invalid_calls += step.invalid
@@ -156,7 +158,7 @@ class _Episode:
                                            max_new_tokens=min(self.limits.max_new_tokens, self.room))
         result = await self.request_turn(TurnRequest(
             turn=turn, trajectory=self.start.id, group=self.start.group, phase=self.start.phase,
-            tokens=bytes(self.tokens), sampling=sampling))
+            tokens=bytes(self.tokens), sampling=sampling, domain=self.limits.name, outcome=self.outcome))
         tokens = _checked(result, turn, sampling.max_new_tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * len(tokens)

@@ -39,13 +39,15 @@ class Groups:
     def __init__(self, run_seed: int, max_failures_in_row: int, seeded: bool) -> None:
         self._run_seed, self._max_failures, self._seeded = run_seed, max_failures_in_row, seeded
         self._groups: dict[str, _Group] = {}
+        self._late: dict[str, list[str]] = {}  # complete group -> spare trajectories of it that still run
         self._failures_in_row = 0
         self.failed = 0  # over the run
 
-    def open(self, name: str, phase: Phase, env_seed: int, size: int) -> list[StartTrajectory]:
-        """Begin a group; the messages that start its members."""
+    def open(self, name: str, phase: Phase, env_seed: int, size: int, spare: int = 0) -> list[StartTrajectory]:
+        """Begin a group; the messages that start its members. `spare` more are started: the first `size` that are in
+        make the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, env_seed, size)
-        return [self._start(name, group, f"{name}.{member}") for member in range(size)]
+        return [self._start(name, group, f"{name}.{member}") for member in range(size + spare)]
 
     def _start(self, name: str, group: _Group, trajectory: str) -> StartTrajectory:
         group.running.add(trajectory)
@@ -53,7 +55,7 @@ class Groups:
                                seed_of(self._run_seed, trajectory) if self._seeded else None)
 
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
-        """Count a trajectory; the whole group, ordered by id, once its last member is in. Words about
+        """Count a trajectory; the whole group, ordered by id, once all members are in. Words about
         trajectories that are not running (dropped groups) change nothing."""
         self._failures_in_row = 0
         group = self._groups.get(trajectory.group)
@@ -63,7 +65,12 @@ class Groups:
         group.finished.append(trajectory)
         if len(group.finished) < group.size:
             return None
+        self._late[trajectory.group] = sorted(group.running)
         return sorted(self._groups.pop(trajectory.group).finished, key=lambda t: t.id)
+
+    def late(self, name: str) -> list[str]:
+        """Trajectories of a group just complete that still run: nobody needs them."""
+        return self._late.pop(name)
 
     def failed_trajectory(self, trajectory: str, name: str, error: str) -> StartTrajectory | None:
         """The replacement of a failed trajectory. Raises `TooManyFailures`."""
@@ -77,13 +84,17 @@ class Groups:
             return None
         group.running.remove(trajectory)
         group.replaced += 1
-        member = trajectory.split("r")[0]
-        return self._start(name, group, f"{member}r{group.replaced}")
+        member = trajectory.removeprefix(name).partition("r")[0]  # the group's own name may hold an r, as g12r1
+        return self._start(name, group, f"{name}{member}r{group.replaced}")
 
-    def drop(self, name: str) -> list[str]:
-        """Forget a group; the trajectories of it that still run."""
+    def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:
+        """Forget a group: its trajectories that still run, and those that were in."""
         group = self._groups.pop(name, None)
-        return sorted(group.running) if group else []
+        return (sorted(group.running), group.finished) if group else ([], [])
+
+    def running_in(self, phase: Phase) -> list[str]:
+        """Groups in progress."""
+        return [name for name, group in self._groups.items() if group.phase is phase]
 
     @property
     def running(self) -> int:

@@ -18,6 +18,8 @@ class _Entry:
     request: p.TurnRequest
     host: int  # rank of the environment host
     attempt: int = 0
+    chunk_ends: int = 0  # at so many tokens made; 0: the attempt goes on to the turn's own limit
+    chunks: int = 0  # that ended as they should
     tokens: list[bytes] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
@@ -33,20 +35,24 @@ class Ledger:
     def open(self, request: p.TurnRequest, host: int) -> None:
         self._turns[request.turn] = _Entry(request, host)
 
-    def dispatch(self, turn: str, attempt: int) -> p.GenerateTurn:
-        """The message for the worker that takes attempt `attempt`: context, then the tokens received."""
+    def dispatch(self, turn: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
+        """The message for the worker that takes attempt `attempt`: context, then the tokens received. `max_tokens`: new
+        ones of this attempt, 0 for all that are left."""
         entry = self._turns[turn]
-        if attempt > 1:
-            self.migrations += 1
+        chunk_ended = 0 < entry.chunk_ends <= entry.made
+        entry.chunks += chunk_ended
+        self.migrations += attempt > 1 and not chunk_ended
         entry.attempt = attempt
+        entry.chunk_ends = entry.made + max_tokens if max_tokens else 0
         sampling = entry.request.sampling
-        if entry.made:
-            sampling = p.Sampling(max_new_tokens=sampling.max_new_tokens - entry.made, temperature=sampling.temperature,
+        left = sampling.max_new_tokens - entry.made
+        if entry.made or max_tokens:
+            sampling = p.Sampling(max_new_tokens=min(left, max_tokens or left), temperature=sampling.temperature,
                                   top_p=sampling.top_p, top_k=sampling.top_k,
-                                  seed=None if sampling.seed is None else (sampling.seed + attempt) & 0x7FFFFFFF)
+                                  seed=_seed(sampling.seed, attempt if entry.made else 0))
         return p.GenerateTurn(turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling)
 
-    def add(self, message: p.TurnProgress | p.TurnFinished) -> int | None:
+    def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
         """Take the tokens of a word on the current attempt; how many, or None for a late word. Raises `ValueError`, and
         takes nothing, when it can't be true."""
         entry = self._turns.get(message.turn)
@@ -68,6 +74,15 @@ class Ledger:
             entry.made += count
         return count
 
+    def chunk_ended(self, turn: str) -> bool:
+        """True when the attempt has made what it was to make and the turn isn't complete."""
+        entry = self._turns[turn]
+        return 0 < entry.chunk_ends <= entry.made and not self.complete(turn)
+
+    def made(self, turn: str) -> int:
+        """Tokens of the turn that are here."""
+        return self._turns[turn].made
+
     def complete(self, turn: str) -> bool:
         """True when every token asked for is here although no worker said the end (it died first)."""
         entry = self._turns[turn]
@@ -78,7 +93,7 @@ class Ledger:
         entry = self._turns.pop(turn)
         versions = np.repeat([v for v, _ in entry.versions], [n for _, n in entry.versions])
         return entry.host, p.TurnResult(turn, b"".join(entry.tokens), b"".join(entry.logprobs), p.pack_tokens(versions),
-                                        finish, migrations=max(0, entry.attempt - 1))
+                                        finish, migrations=max(0, entry.attempt - 1 - entry.chunks))
 
     def of_trajectory(self, trajectory: str) -> list[str]:
         return [t for t, entry in self._turns.items() if entry.request.trajectory == trajectory]
@@ -88,3 +103,8 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._turns)
+
+
+def _seed(seed: int | None, attempt: int) -> int | None:
+    """Another one for tokens that follow those of earlier attempts."""
+    return None if seed is None else (seed + attempt) & 0x7FFFFFFF

@@ -65,8 +65,11 @@ class Job:
         return psutil.Process(self.rank("rollout")["pid"]).children()[0]
 
     def phase(self) -> tuple[str, int]:
-        live = json.loads((self.run / "live.json").read_text()) if (self.run / "live.json").exists() else {}
+        live = self.live()
         return live.get("phase", ""), live.get("step", 0)
+
+    def live(self) -> dict:
+        return json.loads((self.run / "live.json").read_text()) if (self.run / "live.json").exists() else {}
 
     def logs(self) -> str:
         latest = self.run / "logs" / "latest"

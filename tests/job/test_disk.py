@@ -14,7 +14,7 @@ from rose.trainer import checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SOON_S = 60.0  # from the moment that the disk refuses to the end of the job
+SOON_S = 120.0  # from the moment that the disk refuses to the end of the job
 CONTINUES = "the same launch.py command then continues the run from its last checkpoint"
 
 

@@ -1,5 +1,6 @@
 """The main job with real MPI, vLLM and DeepSpeed: whole steps, faults, interruption, resume."""
 
+import json
 import os
 import signal
 import sys
@@ -39,6 +40,10 @@ def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
     assert [row["eval_n"] for row in rows_of(read_metrics(job.run), "eval")] == [16, 16]
     assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
     assert (job.run / "report.html").stat().st_size > 10_000
+    loads = [json.loads(line)["args"] for path in (job.run / "events").rglob("*.jsonl") for line in path.open()
+             if '"load_version"' in line]
+    assert sorted(load["version"] for load in loads) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(load["mirrored"] == 1 for load in loads), "dedicated engines read what was broadcast to their node"
     assert job.orphans() == []
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
@@ -49,7 +54,8 @@ def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
 
 def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
     job = Job(tmp_path, "rollout.workers=2", "trainer.steps=4", "trainer.batch_size=64")
-    job.until(lambda: job.phase() == ("rollout", 2) and job.steps(), "step 2")
+    job.until(lambda: job.phase() == ("rollout", 2) and job.steps() and 0 < job.live()["finished"] < 64,
+              "the midst of step 2's rollout")
     engine = job.engine()
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()

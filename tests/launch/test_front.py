@@ -21,6 +21,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 
 
+def test_stale_data_needs_a_correction_for_its_age(make_config):
+    def doubts(*overrides, corrects=False, staleness=4):
+        return front.check_stale(make_config(*overrides), staleness, corrects)
+
+    assert doubts("algorithm=grpo") == () and doubts("algorithm=decoupled_ppo", corrects=True) == ()
+    bare = ("algorithm=grpo", "algorithm.importance_cap=null")
+    assert doubts(*bare, staleness=0) == ()
+    with pytest.raises(configuration.ConfigError, match="name='bounded_staleness' trains on data up to 4 versions old, "
+                       "and nothing corrects .*importance_cap=null; take algorithm=decoupled_ppo, or"):
+        doubts(*bare, "scheduler/batching=bounded_staleness")
+    [doubt] = doubts(*bare, "scheduler/batching=one_step_off", staleness=1)
+    assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
+
+
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch("a=b", ...) -> (exit code, stdout, stderr), run in an empty folder."""

@@ -120,3 +120,9 @@ def test_no_text_can_leave_its_line(tree, text):
 def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
     with pytest.raises(ConfigError, match="cluster.slurm.trainer.gpus_per_node=4.*nodes=2"):
         make_config(*SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4", "cluster.slurm.trainer.nodes=2")
+
+
+def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_config):
+    c = make_config(*SEVEN_B, "cluster.slurm.trainer.time=90", "cluster.slurm.rollout.mem=64000")
+    text = sbatch.script(c, layout(c), Path("/runs/x"))
+    assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text

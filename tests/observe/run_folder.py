@@ -80,6 +80,7 @@ def _step(ranks, metrics, step, steps, engines, turns, start, draw) -> float:
         "grad_norm": 0.5 + 0.2 * draw.random(), "entropy": 1.2 - 0.6 * step / steps,
         "mismatch_kl": 10 ** draw.uniform(-5, -3.2), "mismatch_max_ratio": 1 + 0.2 * draw.random(), "version": step,
         "engine_restarts": int(step == 2), "invalid_calls": 3, "truncated": 1,
+        "migrations": 2, "returned_turns": 1,
         "response_hist": [[16 * (i + 1), int(100 * math.exp(-i / (3 - step / steps)))] for i in range(10)],
         **{f"tokens_per_s/rollout-{i}": 300 + 25 * draw.random() for i in range(engines)}})
     return end + 0.2

@@ -12,14 +12,14 @@ from rose.scheduler import build
 
 TURN_TIMEOUT_S = 60.0
 HOST = 1
-RANK = {"rollout-0": 10, "rollout-1": 11}
+RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
 
 
 def scheduler():
     return build(SchedulerConfig(
         provisioning=Policy(name="fixed", args={}), routing=Policy(name="least_loaded", args={}),
         order=Policy(name="fifo", args={}), batching=Policy(name="synchronous",
-                                                            args={"oversample": 1.0, "max_admitted": 4.0}),
+                                                            args={"max_admitted": 4.0}),
         queue_depth=0.0), TURN_TIMEOUT_S)
 
 
@@ -48,9 +48,16 @@ class World:
     def progress(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
         self.hub.handle(rank, p.TurnProgress(turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0))
 
-    def finish(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
+    def finish(self, tokens, attempt=1, turn="g0.0.t0", rank=10, finish=p.FinishReason.STOP):
         self.hub.handle(rank, p.TurnFinished(turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0,
-                                             p.FinishReason.STOP))
+                                             finish))
+
+    def give_back(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
+        self.hub.handle(rank, p.TurnReturned(turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0,
+                                             "evicted"))
+
+    def capacity(self, worker, kv=10_000, sequences=4, incarnation=1, revoked=False):
+        self.hub.handle(RANK[worker], p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked))
 
     def taken(self, kind):
         """(rank, message) of this kind sent so far; forgets them."""

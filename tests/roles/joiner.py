@@ -51,7 +51,9 @@ def main(run_dir: Path, behaviour: str) -> None:
             say(hello, ready, p.RankFailed(0, "I say so"))
         case "impossible engine":
             say(hello, msgspec.structs.replace(ready, kv_tokens=0))
-        case "wrong tokens" | "works" | "leaves":
+        case "impossible capacity":
+            say(hello, ready, p.WorkerCapacity(answer.worker, 1, -5, 4, -1.0, False))
+        case "wrong tokens" | "works" | "leaves" | "gives back":
             say(hello, ready)
     beats = time.monotonic()
     while True:
@@ -66,6 +68,9 @@ def main(run_dir: Path, behaviour: str) -> None:
                                p.pack_floats([-1.0] * len(tokens)), 0))
             if behaviour == "leaves":
                 say(p.WorkerLeaving(answer.worker, 1, "test"), p.WorkerLeft(answer.worker, 1, "test"))
+            if behaviour == "gives back":
+                say(p.TurnReturned(message["turn"], message["attempt"], p.pack_tokens([6]), p.pack_floats([-1.0]), 0,
+                                   "test"), p.WorkerCapacity(answer.worker, 1, 0, 0, 2.0, True))
         if time.monotonic() - beats > 0.3:
             beats = time.monotonic()
             say(p.WorkerLoad(answer.worker, 1, 0, 0, 0.0, 0, 0, 0))

@@ -116,6 +116,22 @@ def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tok
     court.run(story)
 
 
+def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(court):
+    async def story(c):
+        occupy(c)
+        c.join("gives back")
+        await c.until(lambda: c.world.hub.returned, "the return")
+        await c.until(lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked, "the word on its capacity")
+        assert c.workers() == ["borrowed-1", "rollout-0"] and c.world.faults == []
+        assert c.world.scheduler.cluster.workers["borrowed-1"].expected_s == 2.0
+        c.world.taken(p.GenerateTurn)
+        c.world.finish([4])
+        [(rank, again)] = c.world.taken(p.GenerateTurn)
+        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 5, 5, 5, 6]
+
+    court.run(story)
+
+
 def test_a_rank_that_leaves_in_order_is_no_fault(court):
     async def story(c):
         occupy(c)
@@ -131,7 +147,7 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
     ("wrong token over MPI", "token is not the run's"), ("garbage over MPI", "no message"),
     ("garbage after hello", "no message"), ("old version over MPI", "protocol version 1"),
     ("speaks for another", "speaks for rollout-0"), ("tells the run to fail", "said RankFailed"),
-    ("impossible engine", "0 KV tokens"), ("wrong tokens", "1000 tokens, where 1 to 10"),
+    ("impossible engine", "0 KV tokens"), ("impossible capacity", "-5 KV tokens"), ("wrong tokens", "1000 tokens, where 1 to 10"),
     ("says nothing", "said nothing right|not for it to say"),
 ])
 def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behaviour, words):

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
+from rose.observe.recorder import NullRecorder
 from rose.roles.step_metrics import evaluation_row, step_row
-from rose.roles.turn_hub import Worker
+from rose.roles.turn_hub import TurnHub, Worker
 
 
 def trajectory(name, reward, response, version=3, **more):
@@ -17,24 +18,32 @@ def trajectory(name, reward, response, version=3, **more):
 
 
 def hub(version, **workers):
-    return SimpleNamespace(version=version, workers=workers, sync_bytes=100, sync_pause_s=0.5, engine_restarts=1,
-                           ledger=SimpleNamespace(migrations=2), past={"dedicated": 0, "cooperative": 0},
-                           dedicated=lambda: [(n, w) for n, w in workers.items() if w.kind == "dedicated"])
+    """A turn hub after a step of these workers."""
+    made = TurnHub(SimpleNamespace(), lambda *_: None, None, NullRecorder(), lambda *_: None, lambda *_: None, 100)
+    made.version, made.workers, made.sync_bytes, made.sync_pause_s = version, workers, 100, 0.5
+    made.engine_restarts, made.returned, made.ledger.migrations = 1, 1, 2
+    return made
 
 
-def row(groups, times=None, **workers):
-    times = times or {"rollout": 4.0, "train": 2.0, "sync": 1.0}
-    return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), SimpleNamespace(failed=1), dropped=3)
+def row(groups, times=None, at=7.0, **workers):
+    times = times or {"rollout": 3.0, "idle": 1.0, "train": 2.0, "sync": 1.0}
+    rollouts = SimpleNamespace(groups=SimpleNamespace(failed=1), dropped_groups=3, dropped_tokens=50, staleness_max=2)
+    return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), rollouts, at)
 
 
 def worker(tokens, busy_s):
-    return Worker(10, 1, 4, tokens=tokens, busy_s=busy_s)
+    """It was busy in the step's first `busy_s` seconds."""
+    made = Worker(10, 1, 4, tokens=tokens)
+    made.turn_opened(0.0)
+    made.turn_closed(busy_s)
+    return made
 
 
 def test_rates_are_of_the_rollout_phase_and_idle_is_what_an_engine_had_nothing_to_do():
     found = row([[trajectory("g0.0", 1.0, 8)]], **{"rollout-0": worker(400, 4.0), "rollout-1": worker(200, 2.0)})
     assert found["tokens_per_s"] == 150 and found["tokens_per_s/rollout-0"] == 100
-    assert found["time_idle"] == pytest.approx(1.0) and found["time_step"] == 7.0
+    assert found["time_idle"] == 1.0 and found["time_step"] == 7.0
+    assert found["engine_utilisation"] == pytest.approx(3.0 / 7.0)
 
 
 def test_means_and_counts_are_over_every_trajectory_of_every_group():
@@ -44,6 +53,7 @@ def test_means_and_counts_are_over_every_trajectory_of_every_group():
     assert found["response_tokens_mean"] == 8 and found["response_tokens_max"] == 12
     assert found["invalid_calls"] == 2 and found["truncated"] == 1
     assert (found["failed_trajectories"], found["groups_dropped"], found["migrations"]) == (1, 3, 2)
+    assert (found["engine_restarts"], found["returned_turns"]) == (1, 1)
     assert found["loss"] == 0.25 and found["kind"] == "step"
 
 
@@ -54,14 +64,30 @@ def test_every_response_is_in_one_bar_of_the_histogram():
     assert bars[0] == [8, 2] and bars[-1][0] >= 200 > bars[-2][0]
 
 
-@pytest.mark.parametrize("made_by, staleness", [(3, 0.0), (1, 2.0)])
-def test_staleness_counts_versions_between_sampling_and_training(made_by, staleness):
-    assert row([[trajectory("g0.0", 1.0, 8, version=made_by)]])["staleness_mean"] == staleness
+@pytest.mark.parametrize("made_by, mean, most", [((3, 3), 0.0, 0), ((1, 1), 2.0, 2), ((3, 1), 1.0, 2)])
+def test_staleness_counts_versions_between_sampling_and_training(made_by, mean, most):
+    found = row([[trajectory(f"g0.{i}", 1.0, 8, version=version) for i, version in enumerate(made_by)]])
+    assert found["staleness_mean"] == mean and found["staleness_max"] == most
+    assert found["group_staleness_max"] == 2 and found["tokens_dropped"] == 50
+
+
+def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
+    engine = Worker(10, 1, 4)
+    made = hub(4, **{"rollout-0": engine})
+    engine.turn_opened(0.0)  # and it runs on
+    made.begin_step()
+    engine.tokens = 700
+    began = made._begun_at
+    made._token_at = began + 7.0
+    rollouts = SimpleNamespace(groups=SimpleNamespace(failed=0), dropped_groups=0, dropped_tokens=0, staleness_max=1)
+    times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
+    found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)
+    assert found["tokens_per_s"] == pytest.approx(100) and found["engine_utilisation"] == pytest.approx(1.0)
 
 
 def test_a_run_from_saved_trajectories_has_no_engines():
     found = row([[trajectory("g0.0", 1.0, 8)]])
-    assert found["tokens_per_s"] == 0 and found["time_idle"] == 0.0
+    assert found["tokens_per_s"] == 0 and found["engine_utilisation"] == 0.0
 
 
 def test_an_evaluation_counts_its_successes():

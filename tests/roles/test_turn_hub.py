@@ -129,6 +129,96 @@ def test_cancelling_a_turn_that_waits_tells_no_worker(world):
     assert world.taken(p.AbortTurn) == [] and world.scheduler.waiting == 0
 
 
+def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_counted_once(world):
+    world.request()
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.give_back([6])
+    world.give_back([6])
+    world.progress([9])
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5, 6]
+    assert again.sampling.max_new_tokens == 7
+    world.finish([7], attempt=2, rank=11)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
+    assert (world.hub.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
+    assert world.hub.workers["rollout-0"].tokens == 3 and world.hub.workers["rollout-0"].open_turns == 0
+    world.hub.begin_step()
+    assert world.hub.returned == 0
+
+
+def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
+    world.request(new=2)
+    world.progress([4])
+    world.give_back([5])
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH and world.hub.returned == 0
+
+
+def test_a_turn_that_is_cancelled_while_it_is_given_back_stays_cancelled(world):
+    world.request()
+    world.hub.cancel("g0.0")
+    world.taken(p.GenerateTurn)
+    world.give_back([4])
+    assert world.taken(p.GenerateTurn) == [] and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_what_a_worker_can_take_is_heard_of_its_present_incarnation_only(world):
+    world.request()
+    world.give_back([])
+    world.capacity("rollout-0", incarnation=2)
+    assert len(world.taken(p.GenerateTurn)) == 1  # the first attempt; nobody is left for a second
+    world.capacity("rollout-0", kv=0, sequences=0)
+    assert world.taken(p.GenerateTurn) == []
+    world.capacity("rollout-0", kv=500, sequences=2)
+    assert [m.attempt for _, m in world.taken(p.GenerateTurn)] == [2]
+    world.down("rollout-0")
+    world.capacity("rollout-0")  # a late word of an engine that is gone
+    assert world.taken(p.GenerateTurn) == []
+
+
+def chunked(world, tokens):
+    """Every attempt makes at most so many tokens."""
+    world.scheduler._queue._chunk = lambda turn, worker: tokens
+
+
+def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(world):
+    chunked(world, 2)
+    world.request()
+    [(_, first)] = world.taken(p.GenerateTurn)
+    assert first.sampling.max_new_tokens == 2
+    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    [(rank, second)] = world.taken(p.GenerateTurn)
+    assert (rank, second.attempt, tokens(second)) == (10, 2, [1, 2, 3, 4, 5]) and world.taken(p.TurnResult) == []
+    world.finish([6, 7], attempt=2)  # the end-of-turn token is the chunk's last
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 0 and world.hub.ledger.migrations == 0
+    assert world.hub.returned == 0 and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_the_models_context_ends_a_turn_within_its_chunk(world):
+    chunked(world, 4)
+    world.request()
+    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert result.finish is p.FinishReason.LENGTH
+
+
+def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault_and_nobody_waits_for_it(world):
+    world.ready("rollout-1")
+    world.request()
+    world.taken(p.GenerateTurn)
+    world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("rollout-0")]
+    world.hub.feed(ev.Tick(at=time.time()))
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [11] and (world.faults, world.actions) == ([], [])
+    world.hub.publish(1, "v1/manifest.json")
+    assert world.taken(p.LoadVersion) == [(11, p.LoadVersion(1, "v1/manifest.json"))]
+    assert world.hub.stale_workers() == ["rollout-1"]
+
+
 def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 3, "tensor 'x' is corrupted"))
     [action] = world.actions

@@ -157,6 +157,17 @@ def test_an_unusable_call_is_answered_and_counted(run, chats, tokenizer, text, a
     assert ("<tool_response>" in said) == (role == "tool")
 
 
+def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
+    script = Script(tokenizer, STEP, NONSENSE, "hello", '<tool_call>{"name": "fly", "arguments": {}}</tool_call>', STEP)
+    run(Walk(2), script)
+    assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
+    assert {r.domain for r in script.requests} == {"walk"}
+    text = Walk(2)
+    text.requires_tool = False
+    run(text, script := Script(tokenizer, "hello"))
+    assert [r.outcome for r in script.requests] == ["", ""]  # no tool, no outcome
+
+
 def test_plain_text_reaches_an_environment_that_needs_no_tool(run, tokenizer):
     env = Walk(2)
     env.requires_tool = False

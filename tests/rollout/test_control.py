@@ -23,6 +23,15 @@ def test_a_group_is_complete_when_its_last_member_is_in():
     assert groups.running == 0
 
 
+def test_the_first_that_are_in_make_a_group_and_its_spare_trajectories_are_late():
+    groups = Groups(1, 3, seeded=True)
+    assert len(groups.open("g4", Phase.TRAIN, 99, 2, spare=2)) == 4
+    groups.finished(trajectory("g4.3"))
+    assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.1", "g4.3"]
+    assert groups.late("g4") == ["g4.0", "g4.2"] and groups.running == 0
+    assert groups.finished(trajectory("g4.0")) is None  # a late word changes nothing
+
+
 def test_a_failed_trajectory_is_replaced_within_its_group():
     groups = Groups(1, 5, seeded=True)
     groups.open("g0", Phase.TRAIN, 9, 2)
@@ -49,7 +58,8 @@ def test_a_dropped_group_is_forgotten():
     groups = Groups(1, 5, seeded=True)
     groups.open("g0", Phase.TRAIN, 9, 2)
     groups.finished(trajectory("g0.0"))
-    assert groups.drop("g0") == ["g0.1"] and groups.drop("g0") == []
+    running, done = groups.drop("g0")
+    assert running == ["g0.1"] and [t.id for t in done] == ["g0.0"] and groups.drop("g0") == ([], [])
     assert groups.finished(trajectory("g0.1")) is None
     assert groups.failed_trajectory("g0.1", "g0", "late") is None
 

@@ -47,6 +47,22 @@ def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
     assert ledger.complete("g0.0.t0")
 
 
+def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
+    ledger = opened(new=5)
+    assert ledger.dispatch("g0.0.t0", 1, max_tokens=2).sampling.max_new_tokens == 2
+    ledger.add(progress(1, [4]))
+    assert not ledger.chunk_ended("g0.0.t0")
+    ledger.add(progress(1, [5]))
+    assert ledger.chunk_ended("g0.0.t0") and not ledger.complete("g0.0.t0")
+    assert ledger.dispatch("g0.0.t0", 2, max_tokens=8).sampling.max_new_tokens == 3
+    ledger.add(progress(2, [6]))
+    ledger.dispatch("g0.0.t0", 3)  # lost before its end: that is one
+    ledger.add(progress(3, [7, 8]))
+    assert not ledger.chunk_ended("g0.0.t0") and ledger.complete("g0.0.t0")
+    assert (ledger.made("g0.0.t0"), ledger.migrations) == (5, 1)
+    assert ledger.close("g0.0.t0", p.FinishReason.LENGTH)[1].migrations == 1
+
+
 def test_tokens_without_their_logprobs_are_refused():
     ledger = opened()
     ledger.dispatch("g0.0.t0", 1)

@@ -1,5 +1,6 @@
 """Serving jobs on a real Slurm lend their ranks to a training job: they come, go, are killed and preempted."""
 
+import json
 import os
 import random
 import re
@@ -7,13 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+import urllib.request
 
 import pytest
 
+from rose.coserving.predictor import Predictor
 from rose.launch import state
+from rose.models import resolve
+from rose.observe import lenders
 from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.report import build_report
 from rose.observe.status import read_status
+from rose.serving import profile, settings
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = pytest.mark.slow
@@ -24,12 +30,12 @@ import storm  # noqa: E402
 class Serving:
     """A serving job; ended with the test."""
 
-    def __init__(self, lending, *options):
+    def __init__(self, lending, *options, arguments=()):
         self.lending = lending
         self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
         done = subprocess.run(["sbatch", "--parsable", f"--output={self.log}", *options,
                                str(REPOSITORY / "slurm" / "serving.sbatch"), "name=run", f"output_dir={lending.folder}",
-                               "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+                               "rollout.threads=1", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip().split(";")[0]
 
@@ -68,8 +74,8 @@ def lending(cluster, tmp_path_factory):
 def serve(lending):
     jobs = []
 
-    def start(*options):
-        jobs.append(Serving(lending, *options))
+    def start(*options, **arguments):
+        jobs.append(Serving(lending, *options, **arguments))
         return jobs[-1]
 
     yield start
@@ -128,6 +134,58 @@ def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
     lends(lending, after)
 
 
+
+def profiled(lending, *arguments):
+    """A profile of this machine with step times that are made up: what is measured with it is tested elsewhere."""
+    config = settings.of_run(lending.run, list(arguments))
+    folder = resolve(config.model)
+    found = profile.fingerprint(config, folder)
+    predictor = Predictor((0.005, 1e-5, 0.0, 1e-4, 0.0)).to_dict()
+    for side in ("online", "rollout"):
+        found[side] |= {"model": str(folder), "predictor": predictor}
+    found["interference"] |= {"hold_p99": 0.1, "hold_mean": 0.1}
+    path = lending.folder / "profile.json"
+    path.write_text(json.dumps({"format": profile.FORMAT, "seconds": 60.0} | found))
+    return path
+
+
+def completed(url, model):
+    """One online request: seconds until its answer."""
+    began = time.monotonic()
+    body = json.dumps({"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 8, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
+    return time.monotonic() - began
+
+
+def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(lending, serve):
+    model = resolve(settings.of_run(lending.run, []).model)
+    given = [f"serving.online.model={model}", "serving.online.port=0", "serving.online.max_context=512",
+             "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.25", "serving.online.max_sequences=8",
+             "serving.online.slo={ttft_p50_s: 5, ttft_p99_s: 10, tpot_p50_s: 1, tpot_p99_s: 2}"]
+    file = profiled(lending, "rollout.threads=1", *given)
+    job = serve("--partition=spare", arguments=[*given, f"serving.lending.profile={file}"])
+    [worker] = job.joined()
+    [url] = set(re.findall(r"(http://\S+) serves", job.log.read_text()))
+    for _ in range(10):
+        completed(url, str(model))
+    lends(lending, worker)
+    assert all(completed(url, str(model)) < 60 for _ in range(10))
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        metrics = answer.read().decode()
+    assert "vllm:time_to_first_token_seconds" in metrics
+    assert float(re.search(r'rose_lent_tokens_total\{kind="made"\} (\S+)', metrics)[1]) > 0
+
+    subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=30)
+    lending.until(lambda: "lending stopped by SIGUSR1" in job.log.read_text(), f"lending to stop\n{job.words()}", 60)
+    assert completed(url, str(model)) < 60, "it serves on"
+    subprocess.run(["scancel", job.id], check=True, timeout=30)
+    lending.until(lambda: not state.is_active(job.id), "its end", 90)
+    [(folder, told)] = lenders.read(lending.run)
+    finished = sum(told["attained"][kind][1] for kind in ("with", "without"))
+    assert finished == 21 and told["made_tokens"] > 0 and (folder / "report.html").stat().st_size > 10_000
+    assert "What serving kept" in build_report(lending.run).read_text()
 
 
 def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):

@@ -137,7 +137,7 @@ function extent(lists, fromZero) {
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
 
-// series: [{name, color, y, thin}]; o: {title, text, y, format, fromZero, log, extra(c)}
+// series: [{name, color, y, thin}]; o: {title, text, y, format, fromZero, log, xTitle, xName, extra(c)}
 function lineChart(figure, xs, series, o) {
   caption(figure, o.title, o.text, o.legend || series.filter(s => !s.thin).map(s => [s.name, s.color]));
   const points = series.flatMap(s => s.y).filter(v => v !== null && v !== undefined);
@@ -151,7 +151,7 @@ function lineChart(figure, xs, series, o) {
     element(c.svg, "path", {class: trend || s.thin ? "line raw" : "line", d: path(xs, s.y, c), style: `stroke:${s.color}`});
     if (trend) element(c.svg, "path", {class: "line", d: path(xs, trend, c), style: `stroke:${s.color}`});
   }
-  if (xs.length) cursor(c, xs, i => `Step ${+xs[i].toFixed(1)}\n` + series.slice(0, 12).filter(s => s.y[i] !== null)
+  if (xs.length) cursor(c, xs, i => `${o.xName || "Step"} ${+xs[i].toFixed(1)}\n` + series.slice(0, 12).filter(s => s.y[i] !== null)
     .map(s => `${s.name}: ${(o.format || short)(s.y[i])}`).join("\n"));
   if (o.extra) o.extra(c);
 }

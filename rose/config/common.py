@@ -1,0 +1,32 @@
+"""What the sections of the tree share: bounded numbers, their base, and the scheduler's four policies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Policy(Section):
+    name: str
+    args: dict[str, Any]
+
+
+class Scheduler(Section):
+    provisioning: Policy
+    routing: Policy
+    order: Policy
+    batching: Policy
+    queue_depth: NotNegative  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency

@@ -1,0 +1,132 @@
+"""The types of `sim`: the cluster that mode=simulate and mode=plan simulate, and the systems compared on it.
+
+Left out: what the rest of the tree says of a simulated run as of a live one (model, batch, engines, scheduler).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rose.config.common import Count, Fraction, Natural, NotNegative, Positive, Scheduler, Section, Share
+
+
+class SimLink(Section):
+    """How a new policy version gets from the trainer to the workers of a pool."""
+
+    latency_s: NotNegative  # of one version, whatever its size
+    gbit_s: Positive  # of the pool's whole way to the trainer
+    delta: bool  # as differences of ROSE's codec; else dense
+    relay: bool  # a version crosses once for the whole pool; else once per worker
+
+
+class SimAllocation(Section):
+    """What it costs to get a worker of a pool."""
+
+    queue_s: NotNegative  # from the request to its grant, mean
+    start_s: NotNegative  # from the grant until the engine can load weights
+    refused: Fraction  # of the requests
+
+
+class SimPool(Section):
+    kind: Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
+    gpu: str  # one of rose.sim.hardware's
+    workers: Natural | None  # engines: all from the start, or the most, of spot and of a pool on request; null
+    # (hybrid): as many as the trainer's GPUs make
+    tensor_parallel: Count
+    on_request: bool  # each is asked for by the provisioning policy
+    switch_s: NotNegative  # hybrid: from training to rollout and back, each; cooperative: from resting to rolling out
+    link: SimLink
+    allocation: SimAllocation
+
+
+class SimSlo(Section):
+    """P99 targets of the online model."""
+
+    ttft_p99_s: Positive
+    tpot_p99_s: Positive
+
+
+class SimServing(Section):
+    """Online traffic of each cooperative device, and what lending beside the online engine costs either side
+    (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake or BurstGPT; null: made by
+    rose.traces.generate with `args`."""
+
+    model: str  # one of rose.sim.hardware's shapes
+    slo: SimSlo
+    max_sequences: Count
+    max_batched_tokens: Count
+    rate: Positive | None  # requests/s of one device, mean; null: `load` of the most at which one alone keeps its
+    load: Share  # targets
+    trace: str | None
+    args: dict[str, Any]  # of rose.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
+    hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
+    overhead: Fraction  # gate: share of the idle time lost to admission
+    contention: NotNegative  # memory_only: both take 1 + this times as long while both compute
+    reserve: Fraction  # share of KV memory never lent
+    high_watermark: Share  # gate: share of it in use or lent above which what is lent is halved
+    step: Share  # the scheduler hears of a change of lendable memory of at least this share
+
+
+class SimSpot(Section):
+    """When spot machines are there. `trace`: a file in one of Bamboo's formats; null: made with `args`."""
+
+    trace: str | None
+    args: dict[str, Any]
+
+
+class SimEnvironment(Section):
+    """How episodes go: of one or more of rose.sim.environments, each prompt of one of them by `weights`."""
+
+    domains: list[str]
+    weights: list[Positive] | None  # null: alike
+    factors: dict[str, Positive]  # of a parameter of all of them: {output: 2.0} is twice the tokens per turn
+
+
+class SimTrainer(Section):
+    gpu: str
+    mfu: Share
+    forward_passes: NotNegative  # beside the update's own: old log-probabilities, reference
+
+
+class SimSystem(Section):
+    """A composition of scheduler options and what they may use."""
+
+    about: str  # a line: what it is, after which paper
+    scheduler: Scheduler
+    pools: list[str]
+    executor: Literal["gate", "memory_only", "none"]  # beside online serving
+    dynamic_sampling: bool
+    in_flight: Literal["recompute", "keep", "finish"]
+
+
+class SimPlan(Section):
+    """What mode=plan searches: the fewest GPUs that reach the target."""
+
+    steps_per_hour: Positive | None  # the target, or
+    hours: Positive | None  # trainer.steps steps within so many
+    dedicated: list[Natural]  # numbers of dedicated rollout workers to try
+    borrowed: list[Natural]  # of borrowed workers
+    borrowed_price: NotNegative  # of a borrowed GPU, in dedicated ones
+
+
+class Sim(Section):
+    label: str  # of the system that `scheduler`, `pools`, `executor` compose
+    pools: list[str]  # that it uses
+    executor: Literal["gate", "memory_only", "none"]
+    steps: Count
+    warmup: Natural  # first steps that no mean counts
+    seeds: list[int]
+    processes: Count | None  # null: all cores
+    n_serving: Natural  # cooperative workers
+    dispatch_s: NotNegative  # from a decision to the engine and back
+    progress_s: Positive  # between two words about a running turn
+    efficiency: dict[str, NotNegative]  # of rose.sim.hardware.EFFICIENCY, what is to be another value
+    delta_ratio: Positive  # bytes of a dense version over those of its differences
+    tick_s: Positive  # of the coordinator
+    pool: dict[str, SimPool]
+    trainer: SimTrainer
+    environment: SimEnvironment
+    serving: SimServing
+    spot: SimSpot
+    systems: dict[str, SimSystem]  # the rivals
+    plan: SimPlan

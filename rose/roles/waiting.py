@@ -1,0 +1,52 @@
+"""Waits of a task for states that other tasks change: each has a deadline and the name of what it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LOOK_S = 1.0  # between two looks at a silence that nothing ends
+
+
+class RunFailed(RuntimeError):
+    """The run can't go on; the message is the cause."""
+
+
+class Changes:
+    """`say(what)` shows the user what is waited for."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._changed = asyncio.Event()
+
+    def set(self) -> None:
+        """Something has changed: who waits looks again."""
+        self._changed.set()
+
+    async def until(self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
+        """Raises `RunFailed` with what it waited for."""
+        end = time.monotonic() + deadline_s
+        while not ready():
+            left = end - time.monotonic()
+            self._say(what())
+            if left <= 0:
+                raise RunFailed(f"waited {deadline_s:g} s for {what()}")
+            await self._next(left)
+
+    async def while_heard(self, ready: Callable[[], bool], silent_s: Callable[[], float], patience_s: float,
+                          what: Callable[[], str]) -> None:
+        """Wait while there is progress of any kind; only silence has a deadline. Raises `RunFailed`."""
+        while not ready():
+            silent = silent_s()
+            if silent > patience_s:
+                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {what()}")
+            await self._next(LOOK_S)
+
+    async def _next(self, seconds: float) -> None:
+        """Until the next change, or for so long: the caller's loop decides and says why."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return

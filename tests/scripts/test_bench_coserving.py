@@ -1,0 +1,242 @@
+"""The co-serving benchmark: figures follow from what was measured, the client is an open loop, the runs are real."""
+
+import asyncio
+import csv
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from aiohttp import web
+
+from rose.traces import Trace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_coserving  # noqa: E402
+import bench_coserving_burst as burst  # noqa: E402
+import bench_coserving_tables as tables  # noqa: E402
+from bench_coserving_bench import Bench  # noqa: E402
+from bench_coserving_burst import Look  # noqa: E402
+from bench_coserving_client import replay  # noqa: E402
+from bench_coserving_engines import Failed  # noqa: E402
+from bench_coserving_tables import Alone, Run, Slo  # noqa: E402
+
+SLO = Slo(0.1, 0.2, 0.01, 0.02)
+
+
+def run(scenario, seed=0, slow=1.0, busy=0.25, made=0.0, done=True, **rest):
+    """Ten requests whose latencies are `slow` times those of S alone."""
+    ttft = [slow * (0.05 + 0.01 * n) for n in range(10)]
+    return Run(scenario, seed, 10.0, ttft, [slow * 0.01] * 9 + [None], [True] * 9 + [done], 0.001, busy, made, **rest)
+
+
+def test_a_request_meets_its_targets_with_both_and_an_aborted_one_never_does():
+    both = Run("ours", 0, 1.0, [0.1, 0.3, 0.1, 0.1, None], [0.01, 0.01, 0.03, None, None],
+               [True, True, True, True, False], 0.0, 0.2)
+    assert both.meets(SLO) == [True, False, False, True, False]
+    half = Run("ours", 0, 1.0, [0.1], [None], [False], 0.0, 0.2)  # its first token came in time
+    assert half.met(SLO) == 0
+
+
+def test_ratios_compare_with_s_alone_under_the_same_traffic_and_s_alone_with_itself():
+    runs = [run("alone", 0, 1.0), run("alone", 0, 1.2), run("alone", 1, 2.0), run("alone", 1, 2.0),
+            run("ours", 0, 2.2), run("ours", 1, 2.0)]
+    assert tables.ratios(runs, "ours", "ttft_p99") == pytest.approx([2.0, 1.0])
+    assert tables.ratios(runs, "alone", "tpot_p99") == pytest.approx([1 / 1.2, 1.2, 1.0, 1.0])
+
+
+def test_percentiles_over_all_seeds_have_an_interval():
+    runs = [run("alone", 0), run("alone", 1, 3.0), run("ours", 0, 2.0), run("ours", 1, 6.0)]
+    low, ratio, high = tables.pooled_ratio(runs, "ours", "ttft_p99")
+    assert ratio == pytest.approx(2.0) and low == pytest.approx(2 / 3, rel=0.01) and high == pytest.approx(6, rel=0.01)
+
+
+def test_what_differs_no_more_than_s_alone_from_itself_is_said_to_be_in_the_noise():
+    runs = [run("alone", 0), run("alone", 0, 1.5), run("ours", 0, 1.45, made=500.0)]
+    said = tables.targets(tables.table(runs, SLO, Alone([800.0], [])))
+    assert said[0].split()[:3] == ["in", "the", "noise"] and "1.16" in said[0]
+
+
+def test_harvest_is_of_what_the_rollout_engine_would_make_in_the_idle_time():
+    runs = [run("alone", busy=0.2), run("alone", busy=0.3), run("ours", made=450.0),
+            run("ours_same_weights", made=150.0)]
+    assert tables.harvest(runs, "ours", Alone([800.0, 1000.0], [400.0])) == pytest.approx([450 / (900 * 0.75)])
+    assert tables.harvest(runs, "ours_same_weights", Alone([900.0], [400.0])) == pytest.approx([150 / (400 * 0.75)])
+
+
+def canned(ours=1.05, naive=3.0, made=400.0, done=True):
+    runs = []
+    for seed in range(3):
+        runs += [run("alone", seed), run("naive", seed, naive, made=600.0), run("alone", seed, 1.02),
+                 run("ours", seed, ours, made=made, done=done, evicted=2, wasted=50, open=0.8)]
+    alone = Alone([800.0] * 3, [])
+    rows = tables.table(runs, SLO, alone)
+    return rows, alone
+
+
+def test_the_table_has_a_row_a_scenario_with_all_that_the_issue_asks_for():
+    rows, alone = canned()
+    assert [row["scenario"] for row in rows] == ["alone", "naive", "ours"]
+    ours = rows[2]
+    assert (ours["requests"], ours["aborted"], ours["evicted"], ours["wasted"]) == (30, 0, 6, 150)
+    assert ours["harvest"] == pytest.approx((400 / 600,) * 3) and rows[0]["harvest"] is None
+    assert ours["ttft_p99_ratio"][1] == pytest.approx(1.05 / 1.01)
+    assert ours["attainment"] == 1.0 and ours["goodput"] == pytest.approx(1.0)
+    words = "\n".join(tables.lines(rows, SLO, alone))
+    assert all(part in words for part in ("rollout tok/s", "1.04 (1.04..1.04)", "67% (67..67)", "80%", "attain-"))
+    cells = list(csv.DictReader(tables.as_csv(rows).splitlines()))
+    assert float(cells[2]["ttft_p99_ratio_mean"]) == pytest.approx(1.05 / 1.01) and cells[0]["harvest_low"] == ""
+
+
+@pytest.mark.parametrize("change, missed", [
+    ({}, set()), ({"ours": 1.2}, {"P99 TTFT", "P99 TPOT"}), ({"done": False}, {"attainment"}),
+    ({"made": 100.0}, {"harvested"}), ({"naive": 1.01}, {"too light"}),
+])
+def test_a_verdict_says_which_target_was_missed(change, missed):
+    said = tables.targets(canned(**change)[0])
+    assert len(said) == 5
+    for line in said:
+        assert ("NOT met" in line) == any(words in line for words in missed)
+
+
+def test_a_burst_is_summed_up_from_what_the_boards_showed():
+    at = np.arange(0, 40, 0.5)
+    made = np.where(at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20)))  # R waits for 8 s
+    looks = [Look(float(t), 30.0 if 11 <= t < 11.4 else 5.0, 20.0, 40.0 if t < 11 else 10.0, float(m))
+             for t, m in zip(at, made)]
+    traffic = Trace(np.array([1.0, 10.5, 11.0, 30.0]), np.ones(4, np.int32), np.ones(4, np.int32))
+    done = Run("ours", 0, 40.0, [0.1, 0.1, 9.0, 0.1], [None] * 4, [True] * 4, 0.0, 0.5)
+    story = burst.summary(done, traffic, SLO, looks)
+    assert (story["burst"], story["missed"], story["missed_of_burst"]) == (2, 1, 1)
+    assert story["memory_s"] == 0.5 and story["back_s"] == pytest.approx(20.8 - 12, abs=0.15)
+    assert (story["lent_before"], story["lent_least"]) == (40.0, 10.0)
+    never = [look for look in looks if look.at <= 11]
+    assert burst.longest_want(never) == float("inf") and burst.longest_want(looks[:20]) is None
+    assert "S had its memory after 0.500 s" in "\n".join(burst.lines([story]))
+
+
+def test_a_burst_adds_requests_of_the_usual_lengths_in_its_two_seconds():
+    base = Trace(np.arange(40.0), np.full(40, 7, np.int32), np.full(40, 3, np.int32))
+    more = burst.with_burst(base, 1.0, np.random.default_rng(0))
+    inside = (more.at >= burst.BEGINS_S) & (more.at < burst.BEGINS_S + burst.LASTS_S)
+    assert len(more) == 80 and inside.sum() == 42 and (np.diff(more.at) >= 0).all() and set(more.prompt_tokens) == {7}
+
+
+# --------------------------------------------------------------------------- the client
+
+
+@pytest.fixture
+def serve():
+    """serve(handler, trace, **replay's) -> requests."""
+
+    async def one(handler, trace, kwargs):
+        app = web.Application()
+        app.router.add_post("/v1/completions", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        try:
+            return await replay(f"http://127.0.0.1:{port}", "s", trace, 0, **({"drain_s": 5.0} | kwargs))
+        finally:
+            await runner.cleanup()
+
+    return lambda handler, trace, **kwargs: asyncio.run(one(handler, trace, kwargs))
+
+
+async def stream(request, response, count, wait_s):
+    await response.prepare(request)
+    for number in range(count):
+        await asyncio.sleep(wait_s)
+        end = '"length"' if number == count - 1 else "null"
+        await response.write(f'data: {{"choices":[{{"text":"w","finish_reason":{end}}}]}}\n\n'.encode())
+    await response.write(b"data: [DONE]\n\n")
+
+
+def trace_of(*at, output=3):
+    return Trace(np.array(at, float), np.full(len(at), 5, np.int32), np.full(len(at), output, np.int32))
+
+
+def test_requests_are_sent_at_their_times_however_long_earlier_ones_take(serve):
+    came = []
+
+    async def slow(request):
+        came.append(time.monotonic())
+        assert len((await request.json())["prompt"]) == 5
+        response = web.StreamResponse()
+        await stream(request, response, 3, 0.4)
+        return response
+
+    requests = serve(slow, trace_of(0.0, 0.2, 0.4))
+    assert came[2] - came[0] < requests[0].ttft + 0.4  # all had come before the first one ended
+    assert [r.done for r in requests] == [True] * 3 and all(len(r.chunks) == 3 for r in requests)
+    assert all(r.tpot == pytest.approx((r.chunks[2] - r.chunks[0]) / 2) for r in requests)
+
+
+def test_every_way_in_which_a_request_fails_is_told(serve):
+    turns = iter(["refuse", "cut", "hang", "leave"])
+
+    async def bad(request):
+        kind = next(turns)
+        if kind == "refuse":
+            return web.Response(status=503, text="too busy")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[{"text":"w","finish_reason":null}]}\n\n')
+        if kind != "cut":
+            await asyncio.sleep(3)
+        return response
+
+    requests = serve(bad, trace_of(0.0, 0.3, 0.6, 0.9), drain_s=1.0, leave={3: 0.2})
+    assert not any(r.done for r in requests)
+    assert [r.why for r in requests] == ["status 503: too busy", "ended early", "not done in time", "left"]
+    assert [r.tpot for r in requests] == [None] * 4 and requests[1].ttft is not None
+
+
+# --------------------------------------------------------------------------- options, traffic, a real run
+
+
+@pytest.mark.parametrize("words, said", [
+    (["sconds=3"], "no such option"), (["seconds=many"], "'many' is no float"), (["burst=maybe"], "no bool"),
+    (["scenarios=alone,best"], "no scenario 'best'"), (["scenarios=ours"], "alone is needed"),
+    (["device=99"], "device=99"),
+])
+def test_a_wrong_option_is_named(words, said):
+    with pytest.raises(Failed, match=said):
+        bench_coserving.parse(words)
+
+
+def test_slices_of_a_bursty_trace_are_loaded_alike_and_differ_by_seed():
+    bench = Bench(bench_coserving.parse(["trace="]))
+    bench.factor = 2.0
+    cuts = [bench.slice(seed, 30.0) for seed in range(4)]
+    rate = len(bench.trace) / bench.trace.seconds / 2
+    assert all(cut.seconds < 30 and len(cut) / 30 == pytest.approx(rate, rel=0.5) for cut in cuts)
+    assert len({tuple(cut.at) for cut in cuts}) == 4 and bench.slice(1, 30.0).at.tolist() == cuts[1].at.tolist()
+    with pytest.raises(Failed, match="seconds=1e[+]06"):
+        bench.slice(0, 1e6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is the device, another one the host")
+def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
+    given = ["scenarios=alone,naive", "seconds=5", "seeds=1", "model=128x1", "rollout_model=128x1", "concurrency=8",
+             f"out={tmp_path}"]
+    cores = os.sched_getaffinity(0)
+    assert bench_coserving.main(given) == 0
+    found = json.loads((tmp_path / "bench_coserving.json").read_text())
+    assert [one["scenario"] for one in found["runs"]] == ["alone", "naive", "alone"]
+    alone, naive, _ = found["runs"]
+    assert len(alone["done"]) == len(naive["done"]) > 0 and all(alone["done"])
+    assert naive["made"] > 0 == alone["made"] and found["alone"]["engine"][0] > 0 and 0 < alone["busy"] < 1
+    assert len((tmp_path / "bench_coserving.csv").read_text().splitlines()) == 3
+    assert "naive co-location" in capsys.readouterr().out and os.sched_getaffinity(0) == cores
+    assert not [process for process in psutil.process_iter(["cmdline"])
+                if str(tmp_path) in " ".join(process.info["cmdline"] or [])]

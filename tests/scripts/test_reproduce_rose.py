@@ -1,0 +1,74 @@
+"""The paper beside the simulator: tables, picture and what is put into the docs, from made outcomes."""
+
+import math
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import reproduce_rose  # noqa: E402
+
+from rose.study import table  # noqa: E402
+from rose.study.outcome import EVERY, Outcome  # noqa: E402
+
+SPEED = {"roll_grpo": 1.0, "roll_dapo": 0.8, "areal": 1.1, "rlboost": 1.2, "serverless": 1.3, "best": 2.0,
+         "best_sync": 1.6, "rose": 1.5}
+
+
+@pytest.fixture
+def outcomes():
+    """Each system `SPEED` times as fast as roll_grpo, with a spread over three seeds that all share."""
+    return [Outcome(point="p", system=name, seed=seed, **(dict.fromkeys(EVERY, 0.01) | {
+                "step_s": 100 * seed / speed, "rollout_s": 60 * seed / speed, "trajectories_s": speed / seed,
+                "attainment": math.nan})) for name, speed in SPEED.items() for seed in (1, 2, 3)]
+
+
+def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
+    rows = {(row["what"], row["rival"]): row for row in reproduce_rose.compared("rose_8b", outcomes)}
+    assert rows["throughput over", "roll_grpo"]["ours"] == pytest.approx(1.5)
+    assert rows["throughput over", "roll_grpo"]["difference"] == pytest.approx(1.5 / 1.31 - 1)
+    assert rows["rollout time under", "rlboost"]["ours"] == pytest.approx(1.5 / 1.2)
+    assert rows["allocation overhead", "serverless"]["ours"] == pytest.approx(0.01)
+    assert rows["best: throughput over", "rose"]["ours"] == pytest.approx(2.0 / 1.5)
+    assert len(rows) == len(reproduce_rose.PUBLISHED) + 2
+
+
+def test_rivals_that_were_not_simulated_have_no_row(outcomes):
+    some = [o for o in outcomes if o.system in ("rose", "roll_grpo")]
+    assert [row["rival"] for row in reproduce_rose.compared("rose_8b", some)] == ["roll_grpo", "rose"]
+
+
+def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(outcomes, tmp_path):
+    path = tmp_path / "rose_paper.csv"
+    for setting in ("rose_32b", "rose_8b", "rose_8b"):
+        reproduce_rose._merge(path, setting, reproduce_rose.compared(setting, outcomes))
+    rows = reproduce_rose.read_csv(path)
+    assert [row["setting"] for row in rows] == ["rose_8b"] * 9 + ["rose_32b"] * 9
+    assert ElementTree.fromstring(reproduce_rose.picture(rows)).tag.endswith("svg")
+    assert "| throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |" in reproduce_rose.beside(rows)
+
+
+def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
+    rows = [{"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(",")))
+            for line in table.csv_text(outcomes).splitlines()[1:]]
+    assert "| best | 2.00 [2.00, 2.00] | 100 |" in reproduce_rose.effects(rows)
+
+
+def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- measured: by a script -->\nold\n<!-- end of measured -->\nb\n")
+    reproduce_rose.put(page, "measured", "new")
+    assert page.read_text() == "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
+    with pytest.raises(SystemExit, match="end of other"):
+        reproduce_rose.put(page, "other", "x")
+
+
+def test_a_factor_multiplies_what_the_setting_has(make_config):
+    c = make_config("+experiment=rose_8b")
+    link = c.sim.pool["cooperative"].link.gbit_s
+    assert reproduce_rose.times(c, ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"], 1.2) == [
+        f"++sim.pool.cooperative.link.gbit_s={1.2 * link:g}", "++sim.environment.factors.output=1.2"]
+    assert float(reproduce_rose.times(c, ["sim.efficiency.memory"], 0.8)[0].split("=")[1]) < 0.8
