@@ -1,8 +1,5 @@
-"""`<run_dir>/report.html`: the run in one file that opens offline, in any browser, in light and dark.
-
-The text, the tables and the configuration are written here as HTML; the figures are drawn by the scripts in
-page/ from numbers embedded in the file. A content security policy forbids the page every network access.
-"""
+"""`<run_dir>/report.html`: the run in one file. Its text, tables and configuration are written here as HTML, its figures
+are drawn by the scripts in page/."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ import time
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import msgspec
-
-from rose.observe import lenders, series
+from rose.observe import lenders, series, shell
 from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.shell import figure, figures, section
 from rose.observe.stats import difference_interval
 from rose.observe.timeline import build_timeline
 from rose.storage import write_whole
@@ -43,22 +38,21 @@ def build_report(run_dir: Path | str) -> Path:
     data = {"curves": series.curves(steps), "engines": series.engine_curves(steps),
             "phases": series.phase_bars(steps), "evals": evals,
             "lengths": series.length_histogram(steps), "timeline": timeline}
-    page = files("rose.observe") / "page"
-    html = Template((page / "report.html").read_text()).substitute(
-        title=escape(run_dir.resolve().name), style=(page / "report.css").read_text(),
-        scripts="\n".join((page / name).read_text() for name in ("charts.js", "figures.js", "timeline.js")),
-        data=_embed(data), subtitle=_subtitle(config, rows), facts=_facts(steps, timeline),
-        result=_result(evals), faults=_faults(faults, steps), borrowed=_borrowed(borrowed, steps) + lenders.html(run_dir),
-        steps=_step_table(steps),
-        config=escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder.")
+    body = "\n\n".join((
+        section("Result", _result(evals)),
+        section("Learning", figures("success", "reward")),
+        section("Where the time goes", figure("phases") + figure("timeline") + figure("throughput")),
+        section("Responses", figures("lengths", "tokens")),
+        section("Optimisation", figures("mismatch", "ratio", "entropy", "grad")),
+        section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
+        section("Faults", _faults(faults, steps)),
+        section("Details", _details(steps, config))))
+    scripts = [(files("rose.observe") / "page" / name).read_text() for name in ("figures.js", "timeline.js")]
     path = run_dir / FILE
+    html = shell.page("training", run_dir.resolve().name, _subtitle(config, rows), _facts(steps, timeline), body, data,
+                      scripts)
     write_whole(path, html.encode())
     return path
-
-
-def _embed(data: Any) -> str:
-    """JSON that can stand inside a <script> whatever strings are in it."""
-    return msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
@@ -74,16 +68,15 @@ def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return " · ".join(escape(word) for word in words)
 
 
-def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> str:
-    """The few numbers to know first, as a definition list."""
+def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The few numbers to know first."""
     tokens, busy = series.mean_of(steps, "tokens_per_s"), series.mean_of(steps, "time_step")
     engines = sum(row["role"] == "rollout" for row in timeline["rows"]) if timeline else 0
-    facts = [("Steps", f"{len(steps):,}"),
-             ("Time in steps", _duration(sum(row.get("time_step") or 0.0 for row in steps))),
-             ("Per step", "–" if busy is None else f"{busy:.1f} s"),
-             ("Throughput", "–" if tokens is None else f"{tokens:,.0f} tokens/s"),
-             ("Engines", f"{engines}" if engines else "–")]
-    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    return [("Steps", f"{len(steps):,}"),
+            ("Time in steps", _duration(sum(row.get("time_step") or 0.0 for row in steps))),
+            ("Per step", "–" if busy is None else f"{busy:.1f} s"),
+            ("Throughput", "–" if tokens is None else f"{tokens:,.0f} tokens/s"),
+            ("Engines", f"{engines}" if engines else "–")]
 
 
 def _duration(seconds: float) -> str:
@@ -154,6 +147,12 @@ def _happened(rows: list[dict[str, Any]]) -> str:
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
     return ("<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
             f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}")
+
+
+def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:
+    tree = escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder."
+    return (f"<details><summary>Numbers of every step</summary>{_step_table(steps)}</details>\n"
+            f"<details><summary>Resolved configuration</summary><pre>{tree}</pre></details>")
 
 
 def _step_table(steps: list[dict[str, Any]]) -> str:

@@ -59,7 +59,8 @@ class TurnQueue:
             self._least[at] = _least(block)
 
     def first(self, room: int = UNBOUNDED, after: Entry | None = None) -> tuple[Entry | None, int]:
-        """The first, behind `after`, that needs at most `room` KV tokens; and the smallest need of those before it, FREE if there are none."""
+        """The first, behind `after`, that needs at most `room` KV tokens; and the smallest need of those before it, FREE
+        if there are none."""
         start = bisect_right(self._last, after) if after else 0
         passed = FREE
         for at in range(start, len(self._blocks)):

@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
-from string import Template
 from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose.config import Serving, Slo
+from rose.observe import shell
+from rose.observe.shell import figure, figures, section
 from rose.serving.history import History
 
 GIB = 2**30
@@ -64,18 +65,18 @@ def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
 
 def page(title: str, serving: Serving, history: History, measured: dict[str, float], stopped: str,
          events: Iterable[Event]) -> str:
-    """`measured`: of `quantiles`. `stopped`: why nothing is lent now, or ""."""
-    style, own = files("rose.observe") / "page", files("rose.serving") / "page"
+    """The file's content. `measured`: of `quantiles`. `stopped`: why nothing is lent now, or ""."""
     totals = history.totals()
     now = f" · nothing is lent now: {stopped}" if stopped else ""
     data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
-    return Template((own / "lending.html").read_text()).substitute(
-        title=escape(title), style=(style / "report.css").read_text(),
-        scripts="\n".join(((style / "charts.js").read_text(), (own / "lending.js").read_text())),
-        subtitle=escape(f"{serving.online.served_name or serving.online.model} · "
-                        + time.strftime("%-d %B %Y, %H:%M") + now),
-        facts=_facts(history, totals), kept=_kept(serving.online.slo, measured, totals), lent=_lent(totals),
-        events=_events(events), data=_embed(data))
+    subtitle = f"{serving.online.served_name or serving.online.model} · {time.strftime('%-d %B %Y, %H:%M')}{now}"
+    body = "\n\n".join((
+        section("What serving kept", _kept(serving.online.slo, measured, totals) + figures("attainment", "requests")),
+        section("What was lent", _lent(totals) + figure("tokens") + figures("gate", "losses")),
+        section("Memory", figure("memory")),
+        section("Events", _events(events))))
+    return shell.page("lending", title, escape(subtitle), _facts(history, totals), body, data,
+                      [(files("rose.serving") / "page" / "lending.js").read_text()])
 
 
 def summary(title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str) -> dict[str, Any]:
@@ -88,10 +89,6 @@ def summary(title: str, measured: dict[str, float], slo: Slo | None, history: Hi
             "evicted": totals["rollout.evicted"], "preempted": totals["online.preempted"], "stopped": stopped}
 
 
-def _embed(data: Any) -> str:
-    return msgspec.json.encode(data).decode().replace("<", "\\u003c")
-
-
 def _attained(totals: dict[str, float]) -> dict[str, tuple[float, float]]:
     """{"with" lending: (met, finished), "without": ...}"""
     met, finished = totals["online.met_lending"], totals["online.finished_lending"]
@@ -102,16 +99,15 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
 
-def _facts(history: History, totals: dict[str, float]) -> str:
+def _facts(history: History, totals: dict[str, float]) -> list[tuple[str, str]]:
     minutes = (history.rows["t"] or [0.0])[-1] / 60
     attained = _attained(totals)
-    facts = [("Time", f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"),
-             ("Online requests", f"{totals['online.finished']:,.0f}"),
-             ("SLO attainment, lending", _share(*attained["with"])),
-             ("SLO attainment, otherwise", _share(*attained["without"])),
-             ("Tokens made by lent compute", f"{totals['rollout.made_tokens']:,.0f}"),
-             ("Gate open", _share(totals["rollout.open_s"], totals["rollout.open_s"] + totals["rollout.shut_s"]))]
-    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    return [("Time", f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"),
+            ("Online requests", f"{totals['online.finished']:,.0f}"),
+            ("SLO attainment, lending", _share(*attained["with"])),
+            ("SLO attainment, otherwise", _share(*attained["without"])),
+            ("Tokens made by lent compute", f"{totals['rollout.made_tokens']:,.0f}"),
+            ("Gate open", _share(totals["rollout.open_s"], totals["rollout.open_s"] + totals["rollout.shut_s"]))]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

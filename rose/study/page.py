@@ -1,6 +1,6 @@
 """The pages: outputs/NAME/report.html of one comparison, outputs/NAME-sweep.html of a sweep's points.
 
-Style and chart functions are those of the training report (rose/observe); each page opens offline.
+Shell, style and chart functions are those of the training report (rose/observe).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import msgspec
 
 from rose.config import Config
+from rose.observe import shell
+from rose.observe.shell import figure, figures, section
 from rose.storage import write_whole
 from rose.study import build
 from rose.study.gains import Interval
@@ -34,12 +35,12 @@ def report(path: Path, c: Config, outcomes: Sequence[Outcome], command: str) -> 
             "pictures": {o.system: o.picture for o in outcomes if o.picture is not None}}
     serving = any(o.picture and o.picture.serving for o in outcomes)
     sections = [
-        _section("Result", _table(outcomes, label) + '<figure id="fig-gains"></figure>'),
-        _section("Where the time goes", '<figure id="fig-phases"></figure><figure id="fig-timeline"></figure>'),
-        _section("Online serving", '<div class="pair"><figure id="fig-load"></figure><figure id="fig-slo"></figure>'
-                 '</div>' if serving else '<p class="empty">No system borrowed devices of an online service.</p>'),
-        _section("Systems", _systems(c)),
-        _section("Details", _details(command, c))]
+        section("Result", _table(outcomes, label) + figure("gains")),
+        section("Where the time goes", figure("phases") + figure("timeline")),
+        section("Online serving", figures("load", "slo") if serving else
+                '<p class="empty">No system borrowed devices of an online service.</p>'),
+        section("Systems", _systems(c)),
+        section("Details", _details(command, c))]
     _write(path, c.name, _subtitle(c), _facts(c, outcomes), sections, data)
 
 
@@ -57,15 +58,15 @@ def sweep(path: Path, title: str, axis: str, points: Sequence[str], outcomes: Se
                      f"{len({o.seed for o in mine})} seeds.",
         "pictures": {names[o.point]: o.picture for o in outcomes if o.picture is not None and o.system == label}}
     numbers = _numbers(points)
-    figures = '<figure id="fig-gains"></figure>'
+    drawn = figure("gains")
     if numbers:
         data["sweep"] = {"x": numbers, "axis": axis, "systems": _curves(points, outcomes)}
-        figures += '<div class="pair"><figure id="fig-sweep-step"></figure><figure id="fig-sweep-rate"></figure></div>'
+        drawn += figures("sweep-step", "sweep-rate")
     data["ours"] = first
-    sections = [_section("Result", _table(mine, first, "×, than " + first, found) + figures),
-                _section("Where the time goes", '<figure id="fig-phases"></figure><figure id="fig-timeline"></figure>'),
-                _section("Details", f"<pre>{escape(command)}</pre><p>Each point's own report: {_links(points)}.</p>")]
-    _write(path, title, f"{len(points)} points of a sweep over {escape(axis)}; {escape(label)}", "", sections, data)
+    sections = [section("Result", _table(mine, first, "×, than " + first, found) + drawn),
+                section("Where the time goes", figure("phases") + figure("timeline")),
+                section("Details", f"<pre>{escape(command)}</pre><p>Each point's own report: {_links(points)}.</p>")]
+    _write(path, title, f"{len(points)} points of a sweep over {escape(axis)}; {escape(label)}", [], sections, data)
 
 
 def plan(path: Path, c: Config, answer: Any, command: str) -> None:
@@ -84,28 +85,19 @@ def plan(path: Path, c: Config, answer: Any, command: str) -> None:
               for own in sorted({pair.dedicated for pair in pairs})]
     data = {"ours": "", "gains": [], "phases": [], "pictures": {},
             "sweep": {"x": borrowed, "axis": "borrowed GPUs", "systems": curves}}
-    sections = [_section("Answer", f"<ul>{reasons}</ul>"),
-                _section("Trade-off", f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-                         '</table></div><figure id="fig-sweep-step"></figure>'),
-                _section("Details", _details(command, c))]
-    _write(path, c.name, _subtitle(c), f"<div><dt>Target</dt><dd>{answer.target_s:.1f} s a step</dd></div>", sections,
-           data)
+    sections = [section("Answer", f"<ul>{reasons}</ul>"),
+                section("Trade-off", f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+                         "</table></div>" + figure("sweep-step")),
+                section("Details", _details(command, c))]
+    _write(path, c.name, _subtitle(c), [("Target", f"{answer.target_s:.1f} s a step")], sections, data)
 
 
-def _write(path: Path, title: str, subtitle: str, facts: str, sections: list[str], data: dict[str, Any]) -> None:
-    page, charts = files("rose.study") / "page", files("rose.observe") / "page"
-    html = Template((page / "study.html").read_text()).substitute(
-        title=escape(title), subtitle=subtitle, facts=facts, sections="\n".join(sections),
-        style=(charts / "report.css").read_text(),
-        scripts="\n".join(((charts / "charts.js").read_text(), (page / "study.js").read_text())),
-        data=msgspec.json.encode(data).decode().replace("<", "\\u003c"))
+def _write(path: Path, title: str, subtitle: str, facts: list[tuple[str, str]], sections: list[str],
+           data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    html = shell.page("simulation", title, subtitle, facts, "\n\n".join(sections), data,
+                      [(files("rose.study") / "page" / "study.js").read_text()])
     write_whole(path, html.encode())
-
-
-def _section(title: str, body: str) -> str:
-    name = title.lower().replace(" ", "-")
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>'
 
 
 def _subtitle(c: Config) -> str:
@@ -114,12 +106,11 @@ def _subtitle(c: Config) -> str:
     return " · ".join(escape(word) for word in words_)
 
 
-def _facts(c: Config, outcomes: Sequence[Outcome]) -> str:
+def _facts(c: Config, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
     mine = by_system(outcomes)[c.sim.label]
-    facts = [("System", c.sim.label), ("Step", f"{mean(mine, 'step_s'):.1f} s"),
-             ("Steps per hour", f"{3600 / mean(mine, 'step_s'):.1f}"),
-             ("Seeds", str(len(c.sim.seeds))), ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} not counted")]
-    return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return [("System", c.sim.label), ("Step", f"{mean(mine, 'step_s'):.1f} s"),
+            ("Steps per hour", f"{3600 / mean(mine, 'step_s'):.1f}"),
+            ("Seeds", str(len(c.sim.seeds))), ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} not counted")]
 
 
 def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 Values are 1-D contiguous tensors of bfloat16 or float32 (or of int16 or int32, as their patterns); a payload is a
 (bytes,) uint8 tensor on the same device. A bit stream is worked on as one byte a bit: its ones are found all at once,
-and gaps become positions by a cumulative sum, so nothing is decoded one after the other. Host synchronisations: `encode` waits for the
-device 7 times, up to 12 with complements, escapes and a comparison with dense; `decode` and `apply` 5 times, up to 8.
-Left out: `compose`, `changes` and `info`, which are the CPU's.
+and gaps become positions by a cumulative sum, so nothing is decoded one after the other. Host synchronisations:
+`encode` waits for the device 7 times, up to 12 with complements, escapes and a comparison with dense; `decode` and
+`apply` 5 times, up to 8. Left out: `compose`, `changes` and `info`, which are the CPU's.
 """
 
 from __future__ import annotations

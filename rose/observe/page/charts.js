@@ -2,6 +2,7 @@
 // set as text nodes. A chart is drawn at its figure's width and drawn again when that changes.
 const SVG = "http://www.w3.org/2000/svg";
 const tip = document.getElementById("tip");
+const HUES = ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)", "var(--red)", "var(--sky)"];
 
 function element(parent, name, attributes = {}, text = null) {
   const svg = name === "svg" || parent.namespaceURI === SVG;

@@ -1,7 +1,5 @@
 // The report's figures: which numbers, in which colours, with which words.
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const PHASES = {rollout: "var(--blue)", train: "var(--orange)", sync: "var(--green)", idle: "var(--pale)", other: "var(--grey)"};
-const HUES = ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)", "var(--red)", "var(--sky)"];
 const figure = id => document.getElementById(id);
 const curve = name => DATA.curves[name] || [];
 
@@ -77,10 +75,3 @@ function drawAll() {
   simple("fig-grad", "Gradient norm", "before clipping.", [["grad_norm", "norm"]], {fromZero: true});
 }
 
-let drawnWidth = 0;
-new ResizeObserver(() => {
-  if (Math.abs(document.body.clientWidth - drawnWidth) < 1) return;
-  drawnWidth = document.body.clientWidth;
-  drawAll();
-}).observe(document.body);
-drawAll();

@@ -40,7 +40,11 @@ class Synchronous:
         if not self._round.complete:
             return actions
         done, self._round = self._round, None
+        self._over(done)
         return actions + done.close(self._step)
+
+    def _over(self, done: Round) -> None:
+        """What becomes of the groups that `done` leaves open: nothing, they are cancelled."""
 
     def snapshot(self) -> dict[str, Any]:
         return self._stream.snapshot(self._round.groups if self._round else ())

@@ -1,5 +1,4 @@
 // The lending report's figures. DATA: {x: minutes since start, curves: {name: values}}, made by rose/serving/report.py.
-const DATA = JSON.parse(document.getElementById("data").textContent);
 
 function draw(id, title, text, curves, options = {}) {
   const series = curves.map(([key, name, color]) => ({name, color: `var(--${color})`, y: DATA.curves[key]}));
@@ -18,10 +17,3 @@ function drawAll() {
     [["held", "online, may use", "orange"], ["used", "online, uses", "red"], ["budget", "rollouts, may use", "blue"], ["rollout_used", "rollouts, use", "sky"]]);
 }
 
-let drawnWidth = 0;
-new ResizeObserver(() => {
-  if (Math.abs(document.body.clientWidth - drawnWidth) < 1) return;
-  drawnWidth = document.body.clientWidth;
-  drawAll();
-}).observe(document.body);
-drawAll();

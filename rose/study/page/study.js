@@ -1,8 +1,6 @@
 // The figures of a simulation report. DATA is made by rose/study/page.py; figures whose place is absent are not drawn.
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const place = id => document.getElementById(id);
 const PHASES = {rollout: "var(--blue)", train: "var(--orange)", sync: "var(--green)", idle: "var(--pale)"};
-const HUES = ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)", "var(--red)", "var(--sky)"];
 const KINDS = {dedicated: "var(--blue)", cooperative: "var(--red)", spot: "var(--purple)", serverless: "var(--sky)", hybrid: "var(--orange)"};
 const TEXT = 132, ROW = 26;
 
@@ -123,10 +121,3 @@ function drawAll() {
   drawServing();
   drawSweep();
 }
-let drawnWidth = 0;
-new ResizeObserver(() => {
-  if (Math.abs(document.body.clientWidth - drawnWidth) < 1) return;
-  drawnWidth = document.body.clientWidth;
-  drawAll();
-}).observe(document.body);
-drawAll();
