@@ -31,7 +31,8 @@ class Scheduler:
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
         self._deadlines: list[tuple[float, int, str, int]] = []  # heap: (heard at, sequence, turn, attempt)
-        self._handlers = {kind: getattr(self, f"_on_{kind.__name__}") for kind in ev.AnyEvent.__args__}
+        self._handlers = {kind: (getattr(self, f"_on_{kind.__name__}"), kind in HEARD_BEFORE, kind in HEARD)
+                          for kind in ev.AnyEvent.__args__}
         self._listeners: list[Callable] = [policy.heard for policy in (provisioning, routing, order, batching)
                                            if hasattr(policy, "heard")]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
@@ -44,9 +45,9 @@ class Scheduler:
         if kind is ev.TurnProgressed:  # frees nothing, and comes most often
             self._on_TurnProgressed(event)
             return []
-        before, after = kind in HEARD_BEFORE, kind in HEARD
+        handler, before, after = self._handlers[kind]
         heard = self._hear(event) if before else []
-        actions = self._handlers[kind](event) + heard
+        actions = handler(event) + heard
         if after:
             actions += self._hear(event)
         if before or after:

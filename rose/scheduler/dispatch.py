@@ -78,6 +78,8 @@ class Dispatch:
 
     def _first(self, lane: TurnQueue, bound: int, after: Entry | None = None) -> Entry | None:
         """The lane's next turn that may find a place, or keep a worker."""
+        if not lane:
+            return None
         holds = self._fleet.holds()
         return lane.first(min(bound, holds), after)[0] if holds > 0 else None
 

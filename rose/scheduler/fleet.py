@@ -15,6 +15,7 @@ from itertools import islice
 
 from sortedcontainers import SortedList
 
+from rose.scheduler.ranking import Ranking
 from rose.scheduler.state import FREE, UNBOUNDED, Cluster, TurnState, WorkerState
 
 LOOK = 16  # workers seen in order of load before those with most room are: bounds a decision
@@ -165,20 +166,20 @@ class Fleet:
         return _open(place, place.pool.floor, self._kept)
 
     def _settle(self) -> None:
-        while self._changed:
-            name, _ = self._changed.popitem()
-            worker, place = self._cluster.workers.get(name), self._places.get(name)
-            if place is not None:
-                place.pool.remove(place)
+        changed, workers, places = self._changed, self._cluster.workers, self._places
+        while changed:
+            name, _ = changed.popitem()
+            worker, place = workers.get(name), places.get(name)
             if worker is not None and self._is_ready(worker):
                 if place is None:
                     self._kinds = None
                     self._names.add(name)
-                    place = self._places[name] = _Place()
+                    place = places[name] = _Place(worker)
                 self._put(worker, place)
             elif place is not None:
+                place.pool.take_out(place)
                 self._kinds = None
-                del self._places[name]
+                del places[name]
                 self._names.remove(name)
 
     def _is_ready(self, worker: WorkerState) -> bool:
@@ -187,15 +188,19 @@ class Fleet:
 
     def _put(self, worker: WorkerState, place: _Place) -> None:
         holds = worker.holds
-        if place.worker is not worker or place.holds != holds or place.pool.revoked is not worker.revoked:
+        if place.pool is None or place.worker is not worker or place.holds != holds or (
+                place.pool.revoked is not worker.revoked):
+            if place.pool is not None:
+                place.pool.take_out(place)
             part = 0 if holds == UNBOUNDED else holds.bit_length()
             key = worker.kind, worker.hardware, worker.revoked, part
             if key not in self._pools:
                 self._pools[key] = _Pool(self._roomy, *key)
             self._kinds = None
             place.worker, place.holds, place.pool = worker, holds, self._pools[key]
+            place.pool.members += 1
         place.room, place.load = worker.room(self._queue_depth), worker.load
-        place.pool.add(place)
+        place.pool.rank(place)
 
 
 class _Place:
@@ -203,8 +208,9 @@ class _Place:
 
     __slots__ = ("worker", "pool", "load", "room", "holds")
 
-    def __init__(self) -> None:
-        self.worker = None
+    def __init__(self, worker: WorkerState) -> None:
+        self.worker = worker
+        self.pool: _Pool | None = None
 
 
 class _Pool:
@@ -216,33 +222,38 @@ class _Pool:
         self.floor = FREE
         self.members = 0
         self._roomy = roomy  # the pools that have workers with room
-        self._by_load = SortedList()  # (load, name) of those with room
-        self._by_room = SortedList()  # (room, load, name) of the same
+        self._by_load = Ranking()  # (load, name) of those with room
+        self._by_room = Ranking()  # (-room, load, name) of the same
         self._places: dict[str, _Place] = {}
         self.holds = UNBOUNDED if part == 0 else (1 << part) - 1  # no member holds more
 
-    def add(self, place: _Place) -> None:
-        self.members += 1
+    def rank(self, place: _Place) -> None:
+        """By its load and room now."""
+        name = place.worker.worker
         if place.room > 0:
-            name = place.worker.worker
-            self._by_load.add((place.load, name))
-            self._by_room.add((place.room, place.load, name))
-            self._places[name] = place
-            self._roomy[self] = None
-
-    def remove(self, place: _Place) -> None:
-        self.members -= 1
-        if place.room > 0:
-            name = place.worker.worker
-            self._by_load.remove((place.load, name))
-            self._by_room.remove((place.room, place.load, name))
-            del self._places[name]
+            self._by_load.add(name, place.load)
+            self._by_room.add(name, -place.room, place.load)
             if not self._places:
-                del self._roomy[self]
+                self._roomy[self] = None
+            self._places[name] = place
+        elif name in self._places:
+            self._no_room(name)
+
+    def take_out(self, place: _Place) -> None:
+        self.members -= 1
+        if place.worker.worker in self._places:
+            self._no_room(place.worker.worker)
+
+    def _no_room(self, name: str) -> None:
+        self._by_load.remove(name)
+        self._by_room.remove(name)
+        del self._places[name]
+        if not self._places:
+            del self._roomy[self]
 
     @property
     def room(self) -> int:
-        return self._by_room[-1][0]
+        return -self._by_room.first()[0]
 
     def largest(self, most: int) -> int:
         """`most`, or less: what is kept; 0 if that is the whole pool."""
@@ -256,17 +267,16 @@ class _Pool:
         """(load, name)."""
         if self.largest(self.room) < turn.kv_need:
             return None
-        for load, name in islice(self._by_load, LOOK):
-            if self._suits(name, turn, kept):
-                return load, name
+
+        def suits(name: str) -> bool:
+            place = self._places[name]
+            return place.room >= turn.kv_need and name != turn.avoid and _open(place, self.floor, kept)
+
+        if found := self._by_load.find(suits, LOOK):
+            return found[0]
         if len(self._places) <= LOOK:
             return None
-        return min(((load, name) for _, load, name in islice(reversed(self._by_room), LOOK)
-                    if self._suits(name, turn, kept)), default=None)
-
-    def _suits(self, name: str, turn: TurnState, kept: dict[str, int]) -> bool:
-        place = self._places[name]
-        return place.room >= turn.kv_need and name != turn.avoid and _open(place, self.floor, kept)
+        return min((entry[1:] for entry in self._by_room.find(suits, LOOK, all_of_them=True)), default=None)
 
 
 def _open(place: _Place, floor: int, kept: dict[str, int]) -> bool:

@@ -69,7 +69,7 @@ class Simulation:
         if self._spec.tick_s < math.inf:
             self._loop.at(self._spec.tick_s, self._tick, None)
         try:
-            self._loop.run(lambda: len(self._steps) >= self._spec.steps, self._spec.horizon_s)
+            self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
             raise RuntimeError(f"{self._spec.name}, seed {self._seed}, step {len(self._steps) + 1} of "
                                f"{self._spec.steps}: {error}; {len(self._turns)} turns are open, "
@@ -149,6 +149,8 @@ class Simulation:
             float(np.mean(rewards)) if rewards else float("nan"), staleness))
         if len(self._steps) < self._spec.steps:
             self._begin_step(step + 1, 0)
+        else:
+            self._loop.over = True
 
     # ----------------------------------------------------------------- groups and trajectories
 

@@ -11,6 +11,7 @@ class Loop:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0  # calls made
+        self.over = False  # set by a call: no other is made
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = 0
 
@@ -21,11 +22,11 @@ class Loop:
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._count, call, what))
         return self._count
 
-    def run(self, until: Callable[[], bool], horizon_s: float) -> None:
-        """Until `until()`. Raises `RuntimeError` when nothing is due any more, or `horizon_s` is over, before that."""
+    def run(self, horizon_s: float) -> None:
+        """Until it is `over`. Raises `RuntimeError` when nothing is due any more, or `horizon_s` has passed, before."""
         heap, pop, count = self._heap, heapq.heappop, 0
         try:
-            while not until():
+            while not self.over:
                 if not heap:
                     raise RuntimeError(f"at {self.now:.1f} s of simulated time nothing is due any more")
                 self.now, ticket, call, what = pop(heap)
