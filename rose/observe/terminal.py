@@ -23,6 +23,7 @@ from rose.observe.stats import difference_interval
 from rose.observe.status import Status, read_status
 
 POLL_SECONDS = 0.25
+MAX_TABLE_WIDTH = 1000  # characters
 ETA_STEPS = 10  # the newest steps, whose mean duration the rest is expected to take
 PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "bright_black"}
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of dot (row, column) of a cell
@@ -44,6 +45,20 @@ def say(console: Console, text: str, label: str = "", style: str | None = None) 
     if label:
         console.print(label, end=" ")
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def show(console: Console, table: Table) -> None:
+    """Print a table: as wide as the terminal, and in a file or a pipe as wide as it needs."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    width = console.width
+    try:
+        console.width = MAX_TABLE_WIDTH  # rich never prints wider than the console
+        console.width = max(width, console.measure(table).maximum)
+        console.print(table)
+    finally:
+        console.width = width
 
 
 def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:

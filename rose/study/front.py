@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rose.config import Config, ConfigError
-from rose.observe.terminal import say
+from rose.observe.terminal import say, show
 from rose.study import build, page, runs, sizing, table
 from rose.study.outcome import Outcome
 
@@ -65,7 +65,7 @@ def _simulate(configs: Sequence[Config], console: Console, command: str) -> None
     outcomes = runs.carry_out(jobs, runs.cores(configs[0].sim.processes), console)
     for c in configs:
         rows = [o for o in outcomes if o.point == c.name]
-        console.print(table.table(rows, c.sim.label, c.name))
+        show(console, table.table(rows, c.sim.label, c.name))
         table.write(c.run_dir, rows, c.sim.label, {"command": command})
         page.report(c.run_dir / "report.html", c, rows, command)
         say(console, f"{c.run_dir / 'report.html'}")

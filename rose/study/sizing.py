@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.config import Config, ConfigError
-from rose.observe.terminal import say
+from rose.observe.terminal import say, show
 from rose.study import page, runs, table
 from rose.study.gains import Interval, interval
 from rose.study.outcome import Outcome, mean, values
@@ -171,7 +171,7 @@ def summary(answer: Answer) -> dict[str, Any]:
 def answer(c: Config, console: Console, command: str) -> None:
     """Searches, prints the trade-off and the reasons, and writes report.html, result.csv and result.json."""
     found = search(c, lambda jobs: runs.carry_out(jobs, runs.cores(c.sim.processes), console))
-    console.print(shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
+    show(console, shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
     for reason in found.reasons:
         say(console, f"- {reason}")
     outcomes = [outcome for pair in found.pairs for outcome in pair.outcomes]

@@ -4,6 +4,7 @@ import io
 import time
 
 from rich.console import Console
+from rich.table import Table
 
 from rose.observe import terminal
 from rose.observe.metrics import MetricsWriter, read_metrics
@@ -70,3 +71,12 @@ def test_the_curve_rises_with_the_values():
     assert lines == ["100% +  **", "  0% +*** "]  # the steep part is joined
     top, bottom = terminal.curve([0.0, 1.0, 1.0], width=2, height=2)
     assert bottom[-2] != "\u2800" and bottom[-1] == "\u2800" and top[-1] != "\u2800"
+
+
+def test_a_table_is_as_wide_in_a_file_as_it_needs():
+    made = Table(*(f"column {number}" for number in range(30)))
+    made.add_row(*["a value"] * 30)
+    console = _console()
+    terminal.show(console, made)
+    assert "column 0 ┃ column 1 ┃" in console.file.getvalue() and console.file.getvalue().count("\n") == 5
+    assert console.width == 100
