@@ -136,23 +136,31 @@ def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
 # ----------------------------------------------------------------- Libra
 
 
-def test_libra_moves_a_trajectory_to_a_longer_bucket_with_each_failed_tool_call():
-    s = make("libra", shares=[1, 1, 1])
+def live(s, trajectory, outcome, tokens):
+    """A trajectory of a first turn of 10 tokens and, after a tool call, one of `tokens`: where the second one went."""
+    request(s, f"{trajectory}.t0", domain="env")
+    s.handle(ev.TurnEnded(at=1.0, turn=f"{trajectory}.t0", tokens=10))
+    went = request(s, f"{trajectory}.t1", domain="env", outcome=outcome)
+    s.handle(ev.TurnEnded(at=2.0, turn=f"{trajectory}.t1", tokens=tokens))
+    s.handle(ev.TrajectoryEnded(at=2.0, trajectory=trajectory, tokens=10 + tokens))
+    return went
+
+
+def test_libra_moves_a_trajectory_to_the_bucket_of_what_those_with_the_same_outcomes_had_left():
+    s = make("libra", limits=[50, 200], shares=[1, 1, 1])
     for name in "abc":
         join(s, name)
-    assert request(s, "g0.0.t0") == "a"
-    end(s, "g0.0.t0")
-    assert request(s, "g0.0.t1", outcome="ok") == "a"
-    end(s, "g0.0.t1")
-    assert request(s, "g0.0.t2", outcome="failed") == "b"
-    end(s, "g0.0.t2")
-    assert request(s, "g0.0.t3", outcome="failed") == "c"
-    end(s, "g0.0.t3")
-    assert request(s, "g0.0.t4", outcome="failed") == "c"
+    assert live(s, "g0.0", "failed", 300) == "a"  # nothing is known yet, and its own bucket is the first
+    assert live(s, "g1.0", "failed", 300) == "c"
+    assert live(s, "g2.0", "ok", 20) == "c"  # no such outcome is known, but what all had left
+    assert live(s, "g3.0", "ok", 60) == "a"
+    assert live(s, "g4.0", "ok", 60) == "a"  # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
+    assert live(s, "g5.0", "ok", 400) == "a"
+    assert live(s, "g6.0", "failed", 10) == "c"
 
 
 def test_libra_uses_longer_buckets_and_then_shorter_ones_when_its_own_is_full():
-    s = make("libra", shares=[1, 1, 1])
+    s = make("libra", limits=[50, 200], shares=[1, 1, 1])
     for name in "abc":
         join(s, name, sequences=1)
     assert [request(s, f"g0.{i}.t0") for i in range(4)] == ["a", "b", "c", ""]
@@ -160,7 +168,7 @@ def test_libra_uses_longer_buckets_and_then_shorter_ones_when_its_own_is_full():
 
 
 def test_libra_gives_workers_out_by_shares():
-    s = make("libra", shares=[0.5, 0.25, 0.25])
+    s = make("libra", limits=[50, 200], shares=[0.5, 0.25, 0.25])
     for i in range(8):
         join(s, f"w{i}")
     routing = s._queue._choose.__self__
@@ -220,8 +228,9 @@ def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
     assert fit.of((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
 
 
-@pytest.mark.parametrize("routing, args", [("seer", {"chunk_tokens": 0}), ("libra", {"shares": []}),
-                                           ("libra", {"shares": [1, -1]}), ("rose", {"imbalance": 1})])
+@pytest.mark.parametrize("routing, args", [("seer", {"chunk_tokens": 0}), ("libra", {"limits": [], "shares": [1]}),
+                                           ("libra", {"limits": [9], "shares": [1, -1]}),
+                                           ("libra", {"limits": [9], "shares": [1]}), ("rose", {"imbalance": 1})])
 def test_numbers_that_make_no_policy_are_refused(routing, args):
     with pytest.raises(ConfigError, match="scheduler.routing.args"):
         make(routing, **args)

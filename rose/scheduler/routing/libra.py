@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rose.scheduler.events import Event, TrajectoryEnded, WorkerJoined, WorkerLost
+from rose.scheduler.causal_tree import Levels
+from rose.scheduler.events import Event, WorkerJoined, WorkerLost
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
@@ -11,27 +12,29 @@ PROBES = 16  # workers of a bucket looked at for one turn: the best of 16 is clo
 
 class Libra:
     """Workers form buckets for short to long trajectories; tool outcomes, not length predictions, move a trajectory
-    between them (Libra, arXiv 2606.03077, C-MLFQ: causality-driven multi-level feedback queue).
+    between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
 
-    Every trajectory begins in the first bucket. A tool call that failed means further attempts, so a longer context:
-    each moves it one bucket up, as far as the last. In its bucket it goes where its prefix is cached, else to the least
-    loaded worker; if the bucket has no room, to a longer one, then to a shorter one (work-conserving). `shares`: of the
-    workers, from the first bucket to the last, given out as they join. Number and shares of the buckets are ours.
+    `rose.scheduler.causal_tree.Levels` says how: at a tool return, by what finished trajectories with the same outcomes
+    had left; without evidence it stays. In its bucket it goes where its prefix is cached, else to the least loaded
+    worker; if the bucket has no room, to a longer one, then to a shorter one (Libra's fallback: the other buckets, then
+    any). `limits`: tokens of each bucket but the last, 5,000 in Libra's code. `shares`: of the workers, from the first
+    bucket to the last, given out as they join. Libra's buckets are engines of different tensor-parallel degrees, and its
+    planner sizes them; the shares are ours.
     """
 
-    def __init__(self, shares: list[float]) -> None:
-        if not shares or not all(share > 0 for share in shares):
-            raise ValueError(f"shares={shares}: one positive number per bucket")
+    def __init__(self, limits: list[int], shares: list[float]) -> None:
+        self._levels = Levels(limits, sinks=False)
+        if len(shares) != len(limits) + 1 or not all(share > 0 for share in shares):
+            raise ValueError(f"shares={shares}: a positive number per bucket, of which limits={limits} make "
+                             f"{len(limits) + 1}")
         self.shares = [share / sum(shares) for share in shares]
         self._buckets: list[list[str]] = [[] for _ in shares]
         self._bucket: dict[str, int] = {}  # worker -> its bucket
         self._next = [0] * len(shares)  # where the next look into the bucket begins
-        self._level: dict[str, tuple[int, str]] = {}  # trajectory -> bucket, and the turn that was last judged
 
     def heard(self, event: Event, cluster: Cluster) -> list:
+        self._levels.heard(event, cluster)
         match event:
-            case TrajectoryEnded(trajectory=trajectory):
-                self._level.pop(trajectory, None)
             case WorkerJoined(worker=worker):
                 self._remove(worker)
                 total = 1 + sum(map(len, self._buckets))
@@ -43,20 +46,13 @@ class Libra:
         return []
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        level = self._judge(turn)
+        level = self._levels.of(turn)
         home = cluster.home.get(turn.trajectory, "")
         for bucket in [*range(level, len(self.shares)), *reversed(range(level))]:
             worker = self._least(bucket, home, turn, fleet)
             if worker is not None:
                 return worker
         return fleet.least(turn)
-
-    def _judge(self, turn: TurnState) -> int:
-        level, judged = self._level.get(turn.trajectory, (0, ""))
-        if judged != turn.turn:
-            level = min(level + (turn.outcome == "failed"), len(self.shares) - 1)
-            self._level[turn.trajectory] = level, turn.turn
-        return level
 
     def _least(self, bucket: int, home: str, turn: TurnState, fleet: Fleet) -> WorkerState | None:
         names = self._buckets[bucket]
