@@ -240,7 +240,9 @@ def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(tmp_pat
         async with aiohttp.ClientSession() as client:
             body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
             async with client.post(f"{made.url}/v1/completions", json=body) as answer:
-                assert (await answer.json())["usage"]["completion_tokens"] == 6
+                said = await answer.json()
+                assert answer.status == 200, (said, (tmp_path / "log").read_text()[-4000:])
+            assert said["usage"]["completion_tokens"] == 6
             async with client.get(f"{made.url}/metrics") as answer:
                 text = await answer.text()
         assert 'rose_online_requests_total{lending="without",met="yes"} 1.0' in text
