@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -43,6 +43,8 @@ def value_at(tree: Any, dotted: str) -> Any:
 def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
     """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' on converting `tree` to `root` -> key, value and
     what would be right."""
+    in_dictionary = message.endswith("[...]`")
+    message = _entry_named(message, tree, root)
     found = re.search(r" - at `\$\.?([^`]*)`$", message)
     text = message[: found.start()] if found else message
     key = found.group(1) if found else ""
@@ -58,18 +60,22 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
     if text.startswith("Invalid enum value"):
         choices = ", ".join(map(str, get_args(_type(key, root))))
         return f"{key}={value_at(tree, key)!r}: no such choice; one of {choices}"
-    if key.endswith("[...]"):  # some entry of a dictionary, which msgspec doesn't name
-        key = key.removesuffix("[...]")
-        if "`str`" in text:
-            return _explain_texts(key, tree)
+    if in_dictionary and text.startswith("Expected `str`"):  # such as cluster.env
+        return f"{key}={value_at(tree, key)!r}: must be text; put it in quotes: '+{key}=\"{value_at(tree, key)}\"'"
     null = ", or null" if " >" in text and type(None) in get_args(_type(key, root)) else ""
     return f"{key}={value_at(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
 
 
-def _explain_texts(section: str, tree: dict[str, Any]) -> str:
-    """The entry of a `dict[str, str]` (cluster.env) that is something else."""
-    full, value = next((f"{section}.{n}", v) for n, v in value_at(tree, section).items() if not isinstance(v, str))
-    return f"{full}={value!r}: must be text; put it in quotes: '+{full}=\"{value}\"'"
+def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
+    """msgspec says `$.sim.pool[...].gpu` of an entry of a dictionary; here with the name of the first that is wrong."""
+    found = re.search(r" - at `\$\.?([^`]*?)\[\.\.\.\]", message)
+    for name, value in value_at(tree, found[1]).items() if found else ():
+        try:
+            msgspec.convert(value, get_args(_type(found[1], root))[1])
+        except msgspec.ValidationError as error:
+            text, _, inside = str(error).partition(" - at `$")
+            return _entry_named(f"{text} - at `$.{found[1]}.{name}{inside.rstrip('`')}`", tree, root)
+    return message
 
 
 def _section(kind: Any) -> Struct | None:
@@ -81,5 +87,6 @@ def _type(dotted: str, root: Struct) -> Any:
     """Of the field; of the whole list for one of its entries."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
-        found = next(field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
+        found = get_args(found)[1] if get_origin(found) is dict else next(
+            field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
     return found
