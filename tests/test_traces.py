@@ -52,6 +52,8 @@ def test_columns_are_found_by_name_among_others_and_blank_lines_are_no_requests(
      "line 4, column GeneratedTokens: 'many' is no whole number"),
     (HEADER + "2023-11-16 18:15:46,3,nan\n", "line 2, column GeneratedTokens: 'nan' is no whole number"),
     (HEADER + "2023-11-16 18:15:46,99999999999,2\n", "line 2, column ContextTokens: 99999999999 tokens"),
+    (HEADER + ROWS[0] + '\n"' + "x" * 200_000, "line 3: no CSV: field larger than field limit"),
+    ('"' + "x" * 200_000, "line 1: no CSV: field larger than field limit"),
 ])
 def test_a_bad_file_is_refused_with_the_place_that_is_wrong(write, text, said):
     path = write(text)
@@ -92,6 +94,8 @@ def test_a_time_of_azures_later_traces_may_name_utc(write):
     (BURST + "5,ChatGPT,472\n", "line 2, column Response tokens: missing; 3 fields, the header has 6"),
     ('{"timestamp": 1, "input_length": 5}\n', "line 1: no column output_length; Mooncake needs"),
     ('{"timestamp": 1, "input_length": 5,\n', "line 1, character .*: no JSON"),
+    ('{"timestamp": 1, "input_length": ' + "9" * 5000, "line 1: no JSON object of a trace"),
+    ('{"timestamp": ' + "[" * 200_000, "line 1: no JSON object of a trace"),
     ('{"timestamp": 1, "input_length": 5, "output_length": 1}\n[1]\n', "line 2: .* is no JSON object"),
     ('{"timestamp": 1, "input_length": 5.5, "output_length": 1}\n', "line 1, column input_length: 5.5 is no whole"),
     ('{"timestamp": 1, "input_length": true, "output_length": 1}\n', "line 1, column input_length: True is no whole"),

@@ -60,6 +60,8 @@ def swept_keys(arguments: list[str]) -> list[str]:
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
     group, _, option = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options or [])
+    if group and not options and (conf / group).is_dir():  # Hydra lists none where one of several was chosen
+        options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
     if not group or not options:
         groups = sorted(str(p.relative_to(conf)) for p in conf.rglob("*") if p.is_dir())
         return f"{error.missing_cfg_file}: no such file in {conf}{_meant(group or option, groups)}"
@@ -71,6 +73,8 @@ def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     if (conf / key).is_dir() and "No match in the defaults list" in text:
         return f"{key}={value}: {key} is not in the default configuration; add it with +{key}={value}"
     typed = f"{key}={value}" if value else key
+    if value.startswith("{"):  # Hydra merges dictionaries, and the key that isn't there is inside
+        return f"{typed}: a dictionary with a key that is not in {conf}; new ones are added with '+{key}={value}'"
     beside = _keys_beside(key, conf, arguments)
     if beside is None:
         return f"{typed}: no such key{_meant(key, configuration.keys() + _groups(conf))}"

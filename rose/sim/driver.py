@@ -20,6 +20,7 @@ from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
 from rose.sim.workers import SimWorker, Workers
 
+STALLED_S = 24 * 3600.0  # no turn has run for so long while some waited: no worker will come
 RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}  # turns where the scheduler believes them, before what drops groups
 
 
@@ -53,6 +54,7 @@ class Simulation:
         self._steps: list[result.Step] = []
         self._turn_s, self._trajectory_s = array("f"), array("f")
         self._began = 0.0
+        self._ran_at = 0.0  # the last tick at which no turn waited, or one ran
         self._batch: tuple[int, float, list] | None = None  # (step, since when, its groups) in training
         self._trained_at = self._published_at = 0.0
         self._syncing = False  # the step's version is out, and not with all dedicated workers yet
@@ -96,8 +98,15 @@ class Simulation:
         return self._scheduler.cluster.workers[worker].resting
 
     def _tick(self, _what: None, _ticket: int) -> None:
-        self.feed(ev.Tick(at=self._loop.now))
-        self._loop.at(self._loop.now + self._spec.tick_s, self._tick, None)
+        now = self._loop.now
+        if not self._turns or self._scheduler.waiting < len(self._turns):
+            self._ran_at = now
+        elif now - self._ran_at > STALLED_S:
+            raise RuntimeError(f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; which of "
+                               f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and when, is "
+                               "the provisioning policy's")
+        self.feed(ev.Tick(at=now))
+        self._loop.at(now + self._spec.tick_s, self._tick, None)
 
     def _give_up(self, action: ev.GiveUp) -> None:
         raise RuntimeError(action.reason)

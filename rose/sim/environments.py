@@ -18,6 +18,8 @@ import numpy as np
 
 from rose.sim.spec import Episode
 
+HARDEST = 100.0  # logits: every prompt is then solved always or never
+LONGEST = {"observation": 1e9, "tool_s": 86400.0, "reset_s": 86400.0}  # medians, tokens and seconds; of no environment
 MOST_FACTOR = 50.0  # a tail is cut there: beyond, max_new_tokens or the tool's timeout has ended it
 
 
@@ -93,12 +95,15 @@ class Domain:
 class Environments:
     """`rose.sim.spec.Environment` over one or more domains, each prompt being of one of them by `weights` (as RollArt
     mixes tasks). An episode ends when its context reaches `max_context` tokens: that trajectory fails.
-    Raises `ValueError` for no domain, weights that are none, or a context without room for a prompt."""
+    Raises `ValueError` for no domain, one whose numbers are of no environment, weights that are none, or a context
+    without room for a prompt."""
 
     def __init__(self, domains: tuple[Domain, ...], max_context: int, weights: tuple[float, ...] | None = None) -> None:
         weights = weights or (1.0,) * len(domains)
         if not domains or len(weights) != len(domains) or not all(w > 0 for w in weights):
             raise ValueError(f"{len(domains)} domains with weights {weights}: one positive weight each is needed")
+        for domain in domains:
+            _check(domain)
         if max_context < (least := 2 * max(d.prompt.median for d in domains)):
             raise ValueError(f"max_context={max_context}: twice a prompt of {least / 2:g} tokens is the least")
         self._domains, self._max_context = domains, max_context
@@ -110,6 +115,19 @@ class Environments:
         different versions meet the same one, drifted."""
         domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
         return _Group(domain, size, version, draw).episodes(self._max_context)
+
+
+def _check(domain: Domain) -> None:
+    """Of a domain that was scaled. Raises `ValueError`."""
+    shares = domain.group_share + domain.trajectory_share
+    if shares > 1:
+        raise ValueError(f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 at "
+                         "most")
+    if domain.hardness > HARDEST:
+        raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
+    for name, most in LONGEST.items():
+        if (median := getattr(domain, name).median) > most:
+            raise ValueError(f"{name} of {domain.name} is {median:g}: {most:g} at most")
 
 
 class _Group:

@@ -23,6 +23,7 @@ from rose.traces import spot
 
 BITS = 8
 EPISODES_SEEN = 64  # of which the mean context is taken, for the trainer's attention
+RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
 SPOT_S = 24 * 3600.0  # of availability; after that nothing changes any more
 
 
@@ -45,10 +46,12 @@ def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
 def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
     """Raises `ConfigError` naming the key."""
     s, shape = c.sim, _shape(c)
+    pools = f"{'sim' if name == s.label else f'sim.systems.{name}'}.pools={system.pools}"
     for pool in system.pools:
         if pool not in s.pool:
-            raise ConfigError(f"pools={system.pools} of {name}: no pool {pool!r} in sim.pool; "
-                              f"there are {', '.join(s.pool)}")
+            raise ConfigError(f"{pools}: no pool {pool!r} in sim.pool; there are {', '.join(s.pool)}")
+    if not system.pools or len(set(system.pools)) < len(system.pools):
+        raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
     environment = _environment(c)
     trainer_gpu = _known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
     trainer = hardware.trainer(shape, trainer_gpu, c.trainer.ranks, c.trainer.gradient_checkpointing, s.trainer.mfu,
@@ -82,13 +85,14 @@ def _environment(c: Config) -> environments.Environments:
         try:
             domains = [domain.scaled(parameter, factor) for domain in domains]
         except (ValueError, AttributeError):
-            numbers = [f.name for f in dataclasses.fields(environments.Domain) if f.name not in ("name", "source")]
+            numbers = [f.name for f in dataclasses.fields(environments.Domain) if f.type in ("Heavy", "Drift", "float")]
             raise ConfigError(f"sim.environment.factors.{parameter}={factor}: no parameter that can be scaled; "
                               f"parameters are {', '.join(numbers)}") from None
     try:
         return environments.Environments(tuple(domains), c.model.max_context, e.weights and tuple(e.weights))
     except ValueError as error:
-        raise ConfigError(f"sim.environment: {error}") from None
+        scaled = f" with factors {e.factors}" if e.factors else ""
+        raise ConfigError(f"sim.environment{scaled}: {error}") from None
 
 
 def _mean_context(environment: environments.Environments) -> float:
@@ -103,6 +107,8 @@ def _efficiency(c: Config) -> hardware.Efficiency:
     for name, value in c.sim.efficiency.items():
         if name not in known:
             raise ConfigError(f"sim.efficiency.{name}={value}: no such number; there are {', '.join(known)}")
+        if name in RATES and not value:
+            raise ConfigError(f"sim.efficiency.{name}={value}: a share of the device's peak, above 0")
     return dataclasses.replace(hardware.EFFICIENCY, **c.sim.efficiency)
 
 

@@ -45,6 +45,8 @@ def check(c: Config, mode: str) -> None:
         raise ConfigError(f"mode={c.mode!r}: the sweep's first point has mode={mode!r}; one sweep is of one mode")
     if not s.seeds or len(set(s.seeds)) < len(s.seeds) or min(s.seeds) < 0:
         raise ConfigError(f"sim.seeds={s.seeds}: one or more different numbers, none negative")
+    if not s.label.strip():
+        raise ConfigError(f"sim.label={s.label!r}: the configured system needs a name in tables")
     if s.warmup >= s.steps:
         raise ConfigError(f"sim.warmup={s.warmup}: must be below sim.steps={s.steps}, or no step is counted")
     for name, system in build.systems(c).items():

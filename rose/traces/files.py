@@ -72,8 +72,8 @@ def read(path: str | Path) -> Trace:
 
 def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int, list[str]]]]:
     """Which of the CSV formats it is: the one of which most columns are there."""
-    rows = csv.reader(lines)
-    header = [name.strip() for name in next(rows, [])]
+    rows = _rows(csv.reader(lines), path)
+    header = [name.strip() for name in next(rows, (1, []))[1]]
     found = max((AZURE, BURSTGPT), key=lambda f: sum(name in header for name in f.columns))
     missing = [name for name in found.columns if name not in header]
     if len(missing) == len(found.columns):
@@ -86,14 +86,23 @@ def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int
     return found, _cells(rows, header, [header.index(name) for name in found.columns], path)
 
 
-def _cells(rows: Any, header: list[str], places: list[int], path: Path) -> Iterator[tuple[int, list[str]]]:
-    for row in rows:
+def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each with the number of its last line."""
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:  # such as a quote that is never closed
+        raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
+
+
+def _cells(rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int], path: Path) -> Iterator[tuple[int, list[str]]]:
+    for line, row in rows:
         if not row:
             continue
         if len(row) <= max(places):
-            raise TraceError(f"{path}, line {rows.line_num}, column {header[len(row)]}: missing; {len(row)} fields, "
+            raise TraceError(f"{path}, line {line}, column {header[len(row)]}: missing; {len(row)} fields, "
                              f"the header has {len(header)}")
-        yield rows.line_num, [row[place] for place in places]
+        yield line, [row[place] for place in places]
 
 
 def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, list[Any]]]:
@@ -104,6 +113,8 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise TraceError(f"{path}, line {line}, character {error.colno}: no JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+            raise TraceError(f"{path}, line {line}: no JSON object of a trace: {error}") from None
         if not isinstance(found, dict):
             raise TraceError(f"{path}, line {line}: {text.strip()[:40]!r} is no JSON object")
         if missing := [name for name in MOONCAKE.columns if name not in found]:

@@ -18,6 +18,8 @@ import numpy as np
 from rose.traces.trace import TraceError
 
 HOUR_S = 3600.0
+LATEST_MS = 10**15  # 30,000 years: beyond, it is no time
+MOST = 10**6  # instances at once: each is a record
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,11 @@ def read(path: str | Path, seed: int = 0) -> Availability:
     twice or removed without having been added, an empty file."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-        rows = [(line, [cell.strip() for cell in row]) for line, row in enumerate(csv.reader(file), 1) if row]
+        reader = csv.reader(file)
+        try:
+            rows = [(line, [cell.strip() for cell in row]) for line, row in enumerate(reader, 1) if row]
+        except csv.Error as error:  # such as a quote that is never closed
+            raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
     if not rows:
         raise TraceError(f"{path}, line 1: an empty file; needed `milliseconds,add|remove,name` or `date, time, count`")
     changes, last = _named(rows, path) if rows[0][1][0].lstrip("-").isdigit() else _counted(rows, path, seed)
@@ -121,7 +127,7 @@ def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
     changes: list[Change] = []
     for line, row in rows:
         _fields(row, ("milliseconds", "add or remove", "name"), path, line)
-        at = _natural(row[0], path, line, 1) / 1000
+        at = _natural(row[0], path, line, 1, LATEST_MS) / 1000
         if changes and at < changes[-1][0]:
             raise TraceError(f"{path}, line {line}, column 1: {row[0]} is before the time of the line above")
         if row[1] not in ("add", "remove"):
@@ -141,7 +147,7 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
         at = _clock(row, path, line)
         if at < last:
             raise TraceError(f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line above")
-        last, count = at, _natural(row[2], path, line, 3)
+        last, count = at, _natural(row[2], path, line, 3, MOST)
         while len(there) > count:
             changes.append((at - first, line, there.pop(draw.integers(len(there))), False))
         while len(there) < count:
@@ -169,13 +175,15 @@ def _clock(row: list[str], path: Path, line: int) -> float:
                          "11:11:30") from None
 
 
-def _natural(text: str, path: Path, line: int, column: int) -> int:
+def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
     try:
         number = int(text)
     except ValueError:
         raise TraceError(f"{path}, line {line}, column {column}: {text!r} is no whole number") from None
     if number < 0:
         raise TraceError(f"{path}, line {line}, column {column}: {number} is negative")
+    if number > most:
+        raise TraceError(f"{path}, line {line}, column {column}: {text[:20]} is more than {most:g}")
     return number
 
 

@@ -112,6 +112,11 @@ def test_nobody_to_take_turns_is_an_error_that_says_so():
         run(cluster(pool(count=0), tick_s=math.inf))
 
 
+def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
+    with pytest.raises(RuntimeError, match=r"all turns have waited for 86400 s; which of the pools \(.*12 of them wait"):
+        run(cluster(pool(count=0), tick_s=60.0))
+
+
 def test_a_run_beyond_its_horizon_is_an_error():
     with pytest.raises(RuntimeError, match="horizon_s=5"):
         run(cluster(horizon_s=5.0))
