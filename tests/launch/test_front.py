@@ -58,6 +58,8 @@ def launch(tmp_path, monkeypatch, capsys):
     (["name=a=[b"], ["name=a=[b", "can't be read"]),
     (["+experiment=qwen9b"], ["experiment=qwen9b", "no such option", "did you mean qwen7b", "smollm"]),
     (["env=frozen"], ["env=frozen", "frozen_lake"]),
+    (["sim/systems=[rose,rsoe]"], ["sim/systems=rsoe: no such option", "did you mean rose", "areal, best"]),
+    (["sim.efficiency={compute:0.4}"], ["sim.efficiency={compute:0.4}", "added with '+sim.efficiency={compute:0.4}'"]),
     (["experiment=qwen7b"], ["+experiment=qwen7b"]),
     (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
     (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
