@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from rose import config as cfg
 from rose.scheduler.batching.bounded_staleness import BoundedStaleness
@@ -93,6 +95,13 @@ def _policy(kind: str, chosen: cfg.Policy) -> Any:
     for key in [k for k in chosen.args if k not in takes] + [k for k in takes if k not in chosen.args]:
         raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
                               f"{', '.join(takes) or 'no arguments'}")
+    types = get_type_hints(policy.__init__)
+    for key in takes:
+        try:
+            msgspec.convert(chosen.args[key], types[key])
+        except msgspec.ValidationError as error:
+            said = str(error)[0].lower() + str(error)[1:]
+            raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={chosen.args[key]!r}: {said}") from None
     try:
         return policy(**chosen.args)
     except (TypeError, ValueError) as error:

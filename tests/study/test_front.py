@@ -49,6 +49,8 @@ def answer(tree, tmp_path, monkeypatch):
     ("+sim.environment.factors.group_share=4", ["factors {'group_share': 4", "shares of one variance, 1 at most"]),
     ("+sim.environment.factors.hardness=1e6", ["hardness of frozen_lake is 1.2e+06: 100 at most"]),
     ("+sim.environment.factors.tool_s=1e12", ["tool_s of frozen_lake is 1e+10: 86400 at most"]),
+    ("scheduler.routing.args.imbalance=half", ["scheduler.routing.args.imbalance='half': expected `float`, got `str`"]),
+    ("scheduler.batching.args.max_admitted=null", ["scheduler.batching.args.max_admitted=None: expected `float`"]),
     ("sim.pool.dedicated.gpu=H900", ["sim.pool.dedicated.gpu='H900'", "H800"]),
     ("sim.pool.dedicated.tensor_parallel=5", ["sim.pool.dedicated.tensor_parallel=5", "32 attention heads"]),
     ("sim.environment.domains=[chess]", ["sim.environment.domains='chess'", "frozen_lake"]),
