@@ -7,17 +7,20 @@ operator sizes a service by its peaks, which is why there is something to borrow
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from pathlib import Path
 
 from rose import traces
 from rose.config import ConfigError, SimServing
 from rose.sim import serving, spec
+from rose.traces.trace import LARGEST
 
 VARIANTS = 4  # devices that are computed; the others do as they do
 ROUNDS = 2  # of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
 FIRST_RATE = 4.0  # requests/s, where that search begins
 FIRST_S = 600.0  # of the trace that it is made on
+GENERATED = tuple(inspect.signature(traces.generate).parameters)
 
 
 def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: int) -> spec.Serving:
@@ -39,7 +42,7 @@ def _devices(source: str, rate: float | None, share: float, ttft_s: float, tpot_
         rate = rate or share * _provisioned(source, ttft_s, tpot_s, engine)
         trace = _trace(source, seed, rate * variants)
         return serving.devices(trace, engine, workers, variants, serving.PACE * tpot_s if paced else 0.0, hold_s)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, MemoryError) as error:
         trace, args = json.loads(source)
         raise ConfigError(f"sim.serving.trace={trace!r}, sim.serving.args={args}: {error}") from None
 
@@ -49,7 +52,8 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
     path, args = json.loads(source)
     if path is None:
         return traces.generate(seed, rate=rate, **(args | ({"seconds": seconds} if seconds else {})))
-    found = traces.read(Path(path)).clipped(**args)
+    limits = {name: value for name, value in args.items() if name not in GENERATED}  # conf has arguments of generate
+    found = traces.read(Path(path)).clipped(**{"max_prompt": LARGEST, "max_output": LARGEST} | limits)
     return found.scaled(len(found) / max(found.seconds, 1e-9) / rate)
 
 

@@ -23,9 +23,14 @@ OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "journal")  # in a folde
 
 
 def main(configs: Sequence[Config], console: Console, command: str) -> int:
-    """Raises `ConfigError` before anything is simulated or written."""
+    """Raises `ConfigError` before anything is simulated."""
     for c in configs:
         check(c, configs[0].mode)
+    for c in configs:
+        try:
+            c.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # found now, and not when hours of simulations are to be written
+            raise ConfigError(f"output_dir={c.output_dir!r}: {error}") from None
     try:
         if configs[0].mode == "plan":
             for c in configs:

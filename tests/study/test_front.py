@@ -69,6 +69,23 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_trace_file_needs_no_other_key_and_a_limit_too_large_is_refused(answer, tmp_path):
+    trace = tmp_path / "azure.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:{second // 60:02d}:{second % 60:02d},{100 + second},20\n" for second in range(600)))
+    said = answer(("mode=simulate", "sim.seeds=[1]", f"sim.serving.trace={trace}", "sim.executor=memory_only",
+                   "scheduler/provisioning=static"))
+    assert said[0] == 0
+    with pytest.raises(ConfigError, match="sim.serving.trace=.*max_prompt"):
+        answer(("mode=simulate", f"sim.serving.trace={trace}", "+sim.serving.args.max_prompt=99999999999999999999"))
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_simulated(answer, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ConfigError, match="output_dir='taken': .*taken"):
+        answer(("mode=simulate", "output_dir=taken"))
+
+
 def test_the_launcher_answers_and_says_where_the_page_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert launcher.main(CONF, ["mode=simulate", *SMALL, "sim.seeds=[1]"]) == 0
