@@ -111,7 +111,7 @@ def devices(trace: Trace, engine: Engine, count: int, variants: int, pace_s: flo
 def provisioned(trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7) -> float:
     """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99 targets: what an
     operator who sizes the service by its peaks would give it. Bisected in the logarithm, to 1.7 %.
-    Raises `ValueError` if even single requests miss the targets."""
+    Raises `ValueError` if even single requests miss the targets, or all at once keep them."""
     def meets(factor: float) -> bool:
         return online.serve(trace.scaled(factor), engine).attained(ttft_slo_s, tpot_slo_s) >= ATTAINED
 
@@ -125,6 +125,9 @@ def provisioned(trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: flo
     fast = slow
     while meets(fast):
         fast /= 4
+        if fast < 4**-12:
+            raise ValueError(f"{len(trace)} requests keep the targets however fast they come: too few to find the most "
+                             "that a device serves; give a rate (sim.serving.rate) or a longer trace")
     slow = min(slow, fast * 4)
     for _ in range(rounds):
         middle = math.sqrt(fast * slow)

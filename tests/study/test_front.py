@@ -80,6 +80,13 @@ def test_a_trace_file_needs_no_other_key_and_a_limit_too_large_is_refused(answer
         answer(("mode=simulate", f"sim.serving.trace={trace}", "+sim.serving.args.max_prompt=99999999999999999999"))
 
 
+def test_a_trace_too_short_to_find_a_rate_is_refused_with_what_to_give(answer, tmp_path):
+    trace = tmp_path / "short.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,9,9\n2023-11-16 18:00:01,9,9\n")
+    with pytest.raises(ConfigError, match="2 requests keep the targets however fast they come: .*sim.serving.rate"):
+        answer(("mode=simulate", f"sim.serving.trace={trace}", "sim.serving.rate=null"))
+
+
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_simulated(answer, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="output_dir='taken': .*taken"):
