@@ -36,7 +36,7 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("sim.pool.spot.kind=rented", ["sim.pool.spot.kind='rented'", "dedicated, cooperative"]),
     ("+sim.efficiency.compute=high", ["sim.efficiency.compute='high': expected `float`, got `str`"]),
     ("sim.systems.roll_grpo.executor=both", ["sim.systems.roll_grpo.executor='both'", "gate, memory_only, none"]),
-    ("+sim.systems.roll_grpo.scheduler.order.nme=fifo", ["sim.systems.roll_grpo.scheduler.order.nme='fifo'", "no such"]),
+    ("+sim.systems.roll_grpo.scheduler.order.nme=fifo", ["sim.systems.roll_grpo.scheduler.order.nme='fifo'"]),
     ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
     ("+transfer.compress=1", ["transfer.compress=1", "no such key"]),
     ("transfer.relay=node7:7673", ["transfer.relay='node7:7673'", "http://host:port"]),

@@ -121,8 +121,8 @@ def _check(domain: Domain) -> None:
     """Of a domain that was scaled. Raises `ValueError`."""
     shares = domain.group_share + domain.trajectory_share
     if shares > 1:
-        raise ValueError(f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 at "
-                         "most")
+        raise ValueError(f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 "
+                         "at most")
     if domain.hardness > HARDEST:
         raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
     for name, most in LONGEST.items():

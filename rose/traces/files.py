@@ -95,7 +95,8 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
         raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
 
 
-def _cells(rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int], path: Path) -> Iterator[tuple[int, list[str]]]:
+def _cells(rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int],
+           path: Path) -> Iterator[tuple[int, list[str]]]:
     for line, row in rows:
         if not row:
             continue
