@@ -194,7 +194,7 @@ class Serving(Section):
 
     borrow: bool  # whether they may
     kind: Literal["cooperative", "spot", "serverless"]  # what such a rank says it is; provisioning tells them apart
-    max_ranks: Count  # at once
+    max_ranks: Natural  # at once; 0: none
     heartbeat_s: Positive  # between two signs of life, both ways
     lost_after_s: Positive  # of silence: its turns go elsewhere
     drain_s: NotNegative  # a rank asked to leave politely (SIGUSR2) finishes its turns for so long

@@ -174,6 +174,13 @@ def test_the_paper_s_settings_pass_every_check_with_every_system(tree, experimen
     assert len(c.sim.systems) >= 14
 
 
+def test_a_cluster_that_borrows_nothing_is_a_point_of_a_sweep(tree, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    c = config.from_dict(tree("mode=simulate", "+experiment=rose_8b", "sim.n_serving=0", "sim.seeds=[1]", "sim.steps=1",
+                              "sim.warmup=0", "sim.processes=1", "trainer.batch_size=16"))
+    assert front.main([c], Console(file=open(tmp_path / "said", "w")), "python launch.py ...") == 0
+
+
 def test_neither_mode_needs_torch_or_vllm():
     found = subprocess.run(
         [sys.executable, "-c", "import sys, rose.launch.front, rose.study.runs; "

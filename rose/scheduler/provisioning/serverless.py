@@ -21,8 +21,8 @@ class Serverless:
     """
 
     def __init__(self, max: int, turns_per_worker: int, keep_alive_s: float, back_off_s: float) -> None:
-        if max < 1 or turns_per_worker < 1:
-            raise ValueError(f"max={max}, turns_per_worker={turns_per_worker}: both at least 1")
+        if max < 0 or turns_per_worker < 1:
+            raise ValueError(f"max={max}, turns_per_worker={turns_per_worker}: at least 0 and 1")
         if not (keep_alive_s >= 0 and back_off_s >= 0):
             raise ValueError(f"keep_alive_s={keep_alive_s}, back_off_s={back_off_s}: must not be negative")
         self.max, self.turns_per_worker = max, turns_per_worker
