@@ -2,7 +2,7 @@
 
     python scripts/validate_sim.py                                # all configurations, some 20 minutes
     python scripts/validate_sim.py --only sync_2 dapo_2 --steps 4 # a look
-    python scripts/validate_sim.py --quota 0.4 --csv docs/validate_sim.csv
+    python scripts/validate_sim.py --quota 0.4 --csv docs/results/validate_sim.csv
 
 One live run with one engine is the profile. From it come the engine's step time (its step log, the time between two
 steps included), the episodes (its journal: turns, tokens, tool times), the trainer's and the synchronisation's seconds,
@@ -36,7 +36,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rose import config as cfg
-from rose.coserving.predictor import Predictor, Work
 from rose.observe.recorder import read_events
 from rose.roles.coordinator import TICK_S
 from rose.roles.rollout import PROGRESS_S
@@ -90,7 +89,6 @@ def profile_of(live: Ran, log: Path, skip: int) -> Profile:
     whole = log.with_suffix(".whole")
     between_included(log, whole)
     step, error = calibrate.of_steps([whole])
-    step = as_long(step, whole)
     saved = {row["step"]: replay.load(live.run, row["step"]) for row in live.steps(0)}
     tokens = {at: sum(len(t.mask) for group in groups for t in group) for at, groups in saved.items()}
     rewards = {t.id: t.reward for groups in saved.values() for group in groups for t in group}
@@ -113,16 +111,6 @@ def between_included(log: Path, out: Path) -> None:
             gap = step["began"] - before["ended"]
             gap = gap if step["decodes"] and gap < MOST_GAP_S else min(gap, usual)
             file.write(json.dumps(step | {"began": step["began"] - gap}) + "\n")
-
-
-def as_long(step: spec.StepTime, log: Path) -> spec.StepTime:
-    """Scaled so that all steps of the log together take as long as they did: the fit is of relative errors and leaves
-    out the worst, and a quota's throttling and a busy machine make long ones that a run has to wait for."""
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    predictor = Predictor(list(vars(step).values()))
-    work = [Work(tuple(tuple(part) for part in s["prefill"]), s["decodes"], s["decode_context"]) for s in steps]
-    scale = sum(s["ended"] - s["began"] for s in steps) / sum(map(predictor.seconds, work))
-    return spec.StepTime(*(scale * c for c in vars(step).values()))
 
 
 def dispatch_s(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]]) -> float:

@@ -23,6 +23,7 @@ STEP = 2.0  # one step moves the scale as if it had been off by no more, however
 SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
 KEPT = 0.95  # of the samples that the last fits are made from; the rest are taken for page faults and the like
 ROUNDS = 20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
 
 
 class Work(NamedTuple):
@@ -85,17 +86,25 @@ class Predictor:
     def fit(cls, samples: list[tuple[Work, float]]) -> Predictor:
         """Least squares of the relative error, without the 5% that fit worst. Raises `ValueError` when samples with
         prefill, or of decodes alone, are missing or too few."""
-        samples = [(work, seconds) for work, seconds in samples if work.tokens and seconds > 0]
-        for words, prefill in (("of decodes alone", False), ("with prefill", True)):
-            if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
-                raise ValueError(f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times")
+        samples = _usable(samples)
         kept, fitted = samples, None
         for _ in range(3):
-            fitted = cls(_fit(kept))
+            fitted = cls(_fit(kept, [seconds for _, seconds in kept]))
             by_error = sorted(samples, key=lambda s: abs(math.log(s[1] / fitted.seconds(s[0]))))
             kept = _enough_of_both(by_error)
-        ratios = [[s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind] for kind in (False, True)]
-        return cls(fitted.coefficients, (_quantiles(ratios[0]), _quantiles(ratios[1])), len(samples))
+        return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
+
+    @classmethod
+    def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
+        """The mean time of such steps, the worst included: least squares with errors relative to the predicted time.
+        What many steps take together follows from it, where `fit`, relative to the measured time, leans to short ones
+        the more the noisier they are. Raises as `fit`."""
+        samples = _usable(samples)
+        scale = [1.0] * len(samples)
+        for _ in range(MEAN_ROUNDS):
+            fitted = cls(_fit(samples, scale))
+            scale = [fitted.seconds(work) for work, _ in samples]
+        return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON. What was learnt since the fit goes into the coefficients only as residuals: `from_dict` begins
@@ -142,6 +151,20 @@ class _Residuals:
         return max(1.0, self.ordered[math.ceil(0.99 * len(self.ordered)) - 1]) if self.ordered else 1.0
 
 
+def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
+    samples = [(work, seconds) for work, seconds in samples if work.tokens and seconds > 0]
+    for words, prefill in (("of decodes alone", False), ("with prefill", True)):
+        if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
+            raise ValueError(f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times")
+    return samples
+
+
+def _ratios(fitted: Predictor, samples: list[tuple[Work, float]]) -> tuple[list[float], list[float]]:
+    """Measured / predicted of steps of decodes alone, and of those with prefill."""
+    alone, prefill = ([s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind] for kind in (False, True))
+    return _quantiles(alone), _quantiles(prefill)
+
+
 def _quantiles(ratios: Iterable[float]) -> list[float]:
     """At most SEEDS of them, evenly spaced by rank, the smallest and the largest included."""
     ordered = sorted(ratios)
@@ -158,22 +181,23 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
     return kept
 
 
-def _fit(samples: list[tuple[Work, float]]) -> list[float]:
-    """c0 to c4. The maximum is fitted by turns: which of its sides rules each sample, then the coefficients."""
+def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
+    """c0 to c4, by least squares of the errors over `scale`, of each sample in seconds. The maximum is fitted by turns:
+    which of its sides rules each sample, then the coefficients."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
     attended = np.array([sum(new * (before + new / 2) for new, before in work.prefill) for work, _ in samples], float)
     decodes = np.array([work.decodes for work, _ in samples], float)
     context = np.array([work.decode_context for work, _ in samples], float)
-    seconds = np.array([s for _, s in samples], float)
+    seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
     floor, best, best_loss = tokens == 0, None, math.inf
     for _ in range(ROUNDS):
         columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context], 1)  # (samples, 5)
-        c = _nonnegative(columns / seconds[:, None], np.ones(len(samples)))
+        c = _nonnegative(columns / scale[:, None], seconds / scale)
         prefill = c[1] * tokens + c[2] * attended
         predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context
-        loss = float((((predicted - seconds) / seconds) ** 2).sum())
+        loss = float((((predicted - seconds) / scale) ** 2).sum())
         if loss < best_loss:
             best, best_loss = c, loss
         rules = (tokens == 0) | (c[0] >= prefill)

@@ -35,7 +35,7 @@ def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
     paths = list(paths)
     samples = [sample for path in paths for sample in _steps(Path(path))]
     try:
-        fitted = Predictor.fit(samples)
+        fitted = Predictor.fit_mean(samples)
     except ValueError as error:
         raise CalibrationError(f"step logs {[str(path) for path in paths]}: {error}") from None
     return StepTime(*fitted.coefficients), fitted.error[0]

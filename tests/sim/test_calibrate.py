@@ -36,6 +36,18 @@ def test_a_step_log_gives_back_the_coefficients_it_was_made_with(tmp_path):
     assert error < 0.02
 
 
+def test_steps_together_take_as_long_as_they_did_also_where_a_quota_stops_every_third_one(tmp_path):
+    rows = list(map(json.loads, open(step_log(tmp_path / "a.jsonl", 0.01))))
+    for row in rows[::3]:
+        row["ended"] += 2 * (row["ended"] - row["began"])
+    step, _ = calibrate.of_steps([lines(tmp_path / "b.jsonl", rows)])
+    fitted = Predictor(list(vars(step).values()))
+    for kind in (rows, [row for row in rows if row["prefill"]], [row for row in rows if row["decodes"] < 16]):
+        predicted = sum(fitted.seconds(Work(tuple(map(tuple, r["prefill"])), r["decodes"], r["decode_context"]))
+                        for r in kind)
+        assert predicted == pytest.approx(sum(r["ended"] - r["began"] for r in kind), rel=0.1)
+
+
 def test_training_time_is_a_line_in_the_tokens_with_no_negative_part(tmp_path):
     def metrics(times):
         return lines(tmp_path / "metrics.jsonl", [{"kind": "eval", "step": 0}] + [
