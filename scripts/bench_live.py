@@ -65,7 +65,7 @@ class Device:
     def __init__(self, folder: Path, number: int, options: argparse.Namespace, model: Path, run: str,
                  profile: Path | None) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._quota = Quota(f"device-{number}", options.quota)
+        self._quota, self._lends = Quota(f"device-{number}", options.quota), profile is not None
         self.log = folder / f"{run}-device-{number}.log"
         words = [f"name={run}", f"output_dir={folder}", "rollout.threads=1", "rollout.kv_cache_gib=0.1",
                  f"serving.online.model={model}", f"serving.online.served_name={SERVED}", f"serving.online.port={port}",
@@ -86,11 +86,19 @@ class Device:
                 try:
                     async with session.get(f"{self.url}/health") as answer:
                         if answer.status == 200:
+                            self._check_lends()
                             return
                 except (aiohttp.ClientError, OSError):
                     pass
                 await asyncio.sleep(1.0)
         raise SystemExit(f"a serving device did not start within {START_S:g} s; see {self.log}")
+
+    def _check_lends(self) -> None:
+        """With a profile it should: without, a run would wait for its borrowed engines in vain."""
+        for line in self.log.read_text(errors="replace").splitlines() if self._lends else ():
+            _, refused, why = line.partition("nothing is lent: ")
+            if refused:
+                raise SystemExit(f"the serving device of {self.log.name} lends nothing: {why}; a larger --quota?")
 
     def limit(self) -> None:
         self._quota.add(self._process.pid)
