@@ -2,7 +2,7 @@
 
     python scripts/bench_live.py                                  # about an hour
     python scripts/bench_live.py --seeds 1 --steps 4 --borrowed 1 # a look
-    python scripts/bench_live.py --csv docs/bench_live.csv
+    python scripts/bench_live.py --csv docs/results/bench_live.csv
 
     fixed  two dedicated engines, synchronous steps, cache-affine routing
     rose   the same and up to --borrowed engines of serving devices: ROSE's provisioning and routing
