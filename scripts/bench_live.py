@@ -39,7 +39,7 @@ import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import free_port, plugin_folder
 from hydra import compose, initialize_config_dir
-from live_runs import LOOK_S, REPOSITORY, Live, Quota
+from live_runs import LOOK_S, REPOSITORY, Live, Quota, stop
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -106,12 +106,7 @@ class Device:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(10)
+            stop(self._process)
         self._quota.close()
 
 

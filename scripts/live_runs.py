@@ -164,15 +164,20 @@ class Live(Ran):
 
     def close(self) -> None:
         if not self.over:
-            self._process.terminate()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(10)
+            stop(self._process)
         self._log.close()
         for quota in self._quotas.values():
             quota.close()
+
+
+def stop(process: subprocess.Popen) -> None:
+    """SIGTERM, and SIGKILL where that does not help."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
 
 
 class Durations:

@@ -10,15 +10,12 @@ CLEAR_AT = 3  # entries per name before the heap is made anew
 
 
 class Ranking:
-    """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as many as names: a change
-    costs a third of what it does in a sorted list (scripts/bench_simulator.py). Names with equal keys go by name."""
+    """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as many as names: cheaper
+    to change than a sorted list (docs/measured.md, "Scheduler and simulator"). Names with equal keys go by name."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, ...]] = []  # (*key, name)
         self._entries: dict[str, tuple[Any, ...]] = {}  # the one of each name that is true
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def add(self, name: str, *key: float) -> None:
         """With this key from now on, whether it was in or not."""
