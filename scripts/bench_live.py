@@ -39,7 +39,7 @@ import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import free_port, plugin_folder
 from hydra import compose, initialize_config_dir
-from live_runs import LOOK_S, REPOSITORY, Live, Quota, stop
+from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder; a profile there is used again")
     args, overrides = parser.parse_known_args()
+    end_in_order()
     console, found = Console(), []
     with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()

@@ -2,7 +2,8 @@
 share. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms periods so that a step of
-a few milliseconds is stretched and not stopped. It is set when the engines have started. Without a writable controller
+a few milliseconds is stretched and not stopped. It holds vLLM's engine processes, which stand for GPUs, and not the
+ranks and servers in front of them, which would have cores of their host. It is set when the engines have started. Without a writable controller
 there are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -27,8 +30,10 @@ from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.roles import journal  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
 
+ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
 LOOK_S = 0.1
+CALM = 0.05
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 SCHEDULER = "rose.coserving.rollout.scheduler"  # vLLM's own where no device is shared; it can write down its steps
 ALIKE = ("eval.episodes=0", "observe.terminal=false", "observe.report=false", "observe.tensorboard=false",
@@ -39,7 +44,7 @@ ALIKE = ("eval.episodes=0", "observe.terminal=false", "observe.report=false", "o
 
 
 class Quota:
-    """A cgroup for one engine and all that belongs to it. `cores` 0: none."""
+    """A cgroup for an engine, or for the two of a serving device. `cores` 0: none."""
 
     def __init__(self, name: str, cores: float) -> None:
         self._cores, self._folder = cores, None
@@ -62,17 +67,19 @@ class Quota:
         return f"cgroup v{2 if self._v2 else 1}, {self._cores:g} cores" if self._folder else "none"
 
     def add(self, pid: int) -> None:
-        """The process and its descendants; later ones follow by themselves."""
+        """The engines that run below this process."""
         if self._folder is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(ProcessLookupError):
-                    (self._folder / "cgroup.procs").write_text(str(one.pid))
+            for one in psutil.Process(pid).children(recursive=True):
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if one.cmdline()[:1] == [ENGINE]:
+                        (self._folder / "cgroup.procs").write_text(str(one.pid))
 
     def limit(self) -> None:
-        """From now on."""
+        """From now on. Raises `SystemExit` if no engine was found: its figures would be those of another machine."""
+        if self._folder is not None and not (self._folder / "cgroup.procs").read_text():
+            raise SystemExit(f"no process called {ENGINE} came up to be confined; vLLM calls its engines otherwise now")
         if self._folder is not None and self._v2:
             (self._folder / "cpu.max").write_text(f"{int(self._cores * PERIOD_US)} {PERIOD_US}")
         elif self._folder is not None:
@@ -92,11 +99,23 @@ class Quota:
                 time.sleep(0.1)  # some process is not quite gone
 
 
+class Stolen(NamedTuple):
+    """What the hypervisor has taken from this machine so far, for others."""
+
+    at: float  # by the wall's clock
+    seconds: float  # of all cores
+
+    @staticmethod
+    def now() -> Stolen:
+        return Stolen(time.time(), getattr(psutil.cpu_times(), "steal", 0.0))
+
+
 class Ran:
     """What a run of launch.py has measured."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.run = folder / name
+        self._stolen_file = folder / f"{name}.stolen"
 
     @property
     def finished(self) -> bool:
@@ -105,6 +124,13 @@ class Ran:
     def steps(self, skip: int) -> list[dict]:
         """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas set."""
         return rows_of(read_metrics(self.run), "step")[skip:]
+
+    def calm(self, begin: float, seconds: float) -> bool:
+        """The hypervisor took less than CALM of the machine meanwhile."""
+        taken = [Stolen(*json.loads(line)) for line in self._stolen_file.read_text().splitlines()]
+        at, lost = zip(*taken)
+        before, after = np.interp((begin, begin + seconds), at, lost)
+        return after - before < CALM * seconds * (os.cpu_count() or 1)
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
@@ -124,6 +150,7 @@ class Live(Ran):
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment,
                                          start_new_session=True)
         self._cores, self._quotas = quota, {}
+        self._stolen = self._stolen_file.open("w")
         self._limited = False
 
     @property
@@ -137,6 +164,7 @@ class Live(Ran):
 
     def look(self) -> None:
         """Confine engines that have come up; call often."""
+        self._stolen.write(json.dumps(Stolen.now()) + "\n")
         for path in (self.run / "status").glob("attempt-*/rank-*.json"):
             with contextlib.suppress(ValueError):  # it is just being written
                 rank = json.loads(path.read_text())
@@ -152,13 +180,14 @@ class Live(Ran):
     def wait(self, deadline_s: float) -> None:
         """To its end. Raises `SystemExit` with its log's name if it fails or takes longer."""
         end = time.monotonic() + deadline_s
-        while not self.over:
-            self.look()
-            if time.monotonic() > end:
-                self.close()
-                raise SystemExit(f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}")
-            time.sleep(LOOK_S)
-        self.close()
+        try:
+            while not self.over:
+                self.look()
+                if time.monotonic() > end:
+                    raise SystemExit(f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}")
+                time.sleep(LOOK_S)
+        finally:
+            self.close()
         if self._process.returncode:
             raise SystemExit(f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}")
 
@@ -166,8 +195,14 @@ class Live(Ran):
         if not self.over:
             stop(self._process)
         self._log.close()
+        self._stolen.close()
         for quota in self._quotas.values():
             quota.close()
+
+
+def end_in_order() -> None:
+    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -182,28 +217,28 @@ def stop(process: subprocess.Popen) -> None:
 
 class Durations:
     """Seconds from a group's admission to the end of each of its training trajectories, from `from_step` on. A journal
-    as the simulator takes it; a live one is read into it."""
+    as the simulator takes it; live ones are read into it."""
 
     def __init__(self, from_step: int) -> None:
-        self._from, self._step = from_step, 0
-        self._admitted: dict[str, tuple[float, int]] = {}
+        self._from, self._step = from_step, (0.0, 0)  # begun at, number
+        self._admitted: dict[str, tuple[float, tuple[float, int]]] = {}
         self._group_of: dict[str, str] = {}
-        self.seconds: list[float] = []
+        self._seconds: dict[tuple[float, int], list[float]] = {}  # by the step in which the group was admitted
 
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None:
         match event:
-            case ev.StepBegun(step=step):
-                self._step = step
+            case ev.StepBegun(step=step, at=at):
+                self._step = at, step
             case ev.TurnRequested(trajectory=trajectory, group=group):
                 self._group_of[trajectory] = group
             case ev.TrajectoryEnded(trajectory=trajectory, tokens=tokens) if tokens:
-                at, step = self._admitted.get(self._group_of.pop(trajectory, ""), (0.0, -1))
-                if step >= self._from:
-                    self.seconds.append(event.at - at)
+                at, step = self._admitted.get(self._group_of.pop(trajectory, ""), (0.0, (0.0, -1)))
+                if step[1] >= self._from:
+                    self._seconds.setdefault(step, []).append(event.at - at)
         for action in actions:
             if isinstance(action, ev.AdmitGroup):
                 self._admitted[action.group] = event.at, self._step
 
-    @property
-    def p95(self) -> float:
-        return float(np.percentile(self.seconds, 95)) if self.seconds else float("nan")
+    def p95_of(self, begun: float | None = None) -> list[float]:
+        """95th percentiles of the groups admitted in each step, or in the one begun then."""
+        return [float(np.percentile(of, 95)) for step, of in self._seconds.items() if begun in (None, step[0])]

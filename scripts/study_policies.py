@@ -85,7 +85,7 @@ def run(environment: spec.Environment, batching: Policy, order: Policy, groups: 
                                       routing=policy("routing", "cache_affine"), order=order, batching=batching,
                                       queue_depth=0.0), turn_timeout_s=1e9)
     what = spec.Spec("study", steps, spec.Batch(groups, 8, False), environment,
-                     spec.Trainer(0, GPU, 1.0, 0.0, 20.0, 1.0), (dedicated(2, ENGINE),), 1.0, 5.0, 0.001)
+                     spec.Trainer(0, GPU, 1.0, 0.0, 20.0, 1.0), (dedicated(2, ENGINE),), 1.0, 5.0, 0.001, 0.001)
     return simulate(what, scheduler, seed)
 
 

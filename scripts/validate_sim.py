@@ -1,23 +1,27 @@
 """The simulator's predictions beside live runs on this machine: step time, tail and utilisation.
 
-    python scripts/validate_sim.py                                # all configurations, some 20 minutes
-    python scripts/validate_sim.py --only sync_2 dapo_2 --steps 4 # a look
+    python scripts/validate_sim.py                                # all configurations twice, some 25 minutes
+    python scripts/validate_sim.py --only sync_2 dapo_2 --rounds 1 # a look
     python scripts/validate_sim.py --quota 0.4 --csv docs/results/validate_sim.csv
 
-One live run with one engine is the profile. From it come the engine's step time (its step log, the time between two
-steps included), the episodes (its journal: turns, tokens, tool times), the trainer's and the synchronisation's seconds,
-and the way between coordinator and engine. Then every configuration runs live and is simulated with those numbers, on
-the very configuration of the run. The profile is not among the predicted runs, and no number is fitted to these.
+Two live runs with one engine, much and little to do, are the profile. From them come the engine's step time (its step
+log, the time between two steps included), the episodes (their journals: turns, tokens, tool times), the trainer's and
+the synchronisation's seconds, and the ways from the coordinator to an engine and back. Then every configuration runs
+live and is simulated with those numbers, on the very configuration of the run. No profile is among the predicted runs,
+and no number is fitted to these.
 
 Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning rate of 1e-9), so
-that all runs meet the same lengths. Compared are, without the first steps:
+that all runs meet the same lengths. Compared are, without the first steps, medians over the training steps of all
+rounds of
 
-    step          mean of the training steps, s
+    step          its time, s
     tail          95th percentile of the time from a group's admission to a trajectory's end, s
     utilisation   share of the step in which a dedicated engine had a turn
 
 The figures mean something on a machine that does nothing else: --quota times engines, the trainer's thread and the
-environment host must find a core each time they want one.
+environment host must find a core each time they want one. A virtual machine whose host is busy is slower for minutes:
+only training steps count in which the hypervisor took less than 5% of it (live_runs.CALM), and what has too few of them
+runs again in the next round.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from live_runs import Durations, Live, Ran
+from live_runs import Durations, Live, Ran, end_in_order
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +49,11 @@ from rose.scheduler import events as ev
 from rose.sim import calibrate, spec
 from rose.sim.driver import simulate
 
-PROFILE = ("rollout.workers=1", "trainer.batch_size=48", "scheduler/routing=cache_affine")
-LIVE: dict[str, tuple[str, ...]] = {  # none is the profile
+PROFILES = {
+    "profile": ("rollout.workers=1", "trainer.batch_size=48", "scheduler/routing=cache_affine"),
+    "profile_low": ("rollout.workers=1", "trainer.batch_size=8", "scheduler/routing=cache_affine"),
+}
+LIVE: dict[str, tuple[str, ...]] = {
     "sync_2": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/routing=cache_affine"),
     "sync_1_low": ("rollout.workers=1", "trainer.batch_size=16", "scheduler/routing=least_loaded"),
     "round_robin_2_queued": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/routing=round_robin",
@@ -58,6 +65,8 @@ LIVE: dict[str, tuple[str, ...]] = {  # none is the profile
     "areal_2": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/batching=bounded_staleness",
                 "scheduler.batching.args.eta=1"),
 }
+ENOUGH = 6  # training steps that count
+IDLE_S = 0.002  # between two steps: the engine had nothing to do
 MOST_GAP_S = 0.1  # between steps of a busy engine: more is no overhead
 DEADLINE_S = 1800.0
 FREE_BYTES_S = 1e12  # the versions' way is measured as a whole: latency
@@ -78,6 +87,7 @@ class Profile(NamedTuple):
     groups: list[list[spec.Episode]]
     phases: calibrate.Phases
     dispatch_s: float
+    answer_s: float
     pause_s: float
     kv_tokens: int
 
@@ -85,44 +95,94 @@ class Profile(NamedTuple):
 # --------------------------------------------------------------------------- profile
 
 
-def profile_of(live: Ran, log: Path, skip: int) -> Profile:
-    whole = log.with_suffix(".whole")
-    between_included(log, whole)
-    step, error = calibrate.of_steps([whole])
-    saved = {row["step"]: replay.load(live.run, row["step"]) for row in live.steps(0)}
-    tokens = {at: sum(len(t.mask) for group in groups for t in group) for at, groups in saved.items()}
-    rewards = {t.id: t.reward for groups in saved.values() for group in groups for t in group}
-    [path] = (live.run / "journal").glob("attempt-*.jsonl")
-    entries = live.entries()
-    joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
-    return Profile(step, error, calibrate.of_journal(path, rewards),
-                   calibrate.of_metrics(live.run / "metrics.jsonl", tokens, skip), dispatch_s(live, entries),
-                   statistics.mean(row["sync_pause_s"] for row in live.steps(skip)), joined.kv_tokens)
+class Window(NamedTuple):
+    """A training step, by the wall's clock."""
+
+    begin: float
+    end: float
 
 
-def between_included(log: Path, out: Path) -> None:
-    """The log with each step of decodes beginning where the one before ended: such requests were there, and what lay
-    between was the engine's own work. Other steps get the median of that."""
+def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
+    """Of live runs with their step logs."""
+    logs, groups, rows, there, back, pauses = [], [], [], [], [], []
+    for live, log in runs:
+        entries = live.entries()
+        saved = {row["step"]: replay.load(live.run, row["step"]) for row in live.steps(0)}
+        rewards = {t.id: t.reward for step in saved.values() for group in step for t in group}
+        [journal] = (live.run / "journal").glob("attempt-*.jsonl")
+        groups += calibrate.of_journal(journal, rewards)
+        counted = calm_steps(live, skip)
+        rows += [row | {"tokens": sum(len(t.mask) for group in saved[row["step"]] for t in group)}
+                 for row in counted.values()]
+        windows = list(counted)
+        steps = engine_steps(log)
+        logs.append(log.with_suffix(".whole"))
+        between_included(steps, windows, logs[-1])
+        for found, all_of_them in zip(ways(live, entries, steps, windows), (there, back)):
+            all_of_them += found
+        pauses += [row["sync_pause_s"] for row in counted.values()]
+        joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
+    phases = logs[0].with_name("phases.jsonl")
+    phases.write_text("".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)))
+    step, error = calibrate.of_steps(logs)
+    return Profile(step, error, groups, calibrate.of_metrics(phases, skip=0), statistics.median(there),
+                   statistics.median(back), statistics.mean(pauses), joined.kv_tokens)
+
+
+def calm_steps(live: Ran, skip: int) -> dict[Window, dict]:
+    """Rows of metrics.jsonl that count."""
+    begins = {event.step: event.at for event, _ in live.entries() if isinstance(event, ev.StepBegun)}
+    return {Window(begin, begin + row["time_step"]): row for row in live.steps(skip)
+            if live.calm(begin := begins[row["step"]], row["time_step"])}
+
+
+def engine_steps(log: Path) -> list[dict]:
+    """With `start`, by the clock of `wall`."""
     steps = [json.loads(line) for line in log.read_text().splitlines()]
+    return [step | {"start": step["wall"] - (step["ended"] - step["began"])} for step in steps]
+
+
+def between_included(steps: list[dict], windows: list[Window], out: Path) -> None:
+    """A log of the windows' steps, with each step of decodes beginning where the one before ended: such requests were
+    there, and what lay between was the engine's own work. Other steps get the median of that."""
     gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:]) if b["decodes"]]
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w") as file:
         for before, step in zip(steps, steps[1:]):
-            gap = step["began"] - before["ended"]
-            gap = gap if step["decodes"] and gap < MOST_GAP_S else min(gap, usual)
-            file.write(json.dumps(step | {"began": step["began"] - gap}) + "\n")
+            if any(window.begin <= step["start"] and step["wall"] <= window.end for window in windows):
+                gap = step["began"] - before["ended"]
+                gap = gap if step["decodes"] and gap < MOST_GAP_S else min(gap, usual)
+                file.write(json.dumps(step | {"began": step["began"] - gap}) + "\n")
 
 
-def dispatch_s(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]]) -> float:
-    """Half of the median time by which a turn is longer for the coordinator than for its worker."""
+def ways(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]], steps: list[dict],
+         windows: list[Window]) -> tuple[list[float], list[float]]:
+    """Seconds from each turn's assignment until the engine could begin a step with it, and from the step that made its
+    last token until the coordinator knew. A turn of n tokens is in the n steps up to that. It came while the step before
+    these was under way, nobody knows when: in the middle. Turns that found all seats taken have no way there."""
+    seats = cfg.load(live.run / "config.json").rollout.max_sequences
+    begins, ends = np.array([step["start"] for step in steps]), np.array([step["wall"] for step in steps])
     assigned = {(a.turn, a.attempt): event.at for event, actions in entries for a in actions
                 if isinstance(a, ev.AssignTurn)}
-    ended = {event.turn: event.at for event, _ in entries if isinstance(event, ev.TurnEnded)}
-    spans = [event for rank in read_events(live.run) if rank.role == "rollout" for event in rank.events
-             if event["kind"] == "span" and event["name"] == "turn"]
-    ways = [ended[args["turn"]] - assigned[args["turn"], args["attempt"]] - (span["end"] - span["start"])
-            for span in spans if (args := span["args"])["turn"] in ended and (args["turn"], args["attempt"]) in assigned]
-    return max(0.0, statistics.median(ways) / 2)
+    known = {event.turn: event.at for event, _ in entries if isinstance(event, ev.TurnEnded)}
+    there, back = [], []
+    for rank in read_events(live.run):
+        for event in rank.events:
+            if rank.role != "rollout" or event["kind"] != "span" or event["name"] != "turn":
+                continue
+            turn = event["args"]["turn"]
+            at = assigned.get((turn, event["args"]["attempt"]))
+            last = int(np.searchsorted(ends, event["end"])) - 1
+            before = last - event["args"]["tokens"]
+            if turn not in known or at is None or before < 0 or not any(
+                    window.begin <= at and known[turn] <= window.end for window in windows):
+                continue
+            back.append(known[turn] - ends[last])
+            if steps[before]["decodes"] + len(steps[before]["prefill"]) < seats:
+                latest = begins[before + 1]
+                idle = latest - ends[before] > IDLE_S  # it came just when the step began
+                there.append(latest - at if idle else (max(begins[before], at) + latest) / 2 - at)
+    return there, back
 
 
 # --------------------------------------------------------------------------- predicted, measured
@@ -138,73 +198,97 @@ def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures
     trainer = spec.Trainer(0, gpu, 1.0, 0.0, profile.phases.step_s, 0.0, profile.phases.token_s)
     batch = spec.Batch(c.trainer.batch_size // c.rollout.group_size, c.rollout.group_size, c.algorithm.dynamic_sampling)
     what = spec.Spec(c.name, steps, batch, calibrate.Recorded(profile.groups, c.env.max_new_tokens), trainer, (pool,),
-                     TICK_S, PROGRESS_S, profile.dispatch_s, c.transfer.in_flight)
+                     TICK_S, PROGRESS_S, profile.dispatch_s, profile.answer_s, c.transfer.in_flight)
     found = []
     for seed in range(SEEDS):
         tail = Durations(skip + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
-        found.append(Figures(statistics.mean(step.seconds for step in ran.steps[skip:]), tail.p95,
+        found.append(Figures(statistics.median(step.seconds for step in ran.steps[skip:]), statistics.median(tail.p95_of()),
                              ran.utilisation("dedicated")))
     return Figures(*np.mean(found, axis=0))
 
 
-def measured(live: Ran, skip: int) -> tuple[Figures, float]:
-    """And the standard error of the mean step time."""
-    rows, tail = live.steps(skip), Durations(skip + 1)
-    for event, actions in live.entries():
-        tail.write(event, actions)
-    times = [row["time_step"] for row in rows]
-    busy = sum(row["engine_utilisation"] * row["time_step"] for row in rows) / sum(times)
-    error = statistics.stdev(times) / len(times) ** 0.5 if len(times) > 1 else float("nan")
-    return Figures(statistics.mean(times), tail.p95, busy), error
+def measured(runs: list[Ran], skip: int) -> tuple[Figures, tuple[float, float]]:
+    """And the quartiles of the step time."""
+    rows, tails = [], []
+    for live in runs:
+        entries = live.entries()
+        tail = Durations(skip + 1)
+        for event, actions in entries:
+            tail.write(event, actions)
+        for window, row in calm_steps(live, skip).items():
+            rows.append(row)
+            tails += tail.p95_of(window.begin)
+    low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
+    return Figures(float(middle), statistics.median(tails), statistics.median(row["engine_utilisation"] for row in rows)
+                   ), (low, high)
 
 
-def run(folder: Path, name: str, overrides: list[str], quota: float, log: Path | None = None) -> Ran:
-    if Ran(folder, name).finished:
-        return Ran(folder, name)
-    live = Live(folder, name, overrides, quota, log)
-    live.wait(DEADLINE_S)
-    return live
+def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: list[str],
+            console: Console) -> dict[str, list[Ran]]:
+    """In rounds, until all have ENOUGH steps. Raises `SystemExit` if some never have."""
+    done: dict[str, list[Ran]] = {name: [] for name in names}
+
+    def lacking() -> dict[str, int]:
+        counts = {name: sum(len(calm_steps(live, options.skip)) for live in runs) for name, runs in done.items()}
+        return {name: count for name, count in counts.items() if count < ENOUGH}
+
+    for at in range(options.rounds):
+        for name in lacking():
+            log = folder / f"{name}-{at}.jsonl" if name in PROFILES else None
+            live = Ran(folder, f"{name}-{at}")
+            if not live.finished:
+                live = Live(folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log)
+                live.wait(DEADLINE_S)
+            done[name].append(live)
+            console.print(f"round {at + 1}, {name}: {len(calm_steps(live, options.skip))} of "
+                          f"{len(live.steps(options.skip))} steps on a calm machine", highlight=False)
+    if short := lacking():
+        raise SystemExit("too few training steps without other guests of the host: " + ", ".join(
+            f"{name} {count} of {ENOUGH}" for name, count in short.items()) + "; try again with --keep and more --rounds")
+    return done
 
 
-def show(rows: list[tuple[str, Figures, Figures, float]], profile: Profile, quota: float, console: Console) -> None:
+def show(rows: list[tuple[str, Figures, Figures, tuple[float, float]]], profile: Profile, quota: float, console: Console) -> None:
     table = Table(title=f"simulated and measured, engines of {quota:g} cores")
     table.add_column("run")
     for name in Figures._fields:
         for column in (name, "live", "off"):
             table.add_column(column, justify="right")
-    for name, sim, live, error in rows:
+    for name, sim, live, (low, high) in rows:
         cells = []
         for field, a, b in zip(Figures._fields, sim, live):
-            spread = f" ±{error:.2f}" if field == "step" else ""
+            spread = f" ({low:.2f} to {high:.2f})" if field == "step" else ""
             cells += [f"{a:.2f}", f"{b:.2f}{spread}", f"{100 * (a / b - 1):+.0f}%"]
         table.add_row(name, *cells)
     console.print(table)
     c = profile.step
-    console.print(f"engine: {1e3 * c.c0:.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per decode "
+    console.print(f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per decode "
                   f"(mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
                   f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way to an "
-                  f"engine {1e3 * profile.dispatch_s:.1f} ms; {sum(map(len, profile.groups))} episodes")
+                  f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; {sum(map(len, profile.groups))} episodes")
 
 
-def write_csv(path: Path, rows: list[tuple[str, Figures, Figures, float]]) -> None:
+def write_csv(path: Path, rows: list[tuple[str, Figures, Figures, tuple[float, float]]]) -> None:
     with path.open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["run", *(f"{name}_{side}" for name in Figures._fields for side in ("predicted", "measured")),
-                      "step_measured_se"])
-        for name, sim, live, error in rows:
-            out.writerow([name, *(f"{value:.4f}" for pair in zip(sim, live) for value in pair), f"{error:.4f}"])
+                      "step_measured_q1", "step_measured_q3"])
+        for name, sim, live, spread in rows:
+            out.writerow([name, *(f"{value:.4f}" for pair in (*zip(sim, live), spread) for value in pair)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quota", type=float, default=0.4, help="cores of each engine; 0: no quota")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6, help="at most")
+    parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps that don't count")
     parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder; finished ones there are used again")
     args, overrides = parser.parse_known_args()
+    end_in_order()
     if args.steps < args.skip + 2:
         parser.error(f"--steps {args.steps}: at least two beyond the --skip {args.skip} first")
     console = Console()
@@ -212,14 +296,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rose-validate-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "steps.jsonl"
-        profile = profile_of(run(folder, "profile", [*alike, *PROFILE], args.quota, log), log, args.skip)
+        done = run_all(folder, [*PROFILES, *args.only], args, alike, console)
+        profile = profile_of([(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]],
+                             args.skip)
         rows = []
         for name in args.only:
-            live = run(folder, name, [*alike, *LIVE[name]], args.quota)
-            config = cfg.load(live.run / "config.json")
-            rows.append((name, predicted(config, profile, args.steps, args.skip), *measured(live, args.skip)))
-            show(rows[-1:], profile, args.quota, console)
+            config = cfg.load(done[name][0].run / "config.json")
+            rows.append((name, predicted(config, profile, args.steps, args.skip), *measured(done[name], args.skip)))
         show(rows, profile, args.quota, console)
         if args.csv:
             write_csv(args.csv, rows)

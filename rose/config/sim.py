@@ -118,7 +118,7 @@ class Sim(Section):
     seeds: list[int]
     processes: Count | None  # null: all cores
     n_serving: Natural  # cooperative workers
-    dispatch_s: NotNegative  # from a decision to the engine and back
+    dispatch_s: NotNegative  # from a decision to the engine, and as long back
     progress_s: Positive  # between two words about a running turn
     efficiency: dict[str, NotNegative]  # of rose.sim.hardware.EFFICIENCY, what is to be another value
     delta_ratio: Positive  # bytes of a dense version over those of its differences

@@ -1,8 +1,8 @@
 """How long a step of an engine takes, from what is in it.
 
-T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode), all c >= 0: P prompt tokens in chunks of P_i, each
-token of a chunk attending to ctx_i before it on average; D decodes. c0 is the floor of reading the weights once, which
-a short prefill shares. Fitted on the device (rose.serving.profile), then refined by every step that is observed: a
+T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens in chunks of P_i,
+each token of a chunk attending to ctx_i before it on average; D decodes. c0 is the floor of reading the weights once,
+which a short prefill shares; c5 is what a step costs whatever is in it, which on a CPU is most of it. Fitted on the device (rose.serving.profile), then refined by every step that is observed: a
 slowly moving scale and the last residuals, apart for steps with prefill and steps of decodes alone, as noise differs.
 Pure; not safe to share between threads.
 """
@@ -39,16 +39,16 @@ class Work(NamedTuple):
 
 
 class Predictor:
-    """`coefficients`: c0 to c4, seconds. `ratios`: measured / predicted times to begin with, of steps of decodes alone
-    and of steps with prefill. Raises `ValueError` for coefficients that are not five finite numbers >= 0."""
+    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted times to begin with, of steps of decodes alone
+    and of steps with prefill. Raises `ValueError` for coefficients that are not five or six finite numbers >= 0."""
 
     def __init__(self, coefficients: Sequence[float], ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
                  samples: int = 0) -> None:
-        if len(coefficients) != 5 or not all(math.isfinite(c) and c >= 0 for c in coefficients):
-            raise ValueError(f"coefficients {list(coefficients)!r}: must be five finite numbers >= 0")
+        if len(coefficients) not in (5, 6) or not all(math.isfinite(c) and c >= 0 for c in coefficients):
+            raise ValueError(f"coefficients {list(coefficients)!r}: must be six finite numbers >= 0")
         if not any(coefficients):
             raise ValueError("coefficients are all zero: no step takes no time")
-        self.coefficients = tuple(float(c) for c in coefficients)
+        self.coefficients = tuple(float(c) for c in (*coefficients, 0.0)[:6])
         self.samples = samples  # that it was fitted to
         self._kinds = (_Residuals(ratios[0]), _Residuals(ratios[1]))
 
@@ -76,11 +76,11 @@ class Predictor:
         return max(0.0, mape), max(kind.p99 for kind in self._kinds)
 
     def _bare(self, work: Work) -> float:
-        c0, c1, c2, c3, c4 = self.coefficients
+        c0, c1, c2, c3, c4, c5 = self.coefficients
         cost = 0.0
         for new, before in work.prefill:
             cost += new * (c1 + c2 * (before + new / 2))
-        return max(c0, cost) + c3 * work.decodes + c4 * work.decode_context
+        return max(c0, cost) + c3 * work.decodes + c4 * work.decode_context + c5
 
     @classmethod
     def fit(cls, samples: list[tuple[Work, float]]) -> Predictor:
@@ -182,7 +182,7 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
-    """c0 to c4, by least squares of the errors over `scale`, of each sample in seconds. The maximum is fitted by turns:
+    """c0 to c5, by least squares of the errors over `scale`, of each sample in seconds. The maximum is fitted by turns:
     which of its sides rules each sample, then the coefficients."""
     import numpy as np
 
@@ -191,12 +191,12 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
     decodes = np.array([work.decodes for work, _ in samples], float)
     context = np.array([work.decode_context for work, _ in samples], float)
     seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
-    floor, best, best_loss = tokens == 0, None, math.inf
+    floor, ones, best, best_loss = tokens == 0, np.ones(len(samples)), None, math.inf
     for _ in range(ROUNDS):
-        columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context], 1)  # (samples, 5)
+        columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1)  # (samples, 6)
         c = _nonnegative(columns / scale[:, None], seconds / scale)
         prefill = c[1] * tokens + c[2] * attended
-        predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context
+        predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context + c[5]
         loss = float((((predicted - seconds) / scale) ** 2).sum())
         if loss < best_loss:
             best, best_loss = c, loss

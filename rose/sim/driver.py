@@ -184,7 +184,7 @@ class Simulation:
         for trajectory in late.values():
             trajectory.dead = True
             self._leave_engine(trajectory)
-            self._counts.dropped_tokens += trajectory.generated + trajectory.total
+            self._counts.dropped_tokens += trajectory.generated + trajectory.total + trajectory.made
             self._close(trajectory)
 
     def _close(self, trajectory: Trajectory) -> None:
@@ -243,6 +243,9 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
+        if trajectory.made:  # its last attempt ended, and the word of that was lost or came too late
+            trajectory.total += trajectory.reported
+            trajectory.made = trajectory.reported = 0
         trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total
         if action.max_tokens:
             trajectory.left = min(trajectory.left, action.max_tokens)
@@ -307,12 +310,20 @@ class Simulation:
         self.reschedule(worker)
         for trajectory in ended:
             del worker.turns[trajectory.turn]
+        way = self._spec.answer_s
         for trajectory in ended:
-            self._attempt_ended(trajectory)
+            what = trajectory, trajectory.turn, trajectory.attempt
+            if way:
+                self._loop.at(self._loop.now + way, self._attempt_ended, what)
+            else:
+                self._attempt_ended(what, 0)
 
-    def _attempt_ended(self, trajectory: Trajectory) -> None:
-        if trajectory.dead:
-            return  # its group was dropped because of one that ended at the same time
+    def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
+        """The coordinator hears of it. A word about an attempt that it took back meanwhile is not heard, as in
+        rose.roles.turn_hub; nor is one of a worker that was lost before it had sent it."""
+        trajectory, turn, attempt = what
+        if trajectory.dead or trajectory.turn != turn or trajectory.attempt != attempt or not trajectory.worker.alive:
+            return
         made, reported = trajectory.made, trajectory.reported
         self._take_tokens(trajectory)
         if trajectory.total >= trajectory.episode.output_tokens[trajectory.number]:

@@ -47,6 +47,7 @@ class SimEngine:
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
+        self._floor = config.step.c0 + config.step.c5  # of a step without prefill
         self._max_sequences, self._max_tokens, self._caches = (config.max_sequences, config.max_batched_tokens,
                                                                config.prefix_caching)
         self.kv = config.kv_tokens
@@ -206,7 +207,7 @@ class SimEngine:
                 left = seq.left if chunk == todo else 0
             if budget <= 0:
                 break
-        end = self._at + (cost if cost > c.c0 else c.c0) + c.c3 * decodes + c.c4 * self._attended
+        end = self._at + (cost if cost > c.c0 else c.c0) + c.c3 * decodes + c.c4 * self._attended + c.c5
         self._steps, self._prefilled_at = 1, end
         if left < 2 or self._waiting or len(chunks) < len(self._prefill):
             return end
@@ -222,13 +223,13 @@ class SimEngine:
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
         """Of so many decode steps, the first of which attends to so many tokens."""
         c = self._c
-        return steps * (c.c0 + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5))
+        return steps * (self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5))
 
     def _solve(self, seconds: float) -> float:
         """Steps, not whole, that take so long."""
         c, decodes = self._c, self._decodes
         growth = c.c4 * decodes
-        first = c.c0 + c.c3 * decodes + c.c4 * self._attended - growth / 2
+        first = self._floor + c.c3 * decodes + c.c4 * self._attended - growth / 2
         return 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds))
 
     def _steps_until(self, now: float) -> int:

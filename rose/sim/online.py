@@ -122,7 +122,7 @@ class _Run:
             whole += chunk[1] == self._prompts[request]
             if not room:
                 break
-        seconds = max(c.c0, cost) + c.c3 * decodes + c.c4 * self._attended
+        seconds = max(c.c0, cost) + c.c3 * decodes + c.c4 * self._attended + c.c5
         began, self._now = self._now, self._now + seconds
         self._advance(1)
         joined, self._prefill = self._prefill[:whole], self._prefill[whole:]
@@ -157,7 +157,7 @@ class _Run:
     def _work(self, steps: int) -> float:
         """Seconds of computing of so many decode steps from here."""
         c, decodes = self._e.step, len(self._ends)
-        return steps * (c.c0 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2))
+        return steps * (c.c0 + c.c5 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2))
 
     def _wall(self, steps: int) -> float:
         return max(self._work(steps), steps * self._pace)
@@ -166,7 +166,7 @@ class _Run:
         """Steps of which the last ends at `seconds` or later."""
         c, decodes = self._e.step, len(self._ends)
         growth = c.c4 * decodes
-        first = c.c0 + c.c3 * decodes + c.c4 * self._attended - growth / 2
+        first = c.c0 + c.c5 + c.c3 * decodes + c.c4 * self._attended - growth / 2
         steps = 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds)) if seconds > 0 else 0.0
         return math.ceil(min(steps, seconds / self._pace) if self._pace else steps)
 

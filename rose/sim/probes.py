@@ -72,7 +72,7 @@ def queue(load: float, mean_tokens: float, workers: int, sequences: int, count: 
     at = np.sort(draw.random(count)) * seconds
     engine = spec.Engine(spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0), sequences, 1 << 20, 1 << 40, False)
     what = spec.Spec("queue", 1, spec.Batch(count, 1, False), _Arrivals(at, tokens),
-                     spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0), (dedicated(workers, engine),), math.inf, math.inf, 0.0)
+                     spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0), (dedicated(workers, engine),), math.inf, math.inf, 0.0, 0.0)
     return simulate(what, scheduler(), seed).turn_s
 
 
@@ -84,5 +84,5 @@ def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
     """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of 16."""
     engine = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8), 64, 8192, 400_000, True)
     what = spec.Spec("scale", 1, spec.Batch(trajectories // 16, 16, False), _Agents(turns),
-                     spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0), (dedicated(gpus, engine),), 0.5, 30.0, 0.0)
+                     spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0), (dedicated(gpus, engine),), 0.5, 30.0, 0.0, 0.0)
     return simulate(what, scheduler("cache_affine", imbalance=0.1), seed)

@@ -44,9 +44,9 @@ class Model:
 
 @dataclass(frozen=True)
 class StepTime:
-    """c0 to c4 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
+    """c0 to c5 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
 
-    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode); see rose/sim/hardware.py.
+    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see rose/sim/hardware.py.
     """
 
     c0: float
@@ -54,12 +54,13 @@ class StepTime:
     c2: float
     c3: float
     c4: float
+    c5: float = 0.0
 
     def __post_init__(self) -> None:
-        given = (self.c0, self.c1, self.c2, self.c3, self.c4)
-        if not all(math.isfinite(c) and c >= 0 for c in given) or not self.c0 + self.c3 > 0:
-            raise ValueError(f"step-time coefficients {given}: five finite numbers >= 0, with c0 + c3 > 0, or a decode "
-                             "step would take no time")
+        given = (self.c0, self.c1, self.c2, self.c3, self.c4, self.c5)
+        if not all(math.isfinite(c) and c >= 0 for c in given) or not self.c0 + self.c3 + self.c5 > 0:
+            raise ValueError(f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, or a "
+                             "decode step would take no time")
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class Spec:
     pools: tuple[Pool, ...]
     tick_s: float  # between two Ticks (rose.roles.coordinator.TICK_S)
     progress_s: float  # between two words about a running turn; inf: one at its end
-    dispatch_s: float  # from a decision to the engine, and from the engine's word to the next decision
+    dispatch_s: float  # from a decision to the engine
+    answer_s: float  # from the engine's last token of a turn to the next decision
     in_flight: Literal["recompute", "keep", "finish"] = "recompute"  # what runs when weights come (transfer.in_flight)
     max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
     horizon_s: float = math.inf  # a run that takes longer is an error

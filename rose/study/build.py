@@ -60,7 +60,8 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         name=name, steps=s.steps, environment=environment, trainer=trainer,
         batch=spec.Batch(c.trainer.batch_size // c.rollout.group_size, c.rollout.group_size, system.dynamic_sampling),
         pools=tuple(_pool(c, pool, shape, system, seed) for pool in system.pools),
-        tick_s=s.tick_s, progress_s=s.progress_s, dispatch_s=s.dispatch_s, in_flight=system.in_flight)
+        tick_s=s.tick_s, progress_s=s.progress_s, dispatch_s=s.dispatch_s, answer_s=s.dispatch_s,
+        in_flight=system.in_flight)
 
 
 def _known(key: str, find, value: str):

@@ -84,7 +84,7 @@ def broken(found, *keys, value=None):
 @pytest.mark.parametrize("keys, value, words", [
     (("format",), 2, "format 2"), (("format",), None, "'format' is missing"),
     (("device",), None, "'device' is missing"),
-    (("online", "predictor", "coefficients"), [1], "five finite numbers"),
+    (("online", "predictor", "coefficients"), [1], "six finite numbers"),
     (("interference", "hold_p99"), float("nan"), "hold_p99=nan"), (("interference", "hold_mean"), "x", "hold_mean='x'"),
     (("rollout",), [], "list")])
 def test_a_damaged_profile_is_named_with_what_is_wrong(tmp_path, found, keys, value, words):

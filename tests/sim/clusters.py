@@ -41,7 +41,7 @@ def pool(name="dedicated", kind="dedicated", count=2, **changes):
 
 def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **changes):
     found = spec.Spec("test", steps, spec.Batch(groups, size, dynamic), env or Agents(), TRAINER, pools or (pool(),),
-                      0.5, 1.0, 0.001)
+                      0.5, 1.0, 0.001, 0.001)
     return dataclasses.replace(found, **changes)
 
 

@@ -30,9 +30,11 @@ def run(batching="synchronous", order="fifo", seed=1, **changes):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("way_s", [0.0, 2.0])
 @pytest.mark.parametrize("batching", NAMES["batching"])
-def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(batching, dynamic):
-    result, memory, bound = run(batching, dynamic=dynamic, env=Agents(crash=1, equal=[1, 4]))
+def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(batching, way_s, dynamic):
+    result, memory, bound = run(batching, dynamic=dynamic, env=Agents(crash=1, equal=[1, 4]), dispatch_s=way_s,
+                                answer_s=way_s)
     assert [step.trajectories for step in result.steps] == [12] * 8
     assert max(age for step in result.steps for age in step.staleness) <= bound
     trained = [group.partition("r")[0] for _, action in memory.actions(ev.StartTraining) for group in action.groups]

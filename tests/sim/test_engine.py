@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rose.sim import spec
 from rose.sim.engine import Sequence, SimEngine
 
-STEP = spec.StepTime(0.01, 2e-5, 1e-8, 3e-4, 1e-6)
+STEP = spec.StepTime(0.01, 2e-5, 1e-8, 3e-4, 1e-6, 0.002)
 
 
 def engine(sequences=8, batched=512, kv=100_000, caches=True, step=STEP):
@@ -49,7 +49,7 @@ def step_by_step(arrivals, sequences, batched, step=STEP):
             into += [one] if one[1] == one[2] else []
             if not budget:
                 break
-        now += max(step.c0, cost) + step.c3 * len(decode) + step.c4 * sum(context for _, context, _ in decode)
+        now += step.c5 + max(step.c0, cost) + step.c3 * len(decode) + step.c4 * sum(context for _, context, _ in decode)
         for one in decode:
             one[1] += 1
             one[2] -= 1

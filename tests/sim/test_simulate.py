@@ -87,6 +87,38 @@ def test_groups_whose_rewards_are_equal_are_replaced():
     assert result.counts.dropped_tokens > 0
 
 
+def test_each_turn_takes_the_ways_to_its_engine_and_back():
+    times = [[e.at for e in run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))[1].events(ev.TurnEnded)]
+             for there, back in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))]
+    for turn in range(4):  # of the first step; nothing else is under way
+        bare, there, back, both = (found[turn] for found in times)
+        assert (there - bare, back - bare, both - bare) == pytest.approx(
+            (0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1)))
+
+
+def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
+    """As in a live run: the next attempt begins with the tokens that the coordinator had heard of."""
+    result, memory = run(cluster(answer_s=3.0), timeout=3.8)
+    assert result.counts.aborted > 0
+    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == 24 and result.counts.turns == 24 * 4
+    assert sum(step.tokens for step in result.steps) == sum(e.tokens for e in memory.events(ev.TurnEnded))
+    assert sum(worker.decoded for worker in result.workers) > result.tokens  # what nobody heard of is made again
+
+
+def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():
+    available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
+    result, memory = run(cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6, answer_s=2.0))
+    assert result.counts.lost_workers == 2 and result.counts.migrations > 0
+    assert sum(step.trajectories for step in result.steps) == 48
+    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == 48
+    lost_at = next(e.at for e in memory.events(ev.WorkerLost))
+    taken = {a.turn: (at, a.worker) for at, a in memory.actions(ev.AssignTurn)}
+    assert not [e for e in memory.events(ev.TurnEnded) if e.at > lost_at and taken[e.turn][0] < lost_at
+                and taken[e.turn][1].startswith("spot")]
+
+
 def test_a_crashed_environment_is_replaced_within_its_group():
     result, memory = run(cluster(env=Agents(crash=1), steps=1))
     assert result.counts.crashed == 3 and result.steps[0].trajectories == 12

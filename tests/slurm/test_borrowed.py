@@ -193,9 +193,9 @@ def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
     def ended():
         return "" if state.is_active(lending.id) else lending.logs()
 
-    one = storm.Storm(lending.run, joins=20, lenders=3, chance=random.Random(2), ended=ended)
+    one = storm.Storm(lending.run, joins=10, lenders=3, chance=random.Random(2), ended=ended)
     assert one.rage() == []
     newest = lending.steps()[-1]
     lending.until(lambda: lending.steps()[-1] >= newest + 2, "the training to go on")
-    assert len(one.joined) >= 20 and len(one.killed) >= 20
+    assert len(one.joined) >= 10 and len(one.killed) >= 10
     assert storm.losses(lending.run, one.killed) == []
