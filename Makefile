@@ -15,7 +15,7 @@ test: $(VENV)/.stamp-test
 	$(VENV)/bin/python -m pytest -q $(ARGS)
 
 unit: $(VENV)/.stamp-test
-	$(VENV)/bin/python -m pytest -q -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow" $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache build *.egg-info

@@ -12,7 +12,8 @@ Each engine has a CPU quota of its own (live_runs.py). A serving device is one q
 which replays a trace of bursty traffic over HTTP, and the rollout engine behind the gate (docs/serving.md). So a borrowed
 engine is added compute, as a GPU would be, and what it has is what serving leaves. The servers and their traffic are
 there in all three systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
-seeds set the tasks, the traffic and the engines' sampling alike. Steps count from when all borrowed engines have joined.
+seeds set the tasks, the traffic and the engines' sampling alike. Steps count from when all borrowed engines have joined,
+and those in which the hypervisor took 5% of a virtual machine or more (live_runs.CALM) don't.
 
 Printed: the median step per system, its ratio to fixed within the same seed (median, smallest, largest), the share of
 tokens that borrowed engines made, and what serving's users got. Above ratios of quotas: (dedicated + borrowed x what
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +76,6 @@ class Device:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen([sys.executable, "-m", "rose.serving", *words], stdout=log, cwd=REPOSITORY,
                                              stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True)
-        self._quota.add(self._process.pid)
 
     async def ready(self) -> None:
         """Serves. Raises `SystemExit`."""
@@ -100,8 +101,12 @@ class Device:
             if refused:
                 raise SystemExit(f"the serving device of {self.log.name} lends nothing: {why}; a larger --quota?")
 
-    def limit(self) -> None:
+    def look(self) -> None:
+        """Confine the engines that have come up; call often, as one that ended is started again."""
         self._quota.add(self._process.pid)
+
+    def limit(self) -> None:
+        self.look()
         self._quota.limit()
 
     def close(self) -> None:
@@ -174,9 +179,10 @@ async def measure(folder: Path, system: str, seed: int, options: argparse.Namesp
             trace = traces.generate(1000 * seed + number, TRACE_S, options.rate, prompt=(64.0, 0.6), output=(24.0, 0.6))
             clients.append(asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words)))
         before = len(live.steps(0))  # without the traffic
-        first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines")
-        await _until(live, lambda: len(live.steps(first)) >= options.steps, f"{options.steps} steps")
-        rows = live.steps(first)[:options.steps]
+        first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices)
+        await _until(live, lambda: len(_calm(live, first)) >= options.steps,
+                     f"{options.steps} steps in which the hypervisor leaves the machine to us", devices)
+        rows = _calm(live, first)[:options.steps]
         over.set()
         served = [r for requests in await asyncio.gather(*clients) for r in requests if r.done]
         return Measured(system, seed, statistics.median(row["time_step"] for row in rows),
@@ -190,14 +196,20 @@ async def measure(folder: Path, system: str, seed: int, options: argparse.Namesp
             device.close()
 
 
-async def _until(live: Live, ready, what: str):
+async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
     end = time.monotonic() + DEADLINE_S
     while not (value := ready()):
         live.look()
+        for device in devices:
+            device.look()
         if live.over or time.monotonic() > end:
             raise SystemExit(f"{live.run.name}: {what} did not come; see {live.run}.log and {live.run}/logs")
         await asyncio.sleep(LOOK_S)
     return value
+
+
+def _calm(live: Live, first: int) -> list[dict]:
+    return [row for row in live.steps(first) if live.calm(row["time"] - row["time_step"], row["time_step"])]
 
 
 def _first(live: Live, before: int, wanted: int) -> int:
@@ -249,7 +261,7 @@ def show(found: list[Measured], console: Console, options: argparse.Namespace) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.4, help="cores of each engine and device; 0: no quota")
+    parser.add_argument("--quota", type=float, default=0.25, help="cores of each engine and device; 0: no quota")
     parser.add_argument("--borrowed", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="that count, of each run")

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
 LOOK_S = 0.1
 CALM = 0.05
+WATCH_S, PATIENCE_S = 5.0, 600.0  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 SCHEDULER = "rose.coserving.rollout.scheduler"  # vLLM's own where no device is shared; it can write down its steps
 ALIKE = ("eval.episodes=0", "observe.terminal=false", "observe.report=false", "observe.tensorboard=false",
@@ -110,6 +112,23 @@ class Stolen(NamedTuple):
         return Stolen(time.time(), getattr(psutil.cpu_times(), "steal", 0.0))
 
 
+def wait_for_calm(say: Callable[[str], None]) -> None:
+    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: the calm may come later."""
+    end, said, cores = time.monotonic() + PATIENCE_S, False, os.cpu_count() or 1
+    while time.monotonic() < end:
+        before = Stolen.now()
+        busy = [subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"]) for _ in range(cores)]
+        for one in busy:
+            one.wait()
+        after = Stolen.now()
+        share = (after.seconds - before.seconds) / (after.at - before.at) / cores
+        if share < CALM:
+            return
+        if not said:
+            say(f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, {PATIENCE_S:g} s at most")
+            said = True
+
+
 class Ran:
     """What a run of launch.py has measured."""
 
@@ -150,7 +169,7 @@ class Live(Ran):
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment,
                                          start_new_session=True)
         self._cores, self._quotas = quota, {}
-        self._stolen = self._stolen_file.open("w")
+        self._stolen = self._stolen_file.open("w", buffering=1)
         self._limited = False
 
     @property

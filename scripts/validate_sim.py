@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from live_runs import Durations, Live, Ran, end_in_order
+from live_runs import Durations, Live, Ran, end_in_order, wait_for_calm
 from rich.console import Console
 from rich.table import Table
 
@@ -238,6 +238,7 @@ def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: 
             log = folder / f"{name}-{at}.jsonl" if name in PROFILES else None
             live = Ran(folder, f"{name}-{at}")
             if not live.finished:
+                wait_for_calm(console.print)
                 live = Live(folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log)
                 live.wait(DEADLINE_S)
             done[name].append(live)
