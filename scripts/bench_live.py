@@ -41,7 +41,7 @@ import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import free_port, plugin_folder
 from hydra import compose, initialize_config_dir
-from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop
+from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop, wait_for_calm
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -281,10 +281,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         model = rollout_model(overrides)
         file = folder / "profile.json"
+        if not file.exists():
+            wait_for_calm(console.print)
         profiled = file if file.exists() else profile(folder, args, model)
         for seed in range(args.seeds):
             order = args.systems[seed % len(args.systems):] + args.systems[: seed % len(args.systems)]
             for system in order:
+                wait_for_calm(console.print)
                 found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, profiled)))
                 console.print(f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False)
     show(found, console, args)

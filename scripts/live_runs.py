@@ -1,10 +1,11 @@
-"""Short live runs on this machine whose engines are confined to a CPU quota each: what validate_sim.py and bench_live.py
-share. Not a command.
+"""Short live runs on this machine whose engines are confined to a CPU quota each.
+
+What validate_sim.py and bench_live.py share. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms periods so that a step of
 a few milliseconds is stretched and not stopped. It holds vLLM's engine processes, which stand for GPUs, and not the
-ranks and servers in front of them, which would have cores of their host. It is set when the engines have started. Without a writable controller
-there are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
+ranks and servers in front of them, which would have cores of their host. It is set when the engines have started.
+Without a writable controller there are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Stolen(NamedTuple):
 
 
 def wait_for_calm(say: Callable[[str], None]) -> None:
-    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: the calm may come later."""
+    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may come later."""
     end, said, cores = time.monotonic() + PATIENCE_S, False, os.cpu_count() or 1
     while time.monotonic() < end:
         before = Stolen.now()
@@ -161,11 +162,13 @@ class Ran:
 class Live(Ran):
     """One run, begun now, each dedicated engine in a quota of its own."""
 
-    def __init__(self, folder: Path, name: str, overrides: list[str], quota: float, steps_log: Path | None = None) -> None:
+    def __init__(self, folder: Path, name: str, overrides: list[str], quota: float,
+                 steps_log: Path | None = None) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
         environment = os.environ | ({names.STEPS: str(steps_log)} if steps_log else {})
-        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", f"name={name}", *ALIKE, *overrides]
+        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", f"name={name}", *ALIKE,
+                   *overrides]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment,
                                          start_new_session=True)
         self._cores, self._quotas = quota, {}

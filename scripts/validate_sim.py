@@ -79,6 +79,13 @@ class Figures(NamedTuple):
     utilisation: float
 
 
+class Row(NamedTuple):
+    name: str
+    predicted: Figures
+    measured: Figures
+    spread: tuple[float, float]  # quartiles of the measured step time
+
+
 class Profile(NamedTuple):
     """What a simulation needs beyond the configuration."""
 
@@ -158,8 +165,8 @@ def between_included(steps: list[dict], windows: list[Window], out: Path) -> Non
 def ways(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]], steps: list[dict],
          windows: list[Window]) -> tuple[list[float], list[float]]:
     """Seconds from each turn's assignment until the engine could begin a step with it, and from the step that made its
-    last token until the coordinator knew. A turn of n tokens is in the n steps up to that. It came while the step before
-    these was under way, nobody knows when: in the middle. Turns that found all seats taken have no way there."""
+    last token until the coordinator knew. A turn of n tokens is in the n steps up to that. It came while the step
+    before these was under way, nobody knows when: in the middle. Turns that found all seats taken have no way there."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
     begins, ends = np.array([step["start"] for step in steps]), np.array([step["wall"] for step in steps])
     assigned = {(a.turn, a.attempt): event.at for event, actions in entries for a in actions
@@ -203,8 +210,8 @@ def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures
     for seed in range(SEEDS):
         tail = Durations(skip + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
-        found.append(Figures(statistics.median(step.seconds for step in ran.steps[skip:]), statistics.median(tail.p95_of()),
-                             ran.utilisation("dedicated")))
+        found.append(Figures(statistics.median(step.seconds for step in ran.steps[skip:]),
+                             statistics.median(tail.p95_of()), ran.utilisation("dedicated")))
     return Figures(*np.mean(found, axis=0))
 
 
@@ -246,11 +253,11 @@ def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: 
                           f"{len(live.steps(options.skip))} steps on a calm machine", highlight=False)
     if short := lacking():
         raise SystemExit("too few training steps without other guests of the host: " + ", ".join(
-            f"{name} {count} of {ENOUGH}" for name, count in short.items()) + "; try again with --keep and more --rounds")
+            f"{name} {count} of {ENOUGH}" for name, count in short.items()) + "; --keep and more --rounds")
     return done
 
 
-def show(rows: list[tuple[str, Figures, Figures, tuple[float, float]]], profile: Profile, quota: float, console: Console) -> None:
+def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> None:
     table = Table(title=f"simulated and measured, engines of {quota:g} cores")
     table.add_column("run")
     for name in Figures._fields:
@@ -264,13 +271,14 @@ def show(rows: list[tuple[str, Figures, Figures, tuple[float, float]]], profile:
         table.add_row(name, *cells)
     console.print(table)
     c = profile.step
-    console.print(f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per decode "
-                  f"(mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
+    console.print(f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per "
+                  f"decode (mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
                   f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way to an "
-                  f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; {sum(map(len, profile.groups))} episodes")
+                  f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; "
+                  f"{sum(map(len, profile.groups))} episodes")
 
 
-def write_csv(path: Path, rows: list[tuple[str, Figures, Figures, tuple[float, float]]]) -> None:
+def write_csv(path: Path, rows: list[Row]) -> None:
     with path.open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["run", *(f"{name}_{side}" for name in Figures._fields for side in ("predicted", "measured")),
@@ -283,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quota", type=float, default=0.4, help="cores of each engine; 0: no quota")
     parser.add_argument("--rounds", type=int, default=6, help="at most")
-    parser.add_argument("--steps", type=int, default=10, help="of each run")
+    parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps that don't count")
     parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
     parser.add_argument("--csv", type=Path)
@@ -303,7 +311,7 @@ def main() -> None:
         rows = []
         for name in args.only:
             config = cfg.load(done[name][0].run / "config.json")
-            rows.append((name, predicted(config, profile, args.steps, args.skip), *measured(done[name], args.skip)))
+            rows.append(Row(name, predicted(config, profile, args.steps, args.skip), *measured(done[name], args.skip)))
         show(rows, profile, args.quota, console)
         if args.csv:
             write_csv(args.csv, rows)

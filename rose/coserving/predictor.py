@@ -2,8 +2,9 @@
 
 T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens in chunks of P_i,
 each token of a chunk attending to ctx_i before it on average; D decodes. c0 is the floor of reading the weights once,
-which a short prefill shares; c5 is what a step costs whatever is in it, which on a CPU is most of it. Fitted on the device (rose.serving.profile), then refined by every step that is observed: a
-slowly moving scale and the last residuals, apart for steps with prefill and steps of decodes alone, as noise differs.
+which a short prefill shares; c5 is what a step costs whatever is in it, which on a CPU is most of it. Fitted on the
+device (rose.serving.profile), then refined by every step that is observed: a slowly moving scale and the last residuals,
+apart for steps with prefill and steps of decodes alone, as noise differs.
 Pure; not safe to share between threads.
 """
 
@@ -39,8 +40,8 @@ class Work(NamedTuple):
 
 
 class Predictor:
-    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted times to begin with, of steps of decodes alone
-    and of steps with prefill. Raises `ValueError` for coefficients that are not five or six finite numbers >= 0."""
+    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted times to begin with,
+    of steps of decodes alone and of steps with prefill. Raises `ValueError` for coefficients that are not five or six finite numbers >= 0."""
 
     def __init__(self, coefficients: Sequence[float], ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
                  samples: int = 0) -> None:

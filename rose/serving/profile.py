@@ -264,13 +264,13 @@ def rollout_side(config: Config, model: Path):
 
 def table(found: dict[str, Any]) -> str:
     """For the operator: coefficients, errors, interference, duration."""
-    rows = [("", "any step", "floor", "prompt token", "x 1k context", "decode", "x 1k context", "mean error", "P99 residual",
-             "steps")]
+    rows = [("", "any step", "floor", "prompt token", "x 1k context", "decode", "x 1k context", "mean error",
+             "P99 residual", "steps")]
     for side in ("online", "rollout"):
         p = found[side]["predictor"]
         c0, c1, c2, c3, c4, c5 = p["coefficients"]
-        rows.append((side, _ms(c5), _ms(c0), _ms(c1), _ms(1000 * c2), _ms(c3), _ms(1000 * c4), f"{100 * p['mape']:.1f}%",
-                     f"x {p['p99']:.2f}", str(p["samples"])))
+        rows.append((side, _ms(c5), _ms(c0), _ms(c1), _ms(1000 * c2), _ms(c3), _ms(1000 * c4),
+                     f"{100 * p['mape']:.1f}%", f"x {p['p99']:.2f}", str(p["samples"])))
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     i = found["interference"]

@@ -72,7 +72,8 @@ def queue(load: float, mean_tokens: float, workers: int, sequences: int, count: 
     at = np.sort(draw.random(count)) * seconds
     engine = spec.Engine(spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0), sequences, 1 << 20, 1 << 40, False)
     what = spec.Spec("queue", 1, spec.Batch(count, 1, False), _Arrivals(at, tokens),
-                     spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0), (dedicated(workers, engine),), math.inf, math.inf, 0.0, 0.0)
+                     spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0), (dedicated(workers, engine),), math.inf, math.inf,
+                     0.0, 0.0)
     return simulate(what, scheduler(), seed).turn_s
 
 
