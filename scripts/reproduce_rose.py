@@ -1,6 +1,6 @@
 """The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all systems.
 
-    python scripts/reproduce_rose.py                                   both settings and the +-20% table; about 15 min
+    python scripts/reproduce_rose.py                                   both settings and the +-20% table; an hour or two
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
     python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
 Writes docs/results/rose_paper.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg (out=FOLDER: there), and
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     processes, seeds = runs.cores(int(given.pop("processes", 0)) or None), given.pop("seeds", "1,2,3")
     varied, drawn = given.pop("sensitivity", "true") == "true", given.pop("draw", "false") == "true"
     systems = given.pop("systems", ",".join(SYSTEMS))
-    timing = [f"sim.steps={given.pop('steps', 7)}", f"sim.warmup={given.pop('warmup', 4)}"]
+    timing = [f"sim.steps={given.pop('steps', 12)}", f"sim.warmup={given.pop('warmup', 6)}"]
     if given:
         print(f"{given}: unknown; only, systems, seeds, steps, warmup, sensitivity, processes, out and draw are known",
               file=sys.stderr)
