@@ -23,6 +23,7 @@ class Trainer:
         self.running: list[str] = []
         self.held: list[str] = []  # finished and kept
         self.trained: list[tuple[int, list[str]]] = []
+        self.dropped: list[str] = []
         self.fate: dict[int, str] = {}  # index of the stream -> out, trained, dropped or lost
         self.waits = False
         self.publish(0)
@@ -38,6 +39,7 @@ class Trainer:
                     self.running.append(group)
                 case ev.DropGroup(group):
                     (self.running if group in self.running else self.held).remove(group)
+                    self.dropped.append(group)
                     self.fate[group_index(group)] = "dropped"
                 case ev.StartTraining(step, groups):
                     assert self.waits and step == self.step, "one batch per step"
@@ -78,19 +80,25 @@ class Trainer:
         self.publish(self.version)
 
     def run_step(self, random: Random, refuses: float = 0.0, slow: int = 0) -> None:
-        """Any order; indices divisible by `slow` end last, if it is not 0."""
+        """Any order; indices divisible by `slow`, if it is not 0, end only when a step waits and no other runs."""
         self.begin()
         while self.waits:
             self.finish_one(random, refuses, slow)
         for _ in range(random.randrange(2 * self.groups)):
-            if self.running:
+            if self.fast(slow):
                 self.finish_one(random, refuses, slow)
         self.end_step()
 
     def finish_one(self, random: Random, refuses: float, slow: int) -> None:
         assert self.running, "a step waits, and nothing runs"
-        fast = [g for g in self.running if slow and group_index(g) % slow]
-        self.finish(random.choice(fast or self.running), random.random() >= refuses)
+        self.finish(random.choice(self.fast(slow) or self.running), random.random() >= refuses)
+
+    def fast(self, slow: int) -> list[str]:
+        return [group for group in self.running if not slow or group_index(group) % slow]
+
+    def overdue(self, bound: int) -> list[str]:
+        """Groups that are out and could not be trained in time any more, however soon."""
+        return [group for group in (*self.running, *self.held) if self.version - self.admitted[group] > bound]
 
     def staleness(self) -> list[int]:
         return [version - self.admitted[group] for version, groups in self.trained for group in groups]
