@@ -180,9 +180,9 @@ async def measure(folder: Path, system: str, seed: int, options: argparse.Namesp
             clients.append(asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words)))
         before = len(live.steps(0))  # without the traffic
         first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices)
-        await _until(live, lambda: len(_calm(live, first)) >= options.steps,
+        await _until(live, lambda: len(live.calm_steps(first)) >= options.steps,
                      f"{options.steps} steps in which the hypervisor leaves the machine to us", devices)
-        rows = _calm(live, first)[:options.steps]
+        rows = live.calm_steps(first)[:options.steps]
         over.set()
         served = [r for requests in await asyncio.gather(*clients) for r in requests if r.done]
         return Measured(system, seed, statistics.median(row["time_step"] for row in rows),
@@ -206,10 +206,6 @@ async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
             raise SystemExit(f"{live.run.name}: {what} did not come; see {live.run}.log and {live.run}/logs")
         await asyncio.sleep(LOOK_S)
     return value
-
-
-def _calm(live: Live, first: int) -> list[dict]:
-    return [row for row in live.steps(first) if live.calm(row["time"] - row["time_step"], row["time_step"])]
 
 
 def _first(live: Live, before: int, wanted: int) -> int:
@@ -283,12 +279,12 @@ def main() -> None:
         file = folder / "profile.json"
         if not file.exists():
             wait_for_calm(console.print)
-        profiled = file if file.exists() else profile(folder, args, model)
+            profile(folder, args, model)
         for seed in range(args.seeds):
             order = args.systems[seed % len(args.systems):] + args.systems[: seed % len(args.systems)]
             for system in order:
                 wait_for_calm(console.print)
-                found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, profiled)))
+                found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, file)))
                 console.print(f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False)
     show(found, console, args)
     if args.csv:

@@ -64,11 +64,6 @@ class Quota:
             raise SystemExit(f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
                              "cpu, or give --quota 0 for engines without one") from None
 
-    @property
-    def used(self) -> str:
-        """In words, for the report."""
-        return f"cgroup v{2 if self._v2 else 1}, {self._cores:g} cores" if self._folder else "none"
-
     def add(self, pid: int) -> None:
         """The engines that run below this process."""
         if self._folder is None:
@@ -145,12 +140,14 @@ class Ran:
         """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas set."""
         return rows_of(read_metrics(self.run), "step")[skip:]
 
-    def calm(self, begin: float, seconds: float) -> bool:
-        """The hypervisor took less than CALM of the machine meanwhile."""
-        taken = [Stolen(*json.loads(line)) for line in self._stolen_file.read_text().splitlines()]
-        at, lost = zip(*taken)
-        before, after = np.interp((begin, begin + seconds), at, lost)
-        return after - before < CALM * seconds * (os.cpu_count() or 1)
+    def calm_steps(self, skip: int) -> list[dict]:
+        """Of these, in which the hypervisor took less than CALM of the machine."""
+        at, lost = zip(*(json.loads(line) for line in self._stolen_file.read_text().splitlines()))
+        rows = self.steps(skip)
+        taken = np.interp([row["time"] for row in rows], at, lost) - np.interp(
+            [row["time"] - row["time_step"] for row in rows], at, lost)
+        return [row for row, seconds in zip(rows, taken)
+                if seconds < CALM * row["time_step"] * (os.cpu_count() or 1)]
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
@@ -239,28 +236,29 @@ def stop(process: subprocess.Popen) -> None:
 
 class Durations:
     """Seconds from a group's admission to the end of each of its training trajectories, from `from_step` on. A journal
-    as the simulator takes it; live ones are read into it."""
+    as the simulator takes it; a live one is read into it."""
 
     def __init__(self, from_step: int) -> None:
-        self._from, self._step = from_step, (0.0, 0)  # begun at, number
-        self._admitted: dict[str, tuple[float, tuple[float, int]]] = {}
+        self._from, self._step = from_step, 0
+        self._admitted: dict[str, tuple[float, int]] = {}
         self._group_of: dict[str, str] = {}
-        self._seconds: dict[tuple[float, int], list[float]] = {}  # by the step in which the group was admitted
+        self._seconds: dict[int, list[float]] = {}  # by the step in which the group was admitted
 
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None:
         match event:
-            case ev.StepBegun(step=step, at=at):
-                self._step = at, step
+            case ev.StepBegun(step=step):
+                self._step = step
             case ev.TurnRequested(trajectory=trajectory, group=group):
                 self._group_of[trajectory] = group
             case ev.TrajectoryEnded(trajectory=trajectory, tokens=tokens) if tokens:
-                at, step = self._admitted.get(self._group_of.pop(trajectory, ""), (0.0, (0.0, -1)))
-                if step[1] >= self._from:
+                at, step = self._admitted.get(self._group_of.pop(trajectory, ""), (0.0, -1))
+                if step >= self._from:
                     self._seconds.setdefault(step, []).append(event.at - at)
         for action in actions:
             if isinstance(action, ev.AdmitGroup):
                 self._admitted[action.group] = event.at, self._step
 
-    def p95_of(self, begun: float | None = None) -> list[float]:
-        """95th percentiles of the groups admitted in each step, or in the one begun then."""
-        return [float(np.percentile(of, 95)) for step, of in self._seconds.items() if begun in (None, step[0])]
+    @property
+    def p95(self) -> dict[int, float]:
+        """The 95th percentile of the groups admitted in each step."""
+        return {step: float(np.percentile(of, 95)) for step, of in self._seconds.items()}

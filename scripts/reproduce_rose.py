@@ -1,6 +1,6 @@
 """The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all systems.
 
-    python scripts/reproduce_rose.py                                   both settings and the +-20% table; an hour or two
+    python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
     python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
 Writes docs/results/rose_paper.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg (out=FOLDER: there), and

@@ -118,29 +118,22 @@ def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
         rewards = {t.id: t.reward for step in saved.values() for group in step for t in group}
         [journal] = (live.run / "journal").glob("attempt-*.jsonl")
         groups += calibrate.of_journal(journal, rewards)
-        counted = calm_steps(live, skip)
+        counted = live.calm_steps(skip)
         rows += [row | {"tokens": sum(len(t.mask) for group in saved[row["step"]] for t in group)}
-                 for row in counted.values()]
-        windows = list(counted)
+                 for row in counted]
+        windows = [Window(row["time"] - row["time_step"], row["time"]) for row in counted]
         steps = engine_steps(log)
         logs.append(log.with_suffix(".whole"))
         between_included(steps, windows, logs[-1])
         for found, all_of_them in zip(ways(live, entries, steps, windows), (there, back)):
             all_of_them += found
-        pauses += [row["sync_pause_s"] for row in counted.values()]
+        pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
     phases = logs[0].with_name("phases.jsonl")
     phases.write_text("".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)))
     step, error = calibrate.of_steps(logs)
     return Profile(step, error, groups, calibrate.of_metrics(phases, skip=0), statistics.median(there),
                    statistics.median(back), statistics.mean(pauses), joined.kv_tokens)
-
-
-def calm_steps(live: Ran, skip: int) -> dict[Window, dict]:
-    """Rows of metrics.jsonl that count."""
-    begins = {event.step: event.at for event, _ in live.entries() if isinstance(event, ev.StepBegun)}
-    return {Window(begin, begin + row["time_step"]): row for row in live.steps(skip)
-            if live.calm(begin := begins[row["step"]], row["time_step"])}
 
 
 def engine_steps(log: Path) -> list[dict]:
@@ -211,7 +204,7 @@ def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures
         tail = Durations(skip + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
         found.append(Figures(statistics.median(step.seconds for step in ran.steps[skip:]),
-                             statistics.median(tail.p95_of()), ran.utilisation("dedicated")))
+                             statistics.median(tail.p95.values()), ran.utilisation("dedicated")))
     return Figures(*np.mean(found, axis=0))
 
 
@@ -219,13 +212,12 @@ def measured(runs: list[Ran], skip: int) -> tuple[Figures, tuple[float, float]]:
     """And the quartiles of the step time."""
     rows, tails = [], []
     for live in runs:
-        entries = live.entries()
         tail = Durations(skip + 1)
-        for event, actions in entries:
+        for event, actions in live.entries():
             tail.write(event, actions)
-        for window, row in calm_steps(live, skip).items():
-            rows.append(row)
-            tails += tail.p95_of(window.begin)
+        calm = live.calm_steps(skip)
+        rows += calm
+        tails += [tail.p95[row["step"]] for row in calm if row["step"] in tail.p95]
     low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
     return Figures(float(middle), statistics.median(tails), statistics.median(row["engine_utilisation"] for row in rows)
                    ), (low, high)
@@ -237,7 +229,7 @@ def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: 
     done: dict[str, list[Ran]] = {name: [] for name in names}
 
     def lacking() -> dict[str, int]:
-        counts = {name: sum(len(calm_steps(live, options.skip)) for live in runs) for name, runs in done.items()}
+        counts = {name: sum(len(live.calm_steps(options.skip)) for live in runs) for name, runs in done.items()}
         return {name: count for name, count in counts.items() if count < ENOUGH}
 
     for at in range(options.rounds):
@@ -249,7 +241,7 @@ def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: 
                 live = Live(folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log)
                 live.wait(DEADLINE_S)
             done[name].append(live)
-            console.print(f"round {at + 1}, {name}: {len(calm_steps(live, options.skip))} of "
+            console.print(f"round {at + 1}, {name}: {len(live.calm_steps(options.skip))} of "
                           f"{len(live.steps(options.skip))} steps on a calm machine", highlight=False)
     if short := lacking():
         raise SystemExit("too few training steps without other guests of the host: " + ", ".join(

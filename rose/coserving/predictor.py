@@ -41,7 +41,8 @@ class Work(NamedTuple):
 
 class Predictor:
     """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted times to begin with,
-    of steps of decodes alone and of steps with prefill. Raises `ValueError` for coefficients that are not five or six finite numbers >= 0."""
+    of steps of decodes alone and of steps with prefill. Raises `ValueError` for coefficients that are not five or
+    six finite numbers >= 0."""
 
     def __init__(self, coefficients: Sequence[float], ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
                  samples: int = 0) -> None:

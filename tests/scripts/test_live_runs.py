@@ -22,15 +22,16 @@ def test_a_tail_is_of_the_groups_admitted_in_a_step_whenever_they_end():
         tail.write(ev.TurnRequested(at=at - 1, turn=f"{trajectory}.t0", trajectory=trajectory, group=group,
                                     context_tokens=1, max_new_tokens=1), [])
         tail.write(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=5), [])
-    assert tail.p95_of() == [pytest.approx(3.0 + 0.95 * 30)] == tail.p95_of(10.0) and tail.p95_of(0.0) == []
+    assert tail.p95 == {1: pytest.approx(3.0 + 0.95 * 30)}
 
 
 def test_a_step_counts_when_the_hypervisor_left_the_machine_to_us(tmp_path, monkeypatch):
     monkeypatch.setattr(live_runs.os, "cpu_count", lambda: 2)
     ran = live_runs.Ran(tmp_path, "run")
     (tmp_path / "run.stolen").write_text("[100.0, 7.0]\n[110.0, 7.0]\n[120.0, 12.0]\n")
-    assert ran.calm(100.0, 10.0) and not ran.calm(110.0, 10.0)
-    assert ran.calm(101.0, 10.0) and not ran.calm(103.0, 10.0)  # 0.5 and 1 of 20 s
+    rows = [{"time": begin + 10.0, "time_step": 10.0} for begin in (100.0, 101.0, 103.0, 110.0)]
+    monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
+    assert ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]  # 0, 0.5, 1.5 and 5 of 20 s
 
 
 def step(start, end, decodes=1, prefill=()):
@@ -42,7 +43,6 @@ class Turns:
 
     def __init__(self, folder, turns):
         self.run = folder
-        (folder / "config.json").write_text("")
         self.turns = turns
 
     def events(self, _run):
