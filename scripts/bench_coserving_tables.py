@@ -48,6 +48,7 @@ class Run:
     open: float | None = None  # share of the time that R's gate was open, of the time that it had work
     why: list[str] = field(default_factory=list)  # requests that were not done
     began: float = 0.0  # CLOCK_MONOTONIC
+    stolen: float = 0.0  # share of the machine's time that a hypervisor gave to others meanwhile
 
     def latency(self, metric: str) -> float:
         kind, _, share = metric.partition("_p")

@@ -221,7 +221,8 @@ async def users(url: str, trace: traces.Trace, seed: int, over: asyncio.Event, w
     while not over.is_set() and begins < trace.seconds:
         piece = trace.slice(begins, PIECE_S)
         began = time.monotonic()
-        found += await replay(url, SERVED, piece, seed, DRAIN_S, words=words)
+        # other prompts each time: those of a piece before would be found in the server's cache
+        found += await replay(url, SERVED, piece, 10_000 * seed + int(begins), DRAIN_S, words=words)
         if found and not any(request.done for request in found):
             raise SystemExit(f"{url} answers no request of the traffic: {found[-1].why}")
         begins += PIECE_S

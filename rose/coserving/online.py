@@ -45,6 +45,7 @@ class OnlineScheduler(Member):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._seen: dict[str, _Seen] = {}
+        self._most = self.max_num_scheduled_tokens  # which a subclass may lower for a step
         if self.device is None:
             return
         lending, slo = self.device.serving.lending, self.device.serving.online.slo
@@ -151,8 +152,7 @@ class OnlineScheduler(Member):
                 left = 0
             requests.append(Request(seen.arrival, left, request.num_computed_tokens, seen.first_token_at, seen.tokens,
                                     seen.last_token_at if seen.first_token_at is not None else None))
-        return hold_until(now, requests, self._predictor, self._slo, self.max_num_scheduled_tokens,
-                          self.max_num_running_reqs)
+        return hold_until(now, requests, self._predictor, self._slo, self._most, self.max_num_running_reqs)
 
     def _decode_s(self) -> float:
         running = [self.requests[name].num_computed_tokens for name, seen in self._seen.items()

@@ -61,8 +61,12 @@ class Predictor:
         return self._bare(work) * self._kinds[bool(work.prefill)].scale
 
     def p99(self, work: Work) -> float:
-        """The mean times the 99th percentile of measured / predicted of such steps."""
-        return self.seconds(work) * self._kinds[bool(work.prefill)].p99
+        """The mean times the margin."""
+        return self.seconds(work) * self.margin(work)
+
+    def margin(self, work: Work) -> float:
+        """The 99th percentile of measured / predicted of such steps, at least 1."""
+        return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
         """One step took so long. What can't be a step's time (not finite, not positive: a clock was set) is ignored."""

@@ -10,9 +10,10 @@ online requests need are freed beforehand by handing rollouts back, so that none
 
 from __future__ import annotations
 
+import itertools
 import time
 
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
 from vllm.v1.request import Request
 
 from rose.coserving import board, names
@@ -42,7 +43,6 @@ class SharedScheduler(Evicting, OnlineScheduler):
         self._rollout_board = board.Writer(self.device.folder / "rollout", board.Rollout)
         self.rollout_state = self._rollout_board.state
         self.rollout_state.kv_total = self.pool.total
-        self._most = self.max_num_scheduled_tokens
         self._gate_since = self._moved_at = time.monotonic()
         self._hand_back = False  # rollouts have been kept waiting for too long
 
@@ -75,17 +75,18 @@ class SharedScheduler(Evicting, OnlineScheduler):
             self._hand_back = False
             self.evict([r for r in self.requests.values() if is_rollout(r)])
         self._make_room()
-        hidden_running, hidden_waiting = self._hide()
+        running, waiting = self._hide()
         try:
             output = super().schedule(throttle_prefills)
         finally:
-            self.running = hidden_running + self.running  # first in line the next time
-            for request in hidden_waiting:
-                self.waiting.add_request(request)
+            self.running = running + self.running  # first in line the next time
+            if waiting is not self.waiting:
+                waiting.prepend_requests(self.waiting)
+                self.waiting = waiting
         if not output.total_num_scheduled_tokens:
+            self._tell_rollouts()
             time.sleep(WAIT_S)
         self.rollout_state.steps += any(is_rollout(self.requests[name]) for name in output.num_scheduled_tokens)
-        self._tell_rollouts()
         return output
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -122,23 +123,26 @@ class SharedScheduler(Evicting, OnlineScheduler):
         return (sum(-(-r.num_tokens // size) + 1 for r in waiting)
                 + sum(-(-max(1, r.num_tokens - r.num_computed_tokens) // size) + 1 for r in running))
 
-    def _hide(self) -> tuple[list[Request], list[Request]]:
-        """Take the rollouts that may not go into this step out of vLLM's sight; returns those that ran and that
-        waited. The others come behind all online requests."""
-        online = [r for r in self.running if not is_rollout(r)]
-        decodes = [r for r in self.running if is_rollout(r) and decodes_next(r)]
-        prompts = [r for r in self.running if is_rollout(r) and not decodes_next(r)]
-        waiting = [r for r in self.waiting if is_rollout(r)]
-        arriving = len(waiting) < len(self.waiting)  # beside online prompts to begin rollouts only decode
-        tokens = self._admit(work_of(online), work_of(decodes if arriving else decodes + prompts + waiting))
-        begins = tokens > len(decodes) and not arriving
-        self.running = online + decodes[:tokens] + (prompts if begins else [])
-        if begins:
+    def _hide(self) -> tuple[list[Request], RequestQueue]:
+        """Take the rollouts that may not go into this step out of vLLM's sight; returns those that ran and the queue of
+        those that waited. The others come behind all online requests."""
+        online, decodes, prompts = [], [], []
+        for request in self.running:
+            (online if not is_rollout(request) else decodes if decodes_next(request) else prompts).append(request)
+        arriving = list(itertools.takewhile(lambda request: not is_rollout(request), self.waiting))  # they come first
+        # beside online prompts to begin rollouts only decode
+        wishes = decodes if arriving else itertools.chain(decodes, prompts, self.waiting)
+        tokens = self._admit(work_of(online), work_of(wishes, self._lending.chunk_tokens))
+        if tokens > len(decodes):
+            self.running = online + decodes + prompts
             self.max_num_scheduled_tokens = min(self._most, sum(map(left_of, online)) + tokens)
-            return [], []
+            return [], self.waiting
+        self.running = online + decodes[:tokens]
         self.max_num_scheduled_tokens = self._most
-        self.waiting.remove_requests(waiting)
-        return decodes[tokens:] + prompts, waiting
+        everybody, self.waiting = self.waiting, create_request_queue(self.policy)
+        everybody.remove_requests(arriving)
+        self.waiting.prepend_requests(arriving)
+        return decodes[tokens:] + prompts, everybody
 
     def _admit(self, own: Work, demand: Work) -> int:
         """Tokens of `demand`, the rollouts' wishes, beside `own`, the online requests' part of the step."""
@@ -177,27 +181,36 @@ class SharedScheduler(Evicting, OnlineScheduler):
 
     def _largest(self, now: float, own: Work, demand: Work) -> int:
         """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py."""
-        seconds, p99 = self._predictor.seconds, self._predictor.p99
+        predictor = self._predictor
         share, slack = self._lending.step_share * self._slo.ttft_p99_s, self._hold_until() - now
+        pace = self._slo.tpot_p50_s if own.decodes else board.INFINITE
+        alone = predictor.seconds(own)
+        alone_p99 = alone * predictor.margin(own)
 
         def fits(tokens: int) -> bool:
             both = together(own, part(demand, tokens))
-            return (seconds(both) - seconds(own) <= share and p99(both) - p99(own) <= slack
-                    and (not own.decodes or seconds(both) <= self._slo.tpot_p50_s))
+            seconds = predictor.seconds(both)
+            return (seconds - alone <= share and seconds * predictor.margin(both) - alone_p99 <= slack
+                    and seconds <= pace)
 
-        low, beyond = 0, min(self._lending.chunk_tokens, demand.tokens) + 1
-        while beyond - low > 1:
-            middle = (low + beyond) // 2
-            low, beyond = (middle, beyond) if fits(middle) else (low, middle)
+        low, most = 0, min(self._lending.chunk_tokens, demand.tokens)
+        if not most or fits(most):
+            return most
+        while most - low > 1:
+            middle = (low + most) // 2
+            low, most = (middle, most) if fits(middle) else (low, middle)
         return low
 
     def _tell_rollouts(self) -> None:
-        rollouts = [r for r in self.requests.values() if is_rollout(r)]
-        blocks = sum(-(-r.num_computed_tokens // self.block_size) for r in rollouts)  # shared ones repeatedly
+        count = blocks = 0
+        for request in self.requests.values():
+            if is_rollout(request):
+                count += 1
+                blocks += -(-request.num_computed_tokens // self.block_size)  # shared ones repeatedly
         with self._writing:
             s = self.rollout_state
-            s.running = sum(is_rollout(r) for r in self.running)
-            s.waiting = len(rollouts) - s.running
+            s.running = sum(map(is_rollout, self.running))
+            s.waiting = count - s.running
             s.kv_used = min(blocks * self.pool.block_bytes, self.pool.used)
             s.kv_budget = self._budget()
             self._rollout_board.write()

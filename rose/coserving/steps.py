@@ -6,9 +6,11 @@ which `python -m rose.serving.profile` fits the predictor.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -77,11 +79,19 @@ def decodes_next(request: Request) -> bool:
     return request.num_output_placeholders > 0 or left_of(request) == 1
 
 
-def work_of(requests: list[Request]) -> Work:
-    """Their next step, if nothing limited it."""
-    decodes = [r for r in requests if decodes_next(r)]
-    return Work(tuple((left_of(r), r.num_computed_tokens) for r in requests if not decodes_next(r)),
-                len(decodes), sum(r.num_computed_tokens for r in decodes))
+def work_of(requests: Iterable[Request], most: float = math.inf) -> Work:
+    """Their next step, if nothing limited it; those after `most` tokens are not looked at."""
+    prefill, decodes, context, tokens = [], 0, 0, 0
+    for request in requests:
+        if tokens >= most:
+            break
+        if decodes_next(request):
+            decodes, context, tokens = decodes + 1, context + request.num_computed_tokens, tokens + 1
+        else:
+            left = left_of(request)
+            prefill.append((left, request.num_computed_tokens))
+            tokens += left
+    return Work(tuple(prefill), decodes, context)
 
 
 def together(a: Work, b: Work) -> Work:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rose.config import Model, Rollout
 
+RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
 UNREADABLE = "llvmlite.binding.ffi"  # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
 
 _forking = False  # true only while the engine process is being made, and in that process
@@ -20,6 +21,10 @@ _forking = False  # true only while the engine process is being made, and in tha
 
 class EngineError(RuntimeError):
     """The engine could not start, or refused or didn't answer a call."""
+
+
+class EngineDied(EngineError):
+    """The engine process is gone; everything it held is lost."""
 
 
 class Latest:

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rose import config as configuration
 from rose import models
 from rose.config import Config, ConfigError
@@ -38,6 +40,7 @@ FORMAT = 1
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
 ALONE = 0.3  # of them for each engine; the rest for both together
+STOLEN = 0.05  # of the time: more is said
 AGAIN = "measure again with python -m rose.serving.profile"
 
 
@@ -203,12 +206,19 @@ def measure(config: Config, model: Path, seconds: float, threads: int | None = N
     say("importing vLLM")
     start.preload()
     found = fingerprint(config, model)
+    began, stolen = time.monotonic(), _stolen_s()
     with tempfile.TemporaryDirectory(prefix="rose-profile-") as scratch:
         predictors, interference = asyncio.run(_measure(config, model, gpus, seconds, Path(scratch)))
+    stolen = (_stolen_s() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
     for side, folder in (("online", config.serving.online.model), ("rollout", model)):
         found[side] = found[side] | {"model": str(folder), "predictor": predictors[side].to_dict()}
     found["interference"] = found["interference"] | interference
-    return {"format": FORMAT} | found
+    return {"format": FORMAT} | found | {"stolen": round(stolen, 3)}
+
+
+def _stolen_s() -> float:
+    """What a hypervisor has given to other guests, of all cores' time."""
+    return getattr(psutil.cpu_times(), "steal", 0.0)
 
 
 async def _measure(config: Config, model: Path, gpus: bool, seconds: float,
@@ -278,6 +288,9 @@ def table(found: dict[str, Any]) -> str:
                  f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})")
     if "progress" in i:
         lines.append(f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their speed alone")
+    if found["stolen"] > STOLEN:
+        lines.append(f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other guests "
+                     f"meanwhile: step times are too long by that; {AGAIN} when it takes less")
     device = ", ".join(f"{name} {value}" for name, value in found["device"].items())
     return "\n".join([*lines, f"{device}; took {found['seconds']:g} s"])
 

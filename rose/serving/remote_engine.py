@@ -22,8 +22,9 @@ import msgspec
 
 from rose import protocol
 from rose.config import Config, ConfigError, Transfer
-from rose.engine.start import EngineError, local_folder
-from rose.engine.vllm_engine import ACTIVATE_TIMEOUT_S, RPC_TIMEOUT_S, Chunk, EngineDied, Loaded, Stats
+from rose.engine.activation import ACTIVATE_TIMEOUT_S
+from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError, local_folder
+from rose.engine.vllm_engine import Chunk, Loaded, Stats
 from rose.serving import turns
 from rose.serving.turns import Abort, Failure, Frames, Load, State, Turn
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,14 @@ def completed(url, model):
     return time.monotonic() - began
 
 
+def switch(page, token_file, what):
+    """Over HTTP, as an operator does from anywhere in the cluster."""
+    request = urllib.request.Request(f"{page}/lending/{what}", b"", {
+        "Authorization": f"Bearer {Path(token_file).read_text().strip()}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
+
+
 def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(lending, serve):
     model = resolve(settings.of_run(lending.run, []).model)
     given = [f"serving.online.model={model}", "serving.online.port=0", "serving.online.max_context=512",
@@ -176,6 +185,12 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
         metrics = answer.read().decode()
     assert "vllm:time_to_first_token_seconds" in metrics
     assert float(re.search(r'rose_lent_tokens_total\{kind="made"\} (\S+)', metrics)[1]) > 0
+
+    page, token = re.search(r"POST (\S+)/lending/stop \(token: (\S+?)\)", job.log.read_text()).groups()
+    switch(page, token, "stop")
+    lending.until(lambda: "lending stopped by HTTP" in job.log.read_text(), f"lending to stop\n{job.words()}", 60)
+    switch(page, token, "start")
+    lends(lending, worker)
 
     subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=30)
     lending.until(lambda: "lending stopped by SIGUSR1" in job.log.read_text(), f"lending to stop\n{job.words()}", 60)

@@ -43,6 +43,19 @@ def test_rollouts_decode_beside_online_requests_within_their_slack(driven):
     assert got.pop("a") == 100 and got and all(count == 1 for count in got.values())
 
 
+def test_an_online_prompt_that_comes_after_a_small_step_is_not_taken_for_many_small_ones(driven):
+    import msgspec
+
+    scheduler = driven.scheduler
+    scheduler._lending = msgspec.structs.replace(scheduler._lending, chunk_tokens=2)
+    rollout(driven, "r", prompt=60, tokens=100)
+    driven.step()
+    assert scheduler.max_num_scheduled_tokens == 2  # a rollout's prompt in small chunks
+    driven.add("a", prompt=400, tokens=5)
+    now = time.monotonic()  # 400 tokens take 2 steps of 256, 5 ms; in chunks of 2 they would take 0.2 s
+    assert scheduler._hold_until() - now == pytest.approx(scheduler._slo.ttft_p99_s - 0.005, abs=0.05)
+
+
 def test_without_slack_they_wait(driven):
     rollout(driven, "r", prompt=20, tokens=100)
     driven.step()
