@@ -16,7 +16,7 @@ core busy for `busy` of the time. Every seed is another slice; under it the scen
     ours               two engines, R behind the gate
     ours_same_weights  one engine, the gate inside its scheduler
 Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them. On a
-virtual machine a run of which the hypervisor took more than 2% is made again, up to three times.
+virtual machine a run of which the hypervisor took more than 4% is made again, twice at most.
 Left out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
 """
 

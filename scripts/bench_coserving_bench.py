@@ -40,7 +40,7 @@ MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
-CALM, TRIES = 0.02, 4  # of the machine's time, that a hypervisor may take from a run
+CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
 STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
 
 
