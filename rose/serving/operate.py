@@ -39,7 +39,7 @@ from rose.serving.history import EVERY_S, History
 from rose.serving.member import say
 from rose.serving.server import FREE_SHARE, OnlineServer, ServerError, begin_child
 from rose.serving.settings import parse
-from rose.serving.web import TOKEN, Web
+from rose.serving.web import Web
 from rose.storage import write_whole
 
 SCHEDULER = "rose.coserving.rollout.scheduler"
@@ -107,12 +107,12 @@ class Operator:
         self._variables = device.describe(self.folder, self.serving, self.profile)
         never = why_never(self.serving, self.profile)
         self.control = ControlBoard(self.folder, self.serving.lending, never, self._note)
-        self.web = Web(self.folder, self.serving, self.control, self._page, self._status)
+        self.web = Web(self.folder, self.home, self.serving, self.control, self._page, self._status)
         await self.web.open()
         self._listen()
         file = self.serving.lending.stop_file
         say(f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST {self._url}/lending/"
-            f"stop (token: {self.folder / TOKEN})" + (f", or make {file}" if file else ""))
+            f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else ""))
         if self.control.switch.never:
             self._note(self.control.switch.never)
         tasks = Tasks()

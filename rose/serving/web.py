@@ -5,8 +5,8 @@
     GET  /lending         JSON: whether anything is lent now, and why not
     POST /lending/stop    at once; POST /lending/start takes it back
 
-What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file `token` beside the boards
-(mode 0600). What only reads shows the numbers that the online server's own /metrics shows to anybody.
+What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file `token` beside the report
+(mode 0600; not beside the boards, as a node's shared memory can't be seen from where an operator sits). What only reads shows the numbers that the online server's own /metrics shows to anybody.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ STOP_S = 0.5  # for answers under way at the end
 MAX_BODY = 4096
 
 
-def make_token(folder: Path) -> str:
-    """A new one, in `folder`/token."""
-    path = folder / TOKEN
+def make_token(path: Path) -> str:
+    """A new one, in this file."""
     path.unlink(missing_ok=True)
     token = secrets.token_hex(32)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -41,12 +40,14 @@ def make_token(folder: Path) -> str:
 
 
 class Web:
-    """`report` makes the page, `status` what GET /lending says."""
+    """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page, `status` what GET
+    /lending says."""
 
-    def __init__(self, folder: Path, serving: Serving, control: ControlBoard, report: Callable[[], Awaitable[str]],
-                 status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, folder: Path, home: Path, serving: Serving, control: ControlBoard,
+                 report: Callable[[], Awaitable[str]], status: Callable[[], dict[str, Any]]) -> None:
         self._serving, self._control, self._report, self._status = serving, control, report, status
-        self._expected = f"Bearer {make_token(folder)}".encode()
+        self.token_file = home / TOKEN
+        self._expected = f"Bearer {make_token(self.token_file)}".encode()
         self._registry = CollectorRegistry()
         self._registry.register(BoardCollector(folder, serving.online.slo))
         self._runner: web.AppRunner | None = None
@@ -69,6 +70,7 @@ class Web:
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
+        self.token_file.unlink(missing_ok=True)
         if self._runner is not None:
             await self._runner.cleanup()
 

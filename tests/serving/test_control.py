@@ -118,7 +118,7 @@ def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
         return "<p>report</p>"
 
     async def run():
-        server = Web(tmp_path, serving, made, page, lambda: {"lend": bool(made.state.lend)})
+        server = Web(tmp_path, tmp_path, serving, made, page, lambda: {"lend": bool(made.state.lend)})
         await server.open()
         url = f"http://127.0.0.1:{server.port}"
         token = (tmp_path / "token").read_text().strip()
@@ -144,7 +144,7 @@ def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
                 assert answer.status == 404
         with pytest.raises(Exception, match="serving.lending.control_port=.*in use"):
             taken = msgspec.structs.replace(serving.lending, control_port=server.port)
-            await Web(tmp_path, msgspec.structs.replace(serving, lending=taken), made, page, dict).open()
+            await Web(tmp_path, tmp_path, msgspec.structs.replace(serving, lending=taken), made, page, dict).open()
         await server.close()
 
     asyncio.run(run())

@@ -109,6 +109,7 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     assert running.told(signal.SIGTERM) == 0
     assert running.lender("SIGTERM") and not running.boards.exists()
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
+    assert not (home / "token").exists()
     report = (home / "report.html").read_text()
     assert "leaving, told by SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
 
