@@ -49,6 +49,7 @@ from rich.table import Table
 from rose import config as cfg
 from rose import traces
 from rose.models import resolve
+from rose.processes import die_with_parent
 
 DEADLINE_S = 1800.0  # of one run
 START_S = 600.0  # of a serving device
@@ -73,9 +74,11 @@ class Device:
                  f"serving.online.model={model}", f"serving.online.served_name={SERVED}", f"serving.online.port={port}",
                  "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.1", "serving.online.max_context=512",
                  f"serving.online.slo={slo(options)}", *([f"serving.lending.profile={profile}"] if profile else [])]
+        parent = os.getpid()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen([sys.executable, "-m", "rose.serving", *words], stdout=log, cwd=REPOSITORY,
-                                             stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True)
+                                             stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True,
+                                             preexec_fn=lambda: die_with_parent(parent))
 
     async def ready(self) -> None:
         """Serves. Raises `SystemExit`."""

@@ -220,8 +220,13 @@ class Live(Ran):
 
 
 def end_in_order() -> None:
-    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too: a second one, as `timeout`
+    sends beside a terminal's, does not break that off."""
+    def leave(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -1,6 +1,7 @@
 """What validate_sim.py reads out of live runs: tails, the ways to an engine and back, and which steps count."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from rose.scheduler import events as ev
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import live_runs  # noqa: E402
 import validate_sim  # noqa: E402
@@ -32,6 +34,17 @@ def test_a_step_counts_when_the_hypervisor_left_the_machine_to_us(tmp_path, monk
     rows = [{"time": begin + 10.0, "time_step": 10.0} for begin in (100.0, 101.0, 103.0, 110.0)]
     monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
     assert ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]  # 0, 0.5, 1.5 and 5 of 20 s
+
+
+def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
+    code = ("import sys, time; sys.path.insert(0, 'scripts'); import live_runs; live_runs.end_in_order()\n"
+            "try:\n    print('up', flush=True); time.sleep(60)\n"
+            "finally:\n    print('ending', flush=True); time.sleep(0.5); print('ended', flush=True)")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    for word in ("up", "ending"):
+        assert process.stdout.readline().strip() == word
+        process.terminate()
+    assert process.stdout.read().strip() == "ended" and process.wait(10) == 143
 
 
 def step(start, end, decodes=1, prefill=()):
