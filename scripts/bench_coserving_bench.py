@@ -56,7 +56,7 @@ class Options:
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, by commas
     model: str = "512x2"  # hidden x layers, of S
     rollout_model: str = "512x2"
-    prompt_scale: float = 0.4  # of the trace's lengths: a prompt then takes as many decode steps as on a GPU
+    prompt_scale: float = 0.4  # of the trace's lengths: a prompt then takes several decode steps, as on a GPU
     output_scale: float = 0.05
     profile: str = ""  # of rose.serving.profile, for these very models and this core; empty: measured
     concurrency: int = 32  # turns of R at a time

@@ -31,6 +31,7 @@ from rose.coserving import names  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.roles import journal  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
+from rose.serving.profile import stolen_s  # noqa: E402
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
@@ -105,7 +106,7 @@ class Stolen(NamedTuple):
 
     @staticmethod
     def now() -> Stolen:
-        return Stolen(time.time(), getattr(psutil.cpu_times(), "steal", 0.0))
+        return Stolen(time.time(), stolen_s())
 
 
 def wait_for_calm(say: Callable[[str], None]) -> None:

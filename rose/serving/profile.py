@@ -206,17 +206,17 @@ def measure(config: Config, model: Path, seconds: float, threads: int | None = N
     say("importing vLLM")
     start.preload()
     found = fingerprint(config, model)
-    began, stolen = time.monotonic(), _stolen_s()
+    began, stolen = time.monotonic(), stolen_s()
     with tempfile.TemporaryDirectory(prefix="rose-profile-") as scratch:
         predictors, interference = asyncio.run(_measure(config, model, gpus, seconds, Path(scratch)))
-    stolen = (_stolen_s() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    stolen = (stolen_s() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
     for side, folder in (("online", config.serving.online.model), ("rollout", model)):
         found[side] = found[side] | {"model": str(folder), "predictor": predictors[side].to_dict()}
     found["interference"] = found["interference"] | interference
     return {"format": FORMAT} | found | {"stolen": round(stolen, 3)}
 
 
-def _stolen_s() -> float:
+def stolen_s() -> float:
     """What a hypervisor has given to other guests, of all cores' time."""
     return getattr(psutil.cpu_times(), "steal", 0.0)
 
