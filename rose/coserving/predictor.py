@@ -3,8 +3,8 @@
 T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens in chunks of P_i,
 each token of a chunk attending to ctx_i before it on average; D decodes. c0 is the floor of reading the weights once,
 which a short prefill shares; c5 is what a step costs whatever is in it, which on a CPU is most of it. Fitted on the
-device (rose.serving.profile), then refined by every step that is observed: a slowly moving scale and the last residuals,
-apart for steps with prefill and steps of decodes alone, as noise differs.
+device (rose.serving.profile), then refined by every step that is observed: a slowly moving scale, which depends on how
+long the step is, and the last residuals, apart for steps with prefill and steps of decodes alone, as noise differs.
 Pure; not safe to share between threads.
 """
 
@@ -22,7 +22,11 @@ SEEDS = 128  # of them that a profile brings
 RATE = 0.02  # of the scale's move per step: half of a lasting change in 35 steps
 STEP = 2.0  # one step moves the scale as if it had been off by no more, however long a page fault took
 SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
+LEVELS = tuple(map(math.log, SCALES))
+SPREAD = 0.005  # variance of the steps' log times from which on they say how the scale depends on them
+SLOPE = 0.5  # of the log scale over the log time, at most: longer steps are always expected to take longer
 KEPT = 0.95  # of the samples that the last fits are made from; the rest are taken for page faults and the like
+SHORTEST = 1e-6  # seconds: no step takes less
 ROUNDS = 20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
 MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
 
@@ -58,7 +62,8 @@ class Predictor:
         """Mean; 0 for a step without work. About 1 microsecond."""
         if not work.prefill and not work.decodes:
             return 0.0
-        return self._bare(work) * self._kinds[bool(work.prefill)].scale
+        bare = self._bare(work)
+        return bare * self._kinds[bool(work.prefill)].scale(bare)
 
     def p99(self, work: Work) -> float:
         """The mean times the margin."""
@@ -69,10 +74,10 @@ class Predictor:
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """One step took so long. What can't be a step's time (not finite, not positive: a clock was set) is ignored."""
-        predicted = self.seconds(work)
-        if predicted > 0 and math.isfinite(seconds) and seconds > 0:
-            self._kinds[bool(work.prefill)].add(seconds / predicted)
+        """One step took so long. What can't be a step's time (not finite, hardly positive: a clock was set) is ignored."""
+        bare = self._bare(work) if work.tokens else 0.0
+        if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
+            self._kinds[bool(work.prefill)].add(bare, seconds)
 
     @property
     def error(self) -> tuple[float, float]:
@@ -132,16 +137,38 @@ class Predictor:
 
 
 class _Residuals:
-    """The last measured / predicted times of one kind of step, and the scale that follows them."""
+    """The last measured / predicted times of one kind of step, and the scale that follows them.
+
+    Its logarithm is a line over that of the fitted time, by least squares with exponential forgetting: where one side
+    of a device makes small steps and the other large ones, one factor for all would be wrong for both."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)
         self.ordered = sorted(self.last)
         self.absolute = sum(abs(1 - 1 / ratio) for ratio in self.last)
-        self.scale = 1.0
         self.p99 = self._p99()
+        self._at: float | None = None  # mean of log(fitted time); null before the first step
+        self._level = self._variance = self._covariance = 0.0  # of log(measured / fitted time), both with log(fitted)
+        self._slope = 0.0
 
-    def add(self, ratio: float) -> None:
+    def scale(self, bare: float) -> float:
+        """Measured / fitted time to expect where `bare` seconds were fitted."""
+        level = self._level if self._at is None else self._level + self._slope * (math.log(bare) - self._at)
+        return math.exp(min(max(level, LEVELS[0]), LEVELS[1]))
+
+    def add(self, bare: float, seconds: float) -> None:
+        scale = self.scale(bare)
+        self._keep(ratio := seconds / (bare * scale))
+        x, y = math.log(bare), math.log(scale * min(max(ratio, 1 / STEP), STEP))
+        self._at = x if self._at is None else self._at
+        dx, dy = x - self._at, y - self._level
+        self._at += RATE * dx
+        self._level = min(max(self._level + RATE * dy, LEVELS[0]), LEVELS[1])
+        self._variance = (1 - RATE) * (self._variance + RATE * dx * dx)
+        self._covariance = (1 - RATE) * (self._covariance + RATE * dx * dy)
+        self._slope = min(max(self._covariance / (self._variance + SPREAD), -SLOPE), SLOPE)
+
+    def _keep(self, ratio: float) -> None:
         if len(self.last) == WINDOW:
             gone = self.last[0]
             del self.ordered[bisect_left(self.ordered, gone)]
@@ -150,7 +177,6 @@ class _Residuals:
         insort(self.ordered, ratio)
         self.absolute += abs(1 - 1 / ratio)
         self.p99 = self._p99()
-        self.scale = min(max(self.scale * min(max(ratio, 1 / STEP), STEP) ** RATE, SCALES[0]), SCALES[1])
 
     def _p99(self) -> float:
         """At least 1: a margin is never negative."""

@@ -74,6 +74,25 @@ def test_a_device_that_became_slower_is_followed_for_its_kind_of_steps_only(pred
     assert predictor.seconds(prefill) == other
 
 
+def test_small_and_large_steps_that_are_off_by_different_factors_are_both_followed(predictor):
+    small, middle, large = (Work((), count, 100 * count) for count in (1, 12, 40))
+    bare = [predictor.seconds(work) for work in (small, middle, large)]
+    for at in range(800):  # most steps are large: rollouts run beside few online requests
+        work, fitted, factor = (small, bare[0], 1.2) if at % 8 == 0 else (large, bare[2], 0.8)
+        predictor.observe(work, factor * fitted)
+    assert predictor.seconds(small) == pytest.approx(1.2 * bare[0], rel=0.05)
+    assert predictor.seconds(large) == pytest.approx(0.8 * bare[2], rel=0.05)
+    assert 0.8 < predictor.seconds(middle) / bare[1] < 1.2
+
+
+def test_a_longer_step_is_expected_to_take_longer_whatever_was_observed(predictor):
+    for at in range(1000):  # the longer, the faster
+        decodes = 1 + 39 * (at % 2)
+        predictor.observe(Work((), decodes, 0), 0.05 if decodes == 1 else 0.02)
+    times = [predictor.seconds(Work((), decodes, 0)) for decodes in range(1, 200)]
+    assert times == sorted(times) and times[-1] > times[0]
+
+
 def test_a_single_slow_step_widens_the_margin_and_leaves_the_mean(predictor):
     work = Work((), 4, 400)
     mean = predictor.seconds(work)
@@ -83,15 +102,16 @@ def test_a_single_slow_step_widens_the_margin_and_leaves_the_mean(predictor):
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=2 * WINDOW))
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_infinity=True)), max_size=2 * WINDOW))
 def test_whatever_is_observed_predictions_stay_finite_positive_and_within_the_bounds(observed):
     predictor = Predictor(TRUE)
-    work = Work(((100, 0),), 3, 300)
-    bare = predictor.seconds(work)
-    for seconds in observed:
-        predictor.observe(work, seconds)
-    assert SCALES[0] * bare * 0.999 <= predictor.seconds(work) <= SCALES[1] * bare * 1.001
-    assert predictor.p99(work) >= predictor.seconds(work)
+    works = [Work(((new, 0),), 3, 300) for new in (1, 100, 100_000)]
+    bare = [predictor.seconds(work) for work in works]
+    for new, seconds in observed:
+        predictor.observe(Work(((new, 0),), 3, 300), seconds)
+    for work, fitted in zip(works, bare, strict=True):
+        assert SCALES[0] * fitted * 0.999 <= predictor.seconds(work) <= SCALES[1] * fitted * 1.001
+        assert predictor.p99(work) >= predictor.seconds(work)
     assert predictor.error[0] >= 0 and predictor.error[1] >= 1
 
 
