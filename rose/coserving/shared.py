@@ -22,6 +22,7 @@ from rose.coserving.gate import Reason, lent, part
 from rose.coserving.member import vllm_scheduler
 from rose.coserving.online import OnlineScheduler
 from rose.coserving.predictor import Work
+from rose.coserving.slo import pace
 from rose.coserving.steps import decodes_next, left_of, together, work_of
 
 WAIT_S = 0.002  # of a loop that has nothing but rollouts which may not run
@@ -183,7 +184,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
         """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py."""
         predictor = self._predictor
         share, slack = self._lending.step_share * self._slo.ttft_p99_s, self._hold_until() - now
-        pace = self._slo.tpot_p50_s if own.decodes else board.INFINITE
+        paced = self._pace(now) if own.decodes else board.INFINITE
         alone = predictor.seconds(own)
         alone_p99 = alone * predictor.margin(own)
 
@@ -191,7 +192,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
             both = together(own, part(demand, tokens))
             seconds = predictor.seconds(both)
             return (seconds - alone <= share and seconds * predictor.margin(both) - alone_p99 <= slack
-                    and seconds <= pace)
+                    and seconds <= paced)
 
         low, most = 0, min(self._lending.chunk_tokens, demand.tokens)
         if not most or fits(most):
@@ -200,6 +201,15 @@ class SharedScheduler(Evicting, OnlineScheduler):
             middle = (low + most) // 2
             low, most = (middle, most) if fits(middle) else (low, middle)
         return low
+
+    def _pace(self, now: float) -> float:
+        """Seconds that the next step may take for online requests to keep tpot_p50_s on average."""
+        if self._in_flight:
+            _, work, began = self._in_flight[-1]
+            now = max(now, began + self._predictor.seconds(work))
+        running = ((self.requests.get(name), seen) for name, seen in self._seen.items() if seen.first_token_at is not None)
+        return pace(now, ((seen.first_token_at, seen.tokens + request.num_output_placeholders)
+                          for request, seen in running if request is not None), self._slo)
 
     def _tell_rollouts(self) -> None:
         count = blocks = 0

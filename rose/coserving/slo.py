@@ -107,6 +107,17 @@ def _due(now: float, request: Request, slo: Slo) -> float:
     return min(request.first_token_at + request.tokens * slo.tpot_p99_s, last + CREDIT * slo.tpot_p99_s)
 
 
+def pace(begins: float, running: Iterable[tuple[float, int]], slo: Slo) -> float:
+    """Seconds that a step which begins at `begins` may take for running requests to make tokens at tpot_p50_s on
+    average; infinite without any. `running`: (time of the first token, tokens made until `begins`) of each.
+
+    Whom a prompt has held up may catch up, whoever is ahead may lose that again; neither counts for more than CREDIT
+    tokens, so that one that is beyond help does not decide for the others."""
+    most = CREDIT * slo.tpot_p50_s
+    left = [min(max(first + tokens * slo.tpot_p50_s - begins, -most), most) for first, tokens in running]
+    return sum(left) / len(left) if left else INFINITE
+
+
 def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
     """Why S can't meet its targets even with the device for itself; "" if it can. Then nothing is to be lent."""
     step = Work((), typical.decodes, typical.decodes * typical.context)

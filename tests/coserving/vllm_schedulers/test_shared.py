@@ -66,6 +66,19 @@ def test_without_slack_they_wait(driven):
     assert driven.step() == {"a": 1}
 
 
+def test_an_online_request_that_a_prompt_held_up_catches_up_with_its_median_before_rollouts_go_on(driven):
+    rollout(driven, "r", prompt=20, tokens=100)
+    driven.step()
+    driven.add("a", prompt=20, tokens=50)
+    driven.step()
+    slo, seen = driven.scheduler._slo, driven.scheduler._seen["a"]
+    late = 1.5 * slo.tpot_p50_s  # within tpot_p99_s
+    seen.first_token_at = seen.last_token_at - late
+    assert driven.step() == {"a": 1}
+    seen.first_token_at = seen.last_token_at - (seen.tokens - 1) * slo.tpot_p50_s
+    assert driven.step() == {"a": 1, "r": 1}
+
+
 def test_fewer_tokens_than_rollouts_reach_all_of_them_in_turn(driven):
     import msgspec
 
