@@ -25,7 +25,7 @@ class Scheduler:
     def __init__(self, provisioning: Provisioning, routing: Routing, order: Order, batching: Batching,
                  queue_depth: float, turn_timeout_s: float) -> None:
         self.cluster = Cluster()
-        self.fleet = Fleet(self.cluster, queue_depth)
+        self.fleet = Fleet(self.cluster, queue_depth, optional(routing, "label", lambda worker: ""))
         self._queue = Dispatch(self.cluster, self.fleet, routing, order)
         self._provisioning, self._batching = provisioning, batching
         self._turn_timeout_s = turn_timeout_s
@@ -74,7 +74,11 @@ class Scheduler:
         """Policies hear of what is true only: no word on a turn or worker that is gone, or on a late attempt."""
         if not self._listeners or not self._is_true(event):
             return []
-        return [a for heard in self._listeners for a in self._carry_out(heard(event, self.cluster) or [])]
+        actions: list[Action] = []
+        for heard in self._listeners:
+            if said := heard(event, self.cluster):
+                actions += self._carry_out(said)
+        return actions
 
     def _is_true(self, event: Event) -> bool:
         match event:

@@ -27,7 +27,7 @@ class Dispatch:
         self._kv_need = optional(routing, "kv_need", lambda turn: turn.whole_kv_need)
         self._has_lanes = hasattr(routing, "lane")
         self._lane = optional(routing, "lane", lambda turn: "")
-        self._changed = optional(order, "changed", lambda event, cluster: ())
+        self._changed = optional(order, "changed", None)
         self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
 
     def add(self, turn: TurnState) -> None:
@@ -48,7 +48,7 @@ class Dispatch:
 
     def reorder(self, event: Event) -> None:
         """New places for the turns whose keys the event has changed."""
-        for name in self._changed(event, self._cluster):
+        for name in self._changed(event, self._cluster) if self._changed else ():
             turn = self._cluster.turns.get(name)
             if turn is not None and turn.worker is None:
                 self.remove(turn)
@@ -59,7 +59,7 @@ class Dispatch:
         self._fleet.begin_round()
         actions: list[AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
-        heads = self._heads()
+        heads = self._heads(self._fleet.holds())
         while heads:
             entry, name = heappop(heads)
             turn, lane, bound = entry[2], self._lanes[name], UNBOUNDED
@@ -71,16 +71,14 @@ class Dispatch:
                 else:
                     waiting[name] = waiting.get(name, 0) + 1
                     bound = turn.kv_need - 1 if self._has_lanes else UNBOUNDED
-                following = self._first(lane, bound, entry)
+                following = self._following(lane, bound, entry)
             if following and waiting.get(name, 0) < LOOK_AHEAD:
                 heappush(heads, (following, name))
         return actions
 
-    def _first(self, lane: TurnQueue, bound: int, after: Entry | None = None) -> Entry | None:
+    def _following(self, lane: TurnQueue, bound: int, after: Entry) -> Entry | None:
         """The lane's next turn that may find a place, or keep a worker."""
-        if not lane:
-            return None
-        holds = self._fleet.holds()
+        holds = self._fleet.holds() if lane else 0
         return lane.first(min(bound, holds), after)[0] if holds > 0 else None
 
     def _pass_over(self, lane: TurnQueue, entry: Entry) -> Entry | None:
@@ -92,8 +90,11 @@ class Dispatch:
         self._fleet.keep_all(passed)
         return following
 
-    def _heads(self) -> list[tuple[Entry, Hashable]]:
-        heads = [(head, name) for name, lane in self._lanes.items() if (head := self._first(lane, UNBOUNDED))]
+    def _heads(self, holds: int) -> list[tuple[Entry, Hashable]]:
+        """Of each lane the first turn that may find a place, a heap."""
+        if holds <= 0:
+            return []
+        heads = [(head, name) for name, lane in self._lanes.items() if (head := lane.first(holds)[0])]
         heapify(heads)
         return heads
 

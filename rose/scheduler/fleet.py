@@ -1,8 +1,8 @@
 """Workers that can take turns now, indexed: each question of a routing policy costs O(log workers).
 
-Ready are those with the newest weights that take turns and neither load, drain nor rest. They lie in pools of one kind
-and hardware; apart are those from which memory was taken back, and those of which only a part is lent, by its size. A
-pool knows its workers with room by load and by room.
+Ready are those with the newest weights that take turns and neither load, drain nor rest. They lie in pools of one kind,
+hardware and label, which a routing policy may give them; apart are those from which memory was taken back, and those of
+which only a part is lent, by its size. A pool knows its workers with room by load and by room.
 
 A turn that can't be placed keeps its place: the workers that could hold it are kept for it until the end of the round,
 or small turns would starve a large one. These are the workers that the policy asked for in vain.
@@ -10,7 +10,7 @@ or small turns would starve a large one. These are the workers that the policy a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -22,18 +22,17 @@ LOOK = 16  # workers seen in order of load before those with most room are: boun
 
 
 class Fleet:
-    """`queue_depth`: turns beyond a worker's sequences, as a share of these."""
+    """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see `policies.Routing`."""
 
-    def __init__(self, cluster: Cluster, queue_depth: float) -> None:
-        self._cluster, self._queue_depth = cluster, queue_depth
+    def __init__(self, cluster: Cluster, queue_depth: float, label: Callable[[str], Hashable] = lambda worker: "") -> None:
+        self._cluster, self._queue_depth, self._label = cluster, queue_depth, label
         self._pools: dict[tuple, _Pool] = {}
         self._places: dict[str, _Place] = {}
         self._names = SortedList()
         self._changed: dict[str, None] = {}
         self._roomy: dict[_Pool, None] = {}  # those that have workers with room
-        self._asked: dict[str | tuple, None] = {}  # in vain, for the turn at hand: a name, or (kind, hardware)
-        self._kinds: list[tuple[str, str]] | None = None  # None: not known since a worker became ready, or isn't any more
-        self._keeps = False  # anything, in this round
+        self._asked: dict[str | tuple, None] = {}  # in vain, for the turn at hand: a name, or (kind, hardware, label)
+        self._floored: list[_Pool] = []  # those of which something is kept in this round
         self._kept: dict[str, int] = {}  # worker -> what it can hold is kept, of turns of so much need
 
     # ----------------------------------------------------------------- what policies ask
@@ -51,26 +50,40 @@ class Fleet:
         return None
 
     def least(self, turn: TurnState, *, kind: str | None = None, hardware: str | None = None,
-              steady: bool = True) -> WorkerState | None:
-        """The least loaded with room for it, by name where loads are equal. `steady`: those from which memory was taken
-        back come last. After LOOK that have no room it may be the one with most room instead."""
+              label: Hashable | None = None) -> WorkerState | None:
+        """The least loaded with room for it, by name where loads are equal; those from which memory was taken back come
+        last. After LOOK that have no room it may be the one with most room instead."""
         if self._changed:
             self._settle()
         best = None
         for pool in self._roomy:
-            if (kind is None or pool.kind == kind) and (hardware is None or pool.hardware == hardware):
+            if pool.is_of(kind, hardware, label):
                 found = pool.least(turn, self._kept)
                 if found is not None:
-                    found = steady and pool.revoked, *found
+                    found = pool.revoked, *found
                     best = found if best is None else min(best, found)
         if best is not None:
             return self._places[best[2]].worker
         place = self._places.get(turn.avoid) if turn.avoid else None
         if place is not None and place.room >= turn.kv_need and self._open(place) and (
-                kind in (None, place.pool.kind) and hardware in (None, place.pool.hardware)):
+                place.pool.is_of(kind, hardware, label)):
             return place.worker
-        self._asked[kind, hardware] = None
+        self._asked[kind, hardware, label] = None
         return None
+
+    def least_of_each(self, turn: TurnState) -> list[WorkerState]:
+        """Of each kind and hardware the least loaded with room for it, by name where loads are equal."""
+        if self._changed:
+            self._settle()
+        best: dict[tuple[str, str], tuple[float, str]] = {}
+        for pool in self._roomy:
+            if found := pool.least(turn, self._kept):
+                sort = pool.kind, pool.hardware
+                best[sort] = min(best.get(sort, found), found)
+        if best:
+            return [self._places[name].worker for _, name in best.values()]
+        last = self.least(turn)
+        return [] if last is None else [last]
 
     def after(self, name: str, turn: TurnState) -> WorkerState | None:
         """The next by name with room for it, and after the last the first again."""
@@ -86,14 +99,6 @@ class Fleet:
                     return place.worker
                 revoked = revoked or place.worker
         return self.least(turn) if revoked is None or len(self) > LOOK else revoked
-
-    def kinds(self) -> list[tuple[str, str]]:
-        """(kind, hardware) that have ready workers."""
-        if self._changed:
-            self._settle()
-        if self._kinds is None:
-            self._kinds = sorted({(p.kind, p.hardware) for p in self._pools.values() if p.members})
-        return self._kinds
 
     def __len__(self) -> int:
         self._settle()
@@ -112,11 +117,10 @@ class Fleet:
 
     def begin_round(self) -> None:
         """Nothing is kept for anybody."""
-        if self._keeps:
-            self._keeps = False
-            self._kept.clear()
-            for pool in self._pools.values():
-                pool.floor = FREE
+        for pool in self._floored:
+            pool.floor = FREE
+        self._floored.clear()
+        self._kept.clear()
 
     def begin_turn(self) -> None:
         self._asked.clear()
@@ -125,16 +129,17 @@ class Fleet:
         """The turn waits: what it asked for in vain is kept for it, as far as it could hold the turn."""
         for asked in self._asked:
             if isinstance(asked, str):
-                self._keeps = True
                 self._kept[asked] = min(self._kept.get(asked, FREE), turn.kv_need)
             else:
                 self.keep_all(turn.kv_need, *asked)
 
-    def keep_all(self, need: int, kind: str | None = None, hardware: str | None = None) -> None:
+    def keep_all(self, need: int, kind: str | None = None, hardware: str | None = None,
+                 label: Hashable | None = None) -> None:
         """Whoever of these could hold a turn of so much need is kept for one."""
-        self._keeps = True
         for pool in self._roomy:  # others have nothing to keep, and get nothing in a round
-            if kind in (None, pool.kind) and hardware in (None, pool.hardware):
+            if pool.is_of(kind, hardware, label):
+                if pool.floor == FREE:
+                    self._floored.append(pool)
                 pool.floor = min(pool.floor, need)
 
     def holds(self) -> int:
@@ -172,13 +177,11 @@ class Fleet:
             worker, place = workers.get(name), places.get(name)
             if worker is not None and self._is_ready(worker):
                 if place is None:
-                    self._kinds = None
                     self._names.add(name)
                     place = places[name] = _Place(worker)
                 self._put(worker, place)
             elif place is not None:
                 place.pool.take_out(place)
-                self._kinds = None
                 del places[name]
                 self._names.remove(name)
 
@@ -193,12 +196,10 @@ class Fleet:
             if place.pool is not None:
                 place.pool.take_out(place)
             part = 0 if holds == UNBOUNDED else holds.bit_length()
-            key = worker.kind, worker.hardware, worker.revoked, part
+            key = worker.kind, worker.hardware, self._label(worker.worker), worker.revoked, part
             if key not in self._pools:
                 self._pools[key] = _Pool(self._roomy, *key)
-            self._kinds = None
             place.worker, place.holds, place.pool = worker, holds, self._pools[key]
-            place.pool.members += 1
         place.room, place.load = worker.room(self._queue_depth), worker.load
         place.pool.rank(place)
 
@@ -217,15 +218,20 @@ class _Pool:
     """Workers of one sort. `part`: 0 if they are lent whole, else the bits of the KV tokens that one holds. `floor`:
     those that hold a turn of so much need are kept for one."""
 
-    def __init__(self, roomy: dict[_Pool, None], kind: str, hardware: str, revoked: bool, part: int) -> None:
-        self.kind, self.hardware, self.revoked, self.part = kind, hardware, revoked, part
+    def __init__(self, roomy: dict[_Pool, None], kind: str, hardware: str, label: Hashable, revoked: bool,
+                 part: int) -> None:
+        self.kind, self.hardware, self.label, self.revoked, self.part = kind, hardware, label, revoked, part
         self.floor = FREE
-        self.members = 0
         self._roomy = roomy  # the pools that have workers with room
         self._by_load = Ranking()  # (load, name) of those with room
         self._by_room = Ranking()  # (-room, load, name) of the same
         self._places: dict[str, _Place] = {}
         self.holds = UNBOUNDED if part == 0 else (1 << part) - 1  # no member holds more
+
+    def is_of(self, kind: str | None, hardware: str | None, label: Hashable | None) -> bool:
+        """None: any."""
+        return ((kind is None or self.kind == kind) and (hardware is None or self.hardware == hardware)
+                and (label is None or self.label == label))
 
     def rank(self, place: _Place) -> None:
         """By its load and room now."""
@@ -240,7 +246,6 @@ class _Pool:
             self._no_room(name)
 
     def take_out(self, place: _Place) -> None:
-        self.members -= 1
         if place.worker.worker in self._places:
             self._no_room(place.worker.worker)
 

@@ -172,7 +172,28 @@ def test_libra_gives_workers_out_by_shares():
     for i in range(8):
         join(s, f"w{i}")
     routing = s._queue._choose.__self__
-    assert [len(bucket) for bucket in routing._buckets] == [4, 2, 2]
+    assert [[routing.label(f"w{i}") for i in range(8)].count(bucket) for bucket in range(3)] == [4, 2, 2]
+
+
+def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
+    s = make("libra", limits=[50], shares=[1, 1])
+    for i in range(100):
+        join(s, f"w{i:02}", sequences=2)  # even ones into the first bucket
+    for i in range(100):
+        assert request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"  # all have one turn before the first has two
+    assert request(s, "g100.0.t0") == "w01"
+
+
+def test_libra_labels_a_worker_that_came_back_anew():
+    s = make("libra", limits=[50], shares=[1, 1])
+    for name in "abc":
+        join(s, name, sequences=1)
+    s.handle(ev.WorkerLost(at=0.0, worker="a", reason="gone"))
+    s.handle(ev.WorkerLost(at=0.0, worker="c", reason="gone"))
+    join(s, "a", sequences=1)
+    s.handle(ev.WorkerLost(at=0.0, worker="b", reason="gone"))
+    join(s, "b", sequences=1)  # the first bucket has a
+    assert [request(s, f"g0.{i}.t0") for i in range(3)] == ["a", "b", ""]
 
 
 # ----------------------------------------------------------------- RollArt
@@ -215,6 +236,16 @@ def test_earliest_finish_never_waits_while_a_worker_has_room():
     join(s, "a", sequences=1), join(s, "c", "cooperative", sequences=1)
     teach(s, "x", {"a": 1.0, "c": 50.0})
     assert {request(s, f"g{i}.0.t0", at=60.0) for i in range(2)} == {"a", "c"}
+
+
+def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room():
+    s = make("earliest_finish", chunk_tokens=1000)
+    join(s, "a", sequences=1), join(s, "c", "cooperative", sequences=1)
+    teach(s, "x", {"a": 1.0, "c": 50.0})
+    assert request(s, "g0.0.t0", at=60.0) == "a"
+    stalled = s.handle(ev.Tick(at=1000.0))
+    assert where(stalled) == {"g0.0.t0": "c"}  # slow, but not the one that stalled
+    assert where(s.handle(ev.Tick(at=2000.0))) == {"g0.0.t0": "a"}
 
 
 def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():

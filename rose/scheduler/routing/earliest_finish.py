@@ -60,12 +60,15 @@ class EarliestFinish:
         if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
-        others = [fleet.least(turn, kind=kind, hardware=hardware, steady=False) for kind, hardware in fleet.kinds()]
-        candidates = [w for w in (home, *others) if w is not None]
-        worker = min(candidates, key=lambda w: self._score(turn, w, w is home), default=None)
-        if worker is not None:
-            self._speeds.sent(turn, worker, worker is home)
-            self._begun.setdefault(turn.trajectory, turn.context_tokens)
+        candidates = fleet.least_of_each(turn) if home is None else [home, *fleet.least_of_each(turn)]
+        if not candidates:
+            return None
+        if len(candidates) == 1:  # mostly, where turns wait: nothing is to be compared
+            worker = candidates[0]
+        else:
+            worker = min(candidates, key=lambda w: self._score(turn, w, w is home))
+        self._speeds.sent(turn, worker, worker is home)
+        self._begun.setdefault(turn.trajectory, turn.context_tokens)
         return worker
 
     def lane(self, turn: TurnState) -> bool:

@@ -7,8 +7,6 @@ from rose.scheduler.events import Event, WorkerJoined, WorkerLost
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-PROBES = 16  # workers of a bucket looked at for one turn: the best of 16 is close to the least loaded, at O(1)
-
 
 class Libra:
     """Workers form buckets for short to long trajectories; tool outcomes, not length predictions, move a trajectory
@@ -28,19 +26,18 @@ class Libra:
             raise ValueError(f"shares={shares}: a positive number per bucket, of which limits={limits} make "
                              f"{len(limits) + 1}")
         self.shares = [share / sum(shares) for share in shares]
-        self._buckets: list[list[str]] = [[] for _ in shares]
         self._bucket: dict[str, int] = {}  # worker -> its bucket
-        self._next = [0] * len(shares)  # where the next look into the bucket begins
+        self._sizes = [0] * len(shares)  # workers of each
 
     def heard(self, event: Event, cluster: Cluster) -> list:
         self._levels.heard(event, cluster)
         match event:
             case WorkerJoined(worker=worker):
                 self._remove(worker)
-                total = 1 + sum(map(len, self._buckets))
-                owed = [share * total - len(b) for share, b in zip(self.shares, self._buckets, strict=True)]
-                self._bucket[worker] = owed.index(max(owed))
-                self._buckets[self._bucket[worker]].append(worker)
+                total = 1 + len(self._bucket)
+                owed = [share * total - size for share, size in zip(self.shares, self._sizes, strict=True)]
+                bucket = self._bucket[worker] = owed.index(max(owed))
+                self._sizes[bucket] += 1
             case WorkerLost(worker=worker):
                 self._remove(worker)
         return []
@@ -54,16 +51,15 @@ class Libra:
                 return worker
         return fleet.least(turn)
 
+    def label(self, worker: str) -> int:
+        return self._bucket[worker]
+
     def _least(self, bucket: int, home: str, turn: TurnState, fleet: Fleet) -> WorkerState | None:
-        names = self._buckets[bucket]
         if self._bucket.get(home) == bucket and (worker := fleet.get(home, turn)) is not None:
             return worker
-        start = self._next[bucket]
-        self._next[bucket] = (start + 1) % max(1, len(names))
-        looked = (fleet.get(names[(start + i) % len(names)], turn) for i in range(min(PROBES, len(names))))
-        return min((w for w in looked if w is not None), key=lambda w: (w.revoked, w.load, w.worker), default=None)
+        return fleet.least(turn, label=bucket)
 
     def _remove(self, worker: str) -> None:
         bucket = self._bucket.pop(worker, None)
         if bucket is not None:
-            self._buckets[bucket].remove(worker)
+            self._sizes[bucket] -= 1
