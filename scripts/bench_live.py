@@ -157,7 +157,7 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     for line in process.stdout:
         said.append(line)
         if "measuring" in line:  # an engine has started
-            quota.add(process.pid)
+            quota.add(process.pid, everybody=True)
             quota.limit()
     quota.close()
     if process.wait():

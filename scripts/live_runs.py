@@ -65,14 +65,15 @@ class Quota:
             raise SystemExit(f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
                              "cpu, or give --quota 0 for engines without one") from None
 
-    def add(self, pid: int) -> None:
-        """The engines that run below this process."""
+    def add(self, pid: int, everybody: bool = False) -> None:
+        """The engines that run below this process; `everybody`: and whatever else does, for a process that starts more
+        than one engine: only the first is called ENGINE."""
         if self._folder is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             for one in psutil.Process(pid).children(recursive=True):
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    if one.cmdline()[:1] == [ENGINE]:
+                    if everybody or one.cmdline()[:1] == [ENGINE]:
                         (self._folder / "cgroup.procs").write_text(str(one.pid))
 
     def limit(self) -> None:
