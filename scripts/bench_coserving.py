@@ -64,7 +64,8 @@ def parse(argv: list[str]) -> Options:
     return options
 
 
-def measure(bench: Bench) -> tuple[list[Run], Alone]:
+def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
+    """After each seed what was found so far is in `out`."""
     chosen = bench.options.scenarios.split(",")
     bench.start(ALONE)
     for words in bench.calibrate():
@@ -84,7 +85,19 @@ def measure(bench: Bench) -> tuple[list[Run], Alone]:
         for scenario in order[turn:] + order[:turn]:
             runs.append(bench.calm_run(scenario, seed, traffic, bench.options.seconds))
             say(_words(runs[-1], bench.slo))
+        write(bench, out, runs, alone, [])
     return runs, alone
+
+
+def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[dict]) -> list[dict]:
+    """The table's rows."""
+    rows = table(runs, bench.slo, alone)
+    found = {"options": dataclasses.asdict(bench.options), "factor": bench.factor, "slo": dataclasses.asdict(bench.slo),
+             "alone": dataclasses.asdict(alone), "table": rows, "runs": [dataclasses.asdict(run) for run in runs],
+             "bursts": bursts}
+    (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
+    (out / "bench_coserving.csv").write_text(as_csv(rows))
+    return rows
 
 
 def _words(run: Run, slo: Slo) -> str:
@@ -112,16 +125,11 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with Bench(options) as bench:
-        runs, alone = measure(bench)
+        runs, alone = measure(bench, out)
         bursts = bench_coserving_burst.measure(bench) if options.burst else []
-    rows = table(runs, bench.slo, alone)
+    rows = write(bench, out, runs, alone, bursts)
     print("", *lines(rows, bench.slo, alone), "\ntargets:", *targets(rows), sep="\n")
     print(*bench_coserving_burst.lines(bursts), sep="\n")
-    found = {"options": dataclasses.asdict(options), "factor": bench.factor, "slo": dataclasses.asdict(bench.slo),
-             "alone": dataclasses.asdict(alone), "table": rows, "runs": [dataclasses.asdict(run) for run in runs],
-             "bursts": bursts}
-    (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
-    (out / "bench_coserving.csv").write_text(as_csv(rows))
     say(f"in {out}")
     return 0
 
