@@ -59,11 +59,11 @@ class Predictor:
         self._kinds = (_Residuals(ratios[0]), _Residuals(ratios[1]))
 
     def seconds(self, work: Work) -> float:
-        """Mean; 0 for a step without work. About 1 microsecond."""
+        """Mean; 0 for a step without work. Some 2 microseconds."""
         if not work.prefill and not work.decodes:
             return 0.0
         bare = self._bare(work)
-        return bare * self._kinds[bool(work.prefill)].scale(bare)
+        return bare * self._kinds[bool(work.prefill)].scale(bare) if bare > 0 else 0.0
 
     def p99(self, work: Work) -> float:
         """The mean times the margin."""
@@ -74,7 +74,8 @@ class Predictor:
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """One step took so long. What can't be a step's time (not finite, hardly positive: a clock was set) is ignored."""
+        """One step took so long. What can't be a step's time (not finite, or next to none: a clock was set) is
+        ignored."""
         bare = self._bare(work) if work.tokens else 0.0
         if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
             self._kinds[bool(work.prefill)].add(bare, seconds)

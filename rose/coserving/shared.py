@@ -207,9 +207,10 @@ class SharedScheduler(Evicting, OnlineScheduler):
         if self._in_flight:
             _, work, began = self._in_flight[-1]
             now = max(now, began + self._predictor.seconds(work))
-        running = ((self.requests.get(name), seen) for name, seen in self._seen.items() if seen.first_token_at is not None)
+        running = [(seen, self.requests[name]) for name, seen in self._seen.items()
+                   if seen.first_token_at is not None and name in self.requests]
         return pace(now, ((seen.first_token_at, seen.tokens + request.num_output_placeholders)
-                          for request, seen in running if request is not None), self._slo)
+                          for seen, request in running), self._slo)
 
     def _tell_rollouts(self) -> None:
         count = blocks = 0

@@ -24,7 +24,8 @@ LOOK = 16  # workers seen in order of load before those with most room are: boun
 class Fleet:
     """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see `policies.Routing`."""
 
-    def __init__(self, cluster: Cluster, queue_depth: float, label: Callable[[str], Hashable] = lambda worker: "") -> None:
+    def __init__(self, cluster: Cluster, queue_depth: float,
+                 label: Callable[[str], Hashable] = lambda worker: "") -> None:
         self._cluster, self._queue_depth, self._label = cluster, queue_depth, label
         self._pools: dict[tuple, _Pool] = {}
         self._places: dict[str, _Place] = {}

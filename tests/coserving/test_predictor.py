@@ -59,6 +59,13 @@ def test_no_work_takes_no_time(predictor):
     assert predictor.seconds(Work((), 0, 0)) == predictor.p99(Work((), 0, 0)) == 0
 
 
+def test_decodes_that_a_fit_took_for_free_take_no_time_whatever_other_steps_took():
+    predictor = Predictor([0.0, 1e-4, 0.0, 0.0, 1e-6, 0.0])
+    predictor.observe(Work((), 4, 400), 0.01)
+    predictor.observe(Work((), 1, 0), 0.01)
+    assert predictor.seconds(Work((), 1, 0)) == 0 < predictor.seconds(Work((), 1, 100))
+
+
 @pytest.mark.parametrize("missing, words", [(0, "of decodes alone"), (1, "with prefill")])
 def test_a_fit_needs_both_kinds_of_steps(steps, missing, words):
     with pytest.raises(ValueError, match=f"0 steps {words}"):
