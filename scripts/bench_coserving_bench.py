@@ -228,8 +228,7 @@ class Bench:
                 wait_for_calm(print)
             before = Stolen.now()
             found.append(self.run(scenario, seed, traffic, seconds))
-            after = Stolen.now()
-            found[-1].stolen = (after.seconds - before.seconds) / (after.at - before.at) / (os.cpu_count() or 1)
+            found[-1].stolen = Stolen.now().share_since(before)
         return min(found, key=lambda run: run.stolen)
 
     def run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:

@@ -109,6 +109,10 @@ class Stolen(NamedTuple):
     def now() -> Stolen:
         return Stolen(time.time(), stolen_s())
 
+    def share_since(self, before: Stolen) -> float:
+        """Of the machine's time between the two."""
+        return (self.seconds - before.seconds) / (self.at - before.at) / (os.cpu_count() or 1)
+
 
 def wait_for_calm(say: Callable[[str], None]) -> None:
     """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may come later."""
@@ -118,8 +122,7 @@ def wait_for_calm(say: Callable[[str], None]) -> None:
         busy = [subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"]) for _ in range(cores)]
         for one in busy:
             one.wait()
-        after = Stolen.now()
-        share = (after.seconds - before.seconds) / (after.at - before.at) / cores
+        share = Stolen.now().share_since(before)
         if share < CALM:
             return
         if not said:

@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from rose.coserving import board, names
 from rose.coserving.evict import Evicting
-from rose.coserving.gate import Reason, lent, part
+from rose.coserving.gate import Reason, largest, lent, part
 from rose.coserving.member import vllm_scheduler
 from rose.coserving.online import OnlineScheduler
 from rose.coserving.predictor import Work
@@ -194,13 +194,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
             return (seconds - alone <= share and seconds * predictor.margin(both) - alone_p99 <= slack
                     and seconds <= paced)
 
-        low, most = 0, min(self._lending.chunk_tokens, demand.tokens)
-        if not most or fits(most):
-            return most
-        while most - low > 1:
-            middle = (low + most) // 2
-            low, most = (middle, most) if fits(middle) else (low, middle)
-        return low
+        return largest(fits, 0, min(self._lending.chunk_tokens, demand.tokens))
 
     def _pace(self, now: float) -> float:
         """Seconds that the next step may take for online requests to keep tpot_p50_s on average."""

@@ -6,7 +6,8 @@
     POST /lending/stop    at once; POST /lending/start takes it back
 
 What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file `token` beside the report
-(mode 0600; not beside the boards, as a node's shared memory can't be seen from where an operator sits). What only reads shows the numbers that the online server's own /metrics shows to anybody.
+(mode 0600; not beside the boards, as a node's shared memory can't be seen from where an operator sits). What only reads
+shows the numbers that the online server's own /metrics shows to anybody.
 """
 
 from __future__ import annotations
