@@ -38,6 +38,7 @@ class Online:
     decode_s: float = 0  # mean time of a step that decodes what runs now; 0: nothing does
     hold_until: float = INFINITE  # the latest time until which every online request meets its target, its own steps
     # at their P99 time counted, if the device were taken from S until then; infinite without requests
+    prompt_share: float = 1  # of lending.step_share, by how soon first tokens came
     kv_total: float = 0  # bytes of KV cache of this engine's whole pool
     kv_used: float = 0  # bytes, by requests (cached prefixes that nobody uses are free)
     kv_held: float = 0  # bytes that this engine may use now; the rest is lent, or was

@@ -2,8 +2,8 @@
 
 A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h the interference
 measured by rose.serving.profile. It may begin if S, held up so long, still makes every target (now + h T <=
-hold_until), and if a request that arrives just after loses no more than step_share of its TTFT target. Anything
-unknown, silent, damaged or not a number shuts the gate.
+hold_until), and if a request that arrives just after loses no more than step_share of its TTFT target, or less of it if
+that is what keeps the median TTFT (slo.Promptness). Anything unknown, silent, damaged or not a number shuts the gate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Gate:
             return Admission(0, Reason.NO_SLO)
         if reason := lent(now, online, control, self._lending):
             return Admission(0, reason)
-        share = self._lending.step_share * self._slo.ttft_p99_s
+        share = self._lending.step_share * self._slo.ttft_p99_s * online.prompt_share
         slack = online.hold_until - now
         demand = demand if demand.tokens else Work((), 1, 0)
         one = part(demand, 1)

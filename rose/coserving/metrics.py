@@ -158,6 +158,8 @@ FAMILIES = (
              _online(("prompt", lambda o: o.prompt_tokens), ("made", lambda o: o.made_tokens))),
     _gauge("rose_online_slack_seconds", "How long the device could be kept from the online engine now with every "
            "request still meeting its target; absent without requests.", (), _slack),
+    _gauge("rose_online_prompt_share", "Part of lending.step_share that keeps the median TTFT at ttft_p50_s.", (),
+           _online(("", lambda o: o.prompt_share))),
     _gauge("rose_online_lends", "0: the online engine lends nothing, as when it misses its targets by itself.", (),
            _online(("", lambda o: o.lends))),
     # both

@@ -18,7 +18,7 @@ from rose.coserving.board import Peer
 from rose.coserving.member import Member, vllm_scheduler
 from rose.coserving.predictor import Predictor, Work
 from rose.coserving.priority import lift
-from rose.coserving.slo import Attainment, Request, hold_until
+from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
@@ -46,17 +46,24 @@ class OnlineScheduler(Member):
         super().__init__(*args, **kwargs)
         self._seen: dict[str, _Seen] = {}
         self._most = self.max_num_scheduled_tokens  # which a subclass may lower for a step
+        self._promptness: Promptness | None = None
         if self.device is None:
             return
         lending, slo = self.device.serving.lending, self.device.serving.online.slo
         self._lending, self._slo = lending, slo
         self._predictor = Predictor.from_dict(self.device.profile["online"]["predictor"]) if self.device.profile else None
         self._attainment = Attainment(slo) if slo else None
+        self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
         self._asked_at: float | None = None  # since when lent memory is waited for
         self._hold = 0.0  # bytes that are to be held
         self.state.kv_held = self.pool.limit_bytes
+
+    def _publish(self) -> None:
+        if self._promptness is not None:
+            self.state.prompt_share = self._promptness.share(time.monotonic())
+        super()._publish()
 
     # ------------------------------------------------------------------ vLLM's calls
 
@@ -164,7 +171,10 @@ class OnlineScheduler(Member):
         if seen is None:
             return
         if output.new_token_ids:
-            seen.first_token_at = seen.first_token_at or now
+            if seen.first_token_at is None:
+                seen.first_token_at = now
+                if self._promptness is not None:
+                    self._promptness.add(now, now - seen.arrival)
             seen.last_token_at = now
             seen.tokens += len(output.new_token_ids)
             self.state.made_tokens += len(output.new_token_ids)

@@ -183,7 +183,8 @@ class SharedScheduler(Evicting, OnlineScheduler):
     def _largest(self, now: float, own: Work, demand: Work) -> int:
         """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py."""
         predictor = self._predictor
-        share, slack = self._lending.step_share * self._slo.ttft_p99_s, self._hold_until() - now
+        share = self._lending.step_share * self._slo.ttft_p99_s * self._promptness.share(now)
+        slack = self._hold_until() - now
         paced = self._pace(now) if own.decodes else board.INFINITE
         alone = predictor.seconds(own)
         alone_p99 = alone * predictor.margin(own)

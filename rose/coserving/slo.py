@@ -20,6 +20,8 @@ INFINITE = float("inf")
 CREDIT = 4.0  # times the TPOT target: the longest gap between two tokens that a request ahead of its target may see
 WINDOW = 200  # requests by which S is judged
 JUDGED = 50  # of them at least
+STEP = 0.9  # of `Promptness`, a request
+FORGET_S = 60.0
 MISSES, RECOVERED = 0.05, 0.025  # of them: above the first S misses its targets by itself, until below the second;
 # a P99 target allows 0.01, and 3 misses of 50 still happen by chance in 1 of 70 such windows
 
@@ -116,6 +118,25 @@ def pace(begins: float, running: Iterable[tuple[float, int]], slo: Slo) -> float
     most = CREDIT * slo.tpot_p50_s
     left = [min(max(first + tokens * slo.tpot_p50_s - begins, -most), most) for first, tokens in running]
     return sum(left) / len(left) if left else INFINITE
+
+
+class Promptness:
+    """How much of what a rollout step may hold a request up (lending.step_share) leaves the median TTFT at ttft_p50_s:
+    in (0, 1], less after each first token that came later, more after each that came sooner, so that it settles where
+    as many are late as are not (the quantile as a fixed point; Robbins and Monro, 1951). After FORGET_S without a first
+    token it begins anew: an idle device is lent."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._target = slo.ttft_p50_s
+        self._share, self._at = 1.0, -INFINITE
+
+    def add(self, now: float, ttft_s: float) -> None:
+        """A first token came at `now`, of CLOCK_MONOTONIC."""
+        share = self.share(now) * (STEP if ttft_s > self._target else 1 / STEP)
+        self._share, self._at = min(max(share, 0.01), 1.0), now
+
+    def share(self, now: float) -> float:
+        return 1.0 if now - self._at > FORGET_S else self._share
 
 
 def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:

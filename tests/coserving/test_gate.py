@@ -42,16 +42,23 @@ def test_a_request_to_come_is_held_up_no_longer_than_its_share(lending, slo, pro
     assert gate.admit(NOW, online(NOW), control(NOW), DEMAND) == (0, Reason.STEP_SHARE)
 
 
+def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, online, control, predictor):
+    part_of = (0.2 * predictor.seconds(part(DEMAND, 300)) + 1e-6) / (0.1 * 1.0)
+    assert gate.admit(NOW, online(NOW, prompt_share=part_of), control(NOW), DEMAND) == (300, Reason.OPEN)
+    assert gate.admit(NOW, online(NOW, prompt_share=1e-3), control(NOW), DEMAND) == (0, Reason.STEP_SHARE)
+
+
 @pytest.mark.parametrize("state, reason", [
     (dict(online=None), Reason.ONLINE_SILENT), (dict(control=None), Reason.CONTROL_SILENT),
     (dict(beat=NOW - 0.3), Reason.ONLINE_SILENT), (dict(beat=NOW + 5), Reason.ONLINE_SILENT),
     (dict(beat=math.nan), Reason.ONLINE_SILENT), (dict(hold_until=math.nan), Reason.SLACK),
-    (dict(decode_s=math.nan), Reason.PACE), (dict(lends=0), Reason.ONLINE_REFUSES),
+    (dict(decode_s=math.nan), Reason.PACE), (dict(prompt_share=math.nan), Reason.STEP_SHARE),
+    (dict(lends=0), Reason.ONLINE_REFUSES),
     (dict(lend=0.0), Reason.STOPPED), (dict(share=0.0), Reason.HOUR),
     (dict(lend=math.nan), Reason.STOPPED), (dict(control_beat=NOW - CONTROL_STALE_S - 1), Reason.CONTROL_SILENT)])
 def test_what_shuts_it(gate, online, control, state, reason):
     of_online, of_control = ({k: v for k, v in state.items() if k in names}
-                             for names in (("hold_until", "decode_s", "lends"), ("lend", "share")))
+                             for names in (("hold_until", "decode_s", "prompt_share", "lends"), ("lend", "share")))
     board = None if "online" in state else online(NOW, **of_online)
     word = None if "control" in state else control(NOW, **of_control)
     if "beat" in state:

@@ -1,6 +1,8 @@
 """How long the online engine may be kept from the device, and whether it meets its targets."""
 
 import math
+import random
+import statistics
 
 import msgspec
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from rose.config.tree import Slo
 from rose.coserving.predictor import Predictor, Work
-from rose.coserving.slo import CREDIT, JUDGED, Attainment, Request, Typical, hold_until, pace, why_not_alone
+from rose.coserving.slo import (CREDIT, FORGET_S, JUDGED, Attainment, Promptness, Request, Typical, hold_until, pace,
+                                why_not_alone)
 
 NOW = 100.0
 
@@ -179,3 +182,31 @@ def test_a_request_that_was_held_up_catches_up_and_one_that_is_ahead_may_lose_th
 def test_one_beyond_help_or_far_ahead_counts_for_no_more_than_a_few_tokens(slo):
     assert pace(100.0, [(0.0, 1)], slo) == pytest.approx(-CREDIT * slo.tpot_p50_s)
     assert pace(1.0, [(0.0, 10_000)], slo) == pytest.approx(CREDIT * slo.tpot_p50_s)
+
+
+# ---------------------------------------------------------------------- the median of first tokens
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])
+def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(slo, delay):
+    """slo.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
+    rng, promptness, now, found, shares = random.Random(1), Promptness(slo), 100.0, [], []
+    for _ in range(2000):
+        now += 1.0
+        shares.append(promptness.share(now))
+        found.append(0.4 * math.exp(rng.gauss(0, 0.5)) + delay * shares[-1])
+        promptness.add(now, found[-1])
+    needed = min(1.0, 0.1 / delay) if delay else 1.0
+    assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
+    assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)  # no more is taken than that
+
+
+def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):
+    promptness = Promptness(slo)
+    assert promptness.share(0.0) == promptness.share(1e9) == 1.0
+    for at in range(100):
+        promptness.add(float(at), 9.0)
+    assert 0 < promptness.share(99.0) == promptness.share(99.0 + FORGET_S) < 0.02
+    assert promptness.share(100.0 + FORGET_S) == 1.0
+    promptness.add(100.0 + FORGET_S, 9.0)
+    assert promptness.share(100.0 + FORGET_S) == pytest.approx(0.9)

@@ -79,6 +79,23 @@ def test_an_online_request_that_a_prompt_held_up_catches_up_with_its_median_befo
     assert driven.step() == {"a": 1, "r": 1}
 
 
+def test_rollouts_make_way_while_most_first_tokens_come_later_than_their_median_target(driven, monkeypatch):
+    monkeypatch.setattr("rose.coserving.slo.FORGET_S", 1e6)
+    rollout(driven, "r", prompt=20, tokens=200)
+    driven.step()
+    for i in range(60):
+        driven.add(f"a{i}", prompt=20, tokens=1)
+        driven.scheduler._seen[f"a{i}"].arrival -= 0.3  # within ttft_p99_s
+        driven.step()
+    assert driven.step() == {} and driven.scheduler.rollout_state.waiting + driven.scheduler.rollout_state.running == 1
+    driven.scheduler._publish()
+    assert driven.scheduler.state.prompt_share < 0.02  # of 50 ms; a step takes 1 ms
+    for i in range(60):
+        driven.add(f"b{i}", prompt=20, tokens=1)
+        driven.step()
+    assert driven.step() == {"r": 1}
+
+
 def test_fewer_tokens_than_rollouts_reach_all_of_them_in_turn(driven):
     import msgspec
 
