@@ -73,10 +73,9 @@ class Simulation:
         try:
             self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
-            raise RuntimeError(f"{self._spec.name}, seed {self._seed}, step {len(self._steps) + 1} of "
-                               f"{self._spec.steps}: {error}; {len(self._turns)} turns are open, "
-                               f"{self._scheduler.waiting} of them wait for {len(self._workers.by_name)} workers"
-                               ) from None
+            raise RuntimeError(f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} turns "
+                               f"are open, {self._scheduler.waiting} of them wait for {len(self._workers.by_name)} "
+                               "workers") from None
         workers, serving = self._workers.results()
         counts = self._counts
         counts.refused, counts.lost_workers = self._workers.refused, self._workers.lost

@@ -53,6 +53,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
     if not system.pools or len(set(system.pools)) < len(system.pools):
         raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
     environment = _environment(c)
+    _check_affinity(c, name, system)
     trainer_gpu = _known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
     trainer = hardware.trainer(shape, trainer_gpu, c.trainer.ranks, c.trainer.gradient_checkpointing, s.trainer.mfu,
                                s.trainer.forward_passes, _mean_context(environment))
@@ -62,6 +63,22 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         pools=tuple(_pool(c, pool, shape, system, seed) for pool in system.pools),
         tick_s=s.tick_s, progress_s=s.progress_s, dispatch_s=s.dispatch_s, answer_s=s.dispatch_s,
         in_flight=system.in_flight)
+
+
+def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
+    """A domain or a device that the simulation doesn't have is a slip of the pen: nothing would go there."""
+    routing, systems = system.scheduler.routing, "" if name == c.sim.label else f"sim.systems.{name}."
+    if routing.name != "rollart":
+        return
+    key = f"{systems}scheduler.routing.args"
+    devices = sorted({c.sim.pool[pool].gpu for pool in system.pools})
+    for domain, device in {**routing.args["hardware"], "": routing.args["default"]}.items():
+        here = f"{key}.hardware.{domain}={device!r}" if domain else f"{key}.default={device!r}"
+        if domain and domain not in c.sim.environment.domains:
+            raise ConfigError(f"{here}: no such domain in sim.environment.domains; there are "
+                              f"{', '.join(c.sim.environment.domains)}")
+        if device and device not in devices:
+            raise ConfigError(f"{here}: no pool of this system has that device; its pools have {', '.join(devices)}")
 
 
 def _known(key: str, find, value: str):

@@ -37,6 +37,7 @@ def answer(tree, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changed, words", [
+    ("scheduler.routing.args.imbalance=-1", ["imbalance=-1: share of a worker's capacity, 0 or more"]),
     ("sim.seeds=[1,1]", ["sim.seeds=[1, 1]", "different"]),
     ("sim.warmup=8", ["sim.warmup=8", "below sim.steps=2"]),
     ("sim.pools=[dedicated,cloud]", ["cloud", "dedicated, cooperative, spot, lend, hybrid"]),
@@ -67,6 +68,19 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     for word in words:
         assert word in str(refused.value)
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("changed, words", [
+    ("scheduler.routing.args.default=H20", ["scheduler.routing.args.default='H20': no pool", "its pools have H800"]),
+    ("+scheduler.routing.args.hardware.chess=H800", ["hardware.chess='H800': no such domain", "there are frozen_lake"]),
+    ("+sim.systems.rollart.scheduler.routing.args.hardware.frozen_lake=H20", [
+        "sim.systems.rollart.scheduler.routing.args.hardware.frozen_lake='H20': no pool"]),
+])
+def test_a_domain_that_is_sent_to_hardware_that_nobody_has_is_named(answer, changed, words):
+    with pytest.raises(ConfigError) as refused:
+        answer(("mode=simulate", "sim/systems=[rollart]", "scheduler/routing=rollart", changed))
+    for word in words:
+        assert word in str(refused.value)
 
 
 def test_a_trace_file_needs_no_other_key_and_a_limit_too_large_is_refused(answer, tmp_path):

@@ -13,6 +13,8 @@ class CacheAffine:
     last. ROSE section 4's order, without cooperative workers."""
 
     def __init__(self, imbalance: float) -> None:
+        if imbalance < 0:
+            raise ValueError(f"imbalance={imbalance:g}: share of a worker's capacity, 0 or more")
         self.imbalance = imbalance
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
