@@ -9,7 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import fuzz_transfer as fuzz  # noqa: E402
-from fuzz_transfer import History, Tally  # noqa: E402
+from fuzz_transfer_bytes import attempt  # noqa: E402
+from fuzz_transfer_world import History, Tally  # noqa: E402
 
 from rose.transfer import TransferError  # noqa: E402
 from rose.transfer.store import FULL, edge_name  # noqa: E402
@@ -36,7 +37,7 @@ def test_a_reader_that_took_damaged_bytes_would_be_a_violation(tmp_path):
     for reader, avoid, found in ((wrong[0], (2, 1), 2), (wrong[1], (2, 1), 1), (wrong[1], None, 1), (unnamed, None, 1),
                                  (unnamed, (2, FULL), 2), (lambda: 1 / 0, None, 1)):
         before = len(tally.violations)
-        fuzz.attempt(reader, avoid, file, history, "told", tally)
+        attempt(reader, avoid, file, history, "told", tally)
         assert len(tally.violations) == before + found
 
 

@@ -1,0 +1,225 @@
+"""scripts/fuzz_transfer.py's part `kills`: writers and readers that end at any moment, readers beside a collector.
+Not a command."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from fuzz_transfer_world import (CUTS, TIMEOUT_S, WHOLE, History, Tally, Weights, committed, consistent, fork, load,
+                                 start, world)
+
+from rose.transfer import TransferError
+from rose.transfer.publish import Publisher
+from rose.transfer.receive import Receiver, whole
+from rose.transfer.stage import Live
+from rose.transfer.store import INITIAL
+from tests.transfer.worlds import Model, same
+
+WRITER_S, READER_S = 0.8, 0.4  # within which a kill comes; about a dozen versions
+
+
+class Processes:
+    """What `Publisher` needs of its peers, for ranks that are processes forked from this one."""
+
+    def __init__(self, world: int):
+        self.world, self.rank = world, 0
+        self._gate, self._values = fork.Barrier(world), fork.RawArray(ctypes.c_longlong, world)
+
+    def barrier(self) -> None:
+        self._gate.wait(TIMEOUT_S)
+
+    def sum(self, value: int) -> int:
+        self.barrier()
+        self._values[self.rank] = value
+        self.barrier()
+        return sum(self._values)
+
+
+def write(store: Path, history: History, rank: int, peers: Processes, full_every: int, keep: int,
+          pause_s: float) -> None:
+    """Publish and tidy without end."""
+    peers.rank, model = rank, Model(history.at(INITIAL), CUTS, peers.world)
+    publisher = Publisher(store, model.plan, peers, lambda block: model.read(block, rank), 1, full_every, keep,
+                          TIMEOUT_S)
+    version = 0
+    while True:
+        model.weights = history.at(version)
+        publisher.publish(version)
+        publisher.tidy()
+        version += 1
+        time.sleep(pause_s)
+
+
+def writers(store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0) -> list:
+    peers = Processes(2)
+    return [start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)]
+
+
+def end(processes: list, order: random.Random | None = None) -> None:
+    """SIGKILL; one some time before the other if there is an `order`."""
+    for process in order.sample(processes, len(processes)) if order else processes:
+        process.kill()
+        if order and order.random() < 0.5:
+            time.sleep(order.uniform(0.0, 0.05))
+    for process in processes:
+        process.join(TIMEOUT_S)
+
+
+def wait_for(begun: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not begun() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
+    chance = random.Random(seed)
+    for attempt_number in range(kills):
+        # each second attempt makes the store of the one before anew, with the same weights: either's may stand there
+        store = folder / f"attempt-{attempt_number // 2:03d}"
+        run_seed = seed + attempt_number // 2
+        full_every, keep = chance.randint(1, 6), chance.randint(1, 3)
+        history, wait = History(run_seed), chance.uniform(0.02, WRITER_S)
+        processes = writers(store, history, full_every, keep)
+        wait_for(lambda: chance.random() < 0.1 or store.is_dir() and committed(store))
+        time.sleep(wait)
+        end(processes, chance)
+        consistent(store, history, f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every "
+                   f"{full_every}, keep {keep}) killed after {wait:.3f} s", tally)
+        tally.count("writers killed")
+        if attempt_number % 2:
+            shutil.rmtree(store, ignore_errors=True)
+
+
+class Slow(Live):
+    """Takes its time now and then, so that kills and collections come in the midst of it."""
+
+    def __init__(self, parameters: Weights, chance: random.Random, pause_s: float):
+        super().__init__(parameters)
+        self._chance, self._pause_s = chance, pause_s
+
+    def _pause(self) -> None:
+        if self._chance.random() < 0.2:
+            time.sleep(self._chance.uniform(0.0, self._pause_s))
+
+    def read(self, place):
+        self._pause()
+        return super().read(place)
+
+    def write(self, place, values) -> None:
+        super().write(place, values)
+        self._pause()
+
+
+def shared(weights: Weights) -> Weights:
+    """A copy in memory that outlives the process that writes to it."""
+    memory = mmap.mmap(-1, 8 * len(weights) + sum(t.nbytes for t in weights.values()))
+    made, at = {}, 0
+    for name, tensor in weights.items():
+        made[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape)
+        made[name].copy_(tensor)
+        at += -(-tensor.nbytes // 8) * 8
+    return made
+
+
+FLIPPING, HELD, LOADS = range(3)  # of a reader's state: within a flip, version in the live weights, versions loaded
+
+
+def follow(store: Path, live: Weights, state, seed: int, versions: int) -> None:
+    """Load versions at random without end, and say in `state` what is held."""
+    chance = random.Random(seed)
+    receiver = Receiver(str(store), None, None, whole, Slow(live, chance, 0.002), f"fuzz-{os.getpid()}")
+    while True:
+        want = chance.randrange(versions)
+        staged = receiver.stage(state[HELD], want, 1, chance.choice([0, 200, WHOLE]), TIMEOUT_S)
+        state[FLIPPING] = 1
+        staged.flip()
+        state[HELD] = want
+        state[FLIPPING] = 0
+        state[LOADS] += 1
+
+
+def killed_readers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
+    chance, history, versions = random.Random(seed), History(seed), 20
+    store = world(folder / "read", history, versions, full_every=6).store
+    for kill in range(kills):
+        live, state = shared(history.at(INITIAL)), fork.RawArray(ctypes.c_longlong, [0, INITIAL, 0])
+        wait, reader_seed = chance.uniform(0.01, READER_S), chance.randrange(10**6)
+        process = start(follow, store, live, state, reader_seed, versions)
+        wait_for(lambda: chance.random() < 0.1 or state[LOADS])
+        time.sleep(wait)
+        alive = process.is_alive()
+        end([process])
+        what = f"reader {kill} (seed {seed}: {reader_seed}) killed after {wait:.3f} s"
+        tally.require(alive, f"{what}: it had failed before")
+        if state[FLIPPING]:
+            tally.count("readers killed within a flip")
+        else:
+            tally.require(same(live, history.at(state[HELD])), f"{what}: its weights are not version {state[HELD]}'s")
+            tally.count("readers killed while staging")
+        tally.counts["versions loaded before"] += state[LOADS]
+        want = chance.randrange(versions)
+        route, successor = load(str(store), history, INITIAL, want)
+        tally.require(same(successor, history.at(want)), f"{what}: its successor has WRONG WEIGHTS by {route}")
+
+
+def chase(store: Path, history: History, seed: int, until: float, results) -> None:
+    """Load the newest versions, or one somewhat older, while they are being collected."""
+    chance, live, have = random.Random(seed), history.live(INITIAL), INITIAL
+    receiver = Receiver(str(store), None, None, whole, Slow(live, chance, 0.01), f"fuzz-{os.getpid()}")
+    while time.monotonic() < until:
+        time.sleep(chance.choice([0.0, 0.02, 0.3]))
+        there = sorted({version for version, _ in committed(store)})
+        if not there:
+            continue
+        want = chance.choice(there[-3:])
+        try:
+            staged = receiver.stage(have, want, 1, chance.choice([0, 200, WHOLE]), TIMEOUT_S)
+            staged.flip()
+        except TransferError as error:
+            if "mixture" in str(error):
+                have = None
+            results.put(("failed", str(error)))
+            continue
+        have = want
+        right = same(live, history.at(want))
+        results.put(("right" if right else "wrong", f"version {want} by {staged.route}"))
+
+
+def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -> None:
+    """Three readers, and a writer that keeps a single version."""
+    store, history = folder / "collected", History(seed)
+    processes = writers(store, history, full_every=3, keep=1, pause_s=0.02)
+    wait_for(lambda: store.is_dir() and committed(store))
+    results, until = fork.SimpleQueue(), time.monotonic() + seconds
+    readers = [start(chase, store, history, seed + reader, until, results) for reader in range(3)]
+    while not results.empty() or any(reader.is_alive() for reader in readers):
+        if results.empty():
+            time.sleep(0.01)
+            tally.require(time.monotonic() < until + 2 * TIMEOUT_S, f"seed {seed}: a reader does not end")
+            if tally.violations:
+                break
+            continue
+        kind, text = results.get()
+        if kind == "wrong":
+            tally.violation(f"seed {seed}: a reader has WRONG WEIGHTS: {text}")
+        elif kind == "failed":
+            tally.require(bool(re.search(r"version \d+|v\d{6}/", text)), f"seed {seed}: names no version: {text}")
+            tally.require("mixture" not in text, f"seed {seed}: a flip broke off: {text}")
+            tally.count("loads of collected versions refused")
+        elif kind == "right":
+            tally.count("loads beside the collector")
+    tally.require(all(process.is_alive() for process in processes), f"seed {seed}: a writer failed")
+    tally.require(all(process.exitcode == 0 for process in readers), f"seed {seed}: a reader failed")
+    end([*processes, *readers])
+    tally.require(tally.counts["loads beside the collector"] > tally.counts["loads of collected versions refused"],
+                  f"seed {seed}: most loads failed")
+    consistent(store, history, f"seed {seed}: after {seconds:g} s beside readers", tally)

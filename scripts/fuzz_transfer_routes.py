@@ -1,0 +1,106 @@
+"""scripts/fuzz_transfer.py's part `routes`: which edges lead from these weights to those. Not a command."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from pathlib import Path
+
+import torch
+from fuzz_transfer_world import TIMEOUT_S, WHOLE, History, Tally, committed, load, world
+
+from rose.transfer import TransferError
+from rose.transfer.receive import Receiver, whole
+from rose.transfer.route import shortest
+from rose.transfer.stage import Live
+from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
+from tests.transfer.worlds import same
+
+
+def routes_part(folder: Path, seed: int, gaps: int, tally: Tally) -> None:
+    history, chance, versions = History(seed), random.Random(seed), 48
+    store = world(folder / "long", history, versions).store
+    for behind in range(1, 41):
+        want = chance.randrange(behind, versions)
+        have = want - behind
+        bound = max(1, 2 * math.floor(math.log2(behind)))
+        direct = shortest(list(committed(store)), have, want)
+        tally.require(len(direct) <= bound, f"{behind} versions behind {want}: {len(direct)} edges, at most {bound}")
+        route, live = load(str(store), history, have, want)
+        bound = 1 + 2 * math.floor(math.log2(max(2, want))) if route[0].endswith("full") else bound
+        tally.require(len(route) <= bound, f"{behind} versions behind {want}: {route}, at most {bound} edges")
+        tally.require(same(live, history.at(want)), f"{behind} versions behind {want}: WRONG WEIGHTS by {route}")
+        tally.count("late joiners")
+    _wrong_bases(store, history, chance, tally)
+    for gap in range(gaps):
+        _gaps(folder / f"gaps-{gap}", History(seed + gap), random.Random(seed + gap), f"seed {seed + gap}", tally)
+    _replaced(folder / "replaced", history, tally)
+
+
+def _wrong_bases(store: Path, history: History, chance: random.Random, tally: Tally) -> None:
+    """One value of the live weights is altered, or they are another version's; and a step back."""
+    for name, tensor in history.at(0).items():
+        for have in (INITIAL, 7, 11):
+            live = history.live(have)
+            at = chance.randrange(tensor.numel())
+            patterns = live[name].view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            patterns[at] ^= 1
+            route, live = load(str(store), history, have, 12, live)
+            tally.require(same(live, history.at(12)), f"value {at} of {name} was not version {have}'s: WRONG WEIGHTS "
+                          f"by {route}")
+            tally.count("wrong bases")
+    for said, true in ((7, 6), (11, 12), (3, INITIAL)):
+        route, live = load(str(store), history, said, 12, history.live(true))
+        tally.require(same(live, history.at(12)), f"version {true} was said to be {said}: WRONG WEIGHTS by {route}")
+        tally.count("wrong bases")
+    for have, want in ((40, 3), (1, 0), (30, 30)):
+        route, live = load(str(store), history, have, want)
+        tally.require(same(live, history.at(want)), f"from {have} back to {want}: WRONG WEIGHTS by {route}")
+        tally.count("steps back")
+
+
+def _gaps(store: Path, history: History, chance: random.Random, what: str, tally: Tally) -> None:
+    """Some edges are gone, some lack a file: the reader succeeds if and only if there is a way."""
+    versions = 12
+    world(store, history, versions, full_every=4)
+    edges = committed(store)
+    for step in chance.sample(sorted(edges, key=str), round(len(edges) * chance.uniform(0.2, 0.95))):
+        folder = store / edge_name(*step)
+        chance.choice([lambda: shutil.rmtree(folder), (folder / MANIFEST).unlink, (folder / "rank-00001.h5").unlink])()
+        edges.remove(step)
+    for _ in range(6):
+        want, have = chance.randrange(versions), chance.choice([None, INITIAL, *range(versions)])
+        starts = [version for version, base in edges if base is FULL] + [have] * (have is not None)
+        there = any(shortest(list(edges), begin, want) is not None for begin in starts)
+        text = f"{what}: from {have} to {want} with {sorted(edge_name(*step) for step in edges)}"
+        try:
+            route, live = load(str(store), history, have, want)
+        except TransferError as error:
+            tally.require(not there, f"{text}: there is a way: {error}")
+            names = str(error)
+            tally.require(f"version {want}" in names and all(edge_name(*s) in names for s in edges if s[0] == want),
+                          f"{text}: doesn't say what is there: {error}")
+            tally.count("gaps named")
+        else:
+            tally.require(same(live, history.at(want)), f"{text}: WRONG WEIGHTS by {route}")
+            tally.require(there, f"{text}: reached by {route}, which should not be")
+            tally.count("gaps passed")
+    shutil.rmtree(store)
+
+
+def _replaced(store: Path, history: History, tally: Tally) -> None:
+    """Another attempt makes the store anew while a reader has it open."""
+    world(store, history, 3)
+    live = history.live(INITIAL)
+    receiver = Receiver(str(store), None, None, whole, Live(live), "fuzz")
+    receiver.stage(INITIAL, 1, 1, WHOLE, TIMEOUT_S).flip()
+    world(store, History(10**6), 3)
+    try:
+        receiver.stage(1, 2, 1, WHOLE, TIMEOUT_S).flip()
+        tally.violation(f"{store}: a version of another attempt was taken for this one's")
+    except TransferError as error:
+        tally.require("lineage" in str(error), f"{store}: names no lineage: {error}")
+    tally.require(same(live, history.at(1)), f"{store}: the weights were touched")
+    receiver.close()
+    tally.count("stores replaced")

@@ -1,0 +1,178 @@
+"""What scripts/fuzz_transfer.py's parts share: weights that follow from a seed, stores of them, readers, and the tally.
+Not a command."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+from rose.transfer import TransferError  # noqa: E402
+from rose.transfer.edge import StoredEdge, read_plan  # noqa: E402
+from rose.transfer.receive import Receiver, whole  # noqa: E402
+from rose.transfer.route import Step, present  # noqa: E402
+from rose.transfer.source import Folder  # noqa: E402
+from rose.transfer.stage import Live, stage  # noqa: E402
+from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, edge_name  # noqa: E402
+from tests.transfer.worlds import World, same  # noqa: E402
+
+CUTS = {"sparse": ([0, 20, 40], []), "columns": ([], [0, 6, 12])}
+WHOLE = 1 << 30  # dense bytes: all
+TIMEOUT_S = 30.0
+Weights = dict[str, torch.Tensor]
+fork = multiprocessing.get_context("fork")
+
+
+class History:
+    """The weights of every version, bit for bit a function of the seed and the version alone. The tensors differ in
+    how they change, so that every kind of payload occurs: delta, dense, raw and unchanged, in 2 and 4 bytes."""
+
+    def __init__(self, seed: int):
+        chance = np.random.default_rng([seed, 0])
+        self._seed = seed
+        normal = {name: torch.from_numpy(chance.normal(0, 0.02, shape).astype(np.float32)) for name, shape in
+                  (("sparse", (40, 12)), ("columns", (24, 12)), ("dense", (96,)), ("frozen", (30,)), ("norm", (24,)))}
+        self._made = [{name: t if name == "norm" else t.bfloat16() for name, t in normal.items()}
+                      | {"noise": self._noise(chance)}]
+
+    @staticmethod
+    def _noise(chance: np.random.Generator) -> torch.Tensor:
+        return torch.from_numpy(chance.integers(-2**31, 2**31, 16).astype(np.int32)).view(torch.float32)
+
+    def at(self, version: int) -> Weights:
+        """Not to be written to."""
+        while len(self._made) <= version + 1:
+            self._made.append(self._next(len(self._made)))
+        return self._made[version + 1]
+
+    def live(self, version: int | None) -> Weights:
+        """A copy to load another version into; zeros if null."""
+        return {name: torch.zeros_like(t) if version is None else t.clone()
+                for name, t in self.at(INITIAL if version is None else version).items()}
+
+    def _next(self, number: int) -> Weights:
+        chance, made = np.random.default_rng([self._seed, number]), dict(self._made[-1])
+        for name in ("sparse", "columns", "norm"):
+            patterns = made[name].view(torch.int32 if name == "norm" else torch.int16).clone()
+            step = chance.choice([-2, -1, 1, 300], patterns.shape, p=[0.1, 0.4, 0.4, 0.1])
+            step[chance.random(patterns.shape) > 0.1] = 0
+            patterns += torch.from_numpy(step).to(patterns.dtype)
+            made[name] = patterns.view(made[name].dtype)
+        made["dense"] = torch.from_numpy(chance.normal(0, 0.02, made["dense"].shape)).bfloat16()
+        made["noise"] = self._noise(chance)
+        return made
+
+
+def world(store: Path, history: History, versions: int, full_every: int = 1000, keep: int = 1000) -> World:
+    """A store of the versions 0 to `versions` - 1, by two ranks."""
+    made = World(store, history.at(INITIAL), CUTS, full_every=full_every, keep=keep, timeout_s=0.5)
+    for version in range(versions):
+        made.weights = history.at(version)
+        made.publish(version)
+        made.tidy()
+    return made
+
+
+def load(where: str, history: History, have: int | None, want: int, live: Weights | None = None,
+         token_file: str | None = None) -> tuple[list[str], Weights]:
+    """The edges by which a reader came to `want`, and the weights that it has then."""
+    live = history.live(have) if live is None else live
+    receiver = Receiver(where, None, token_file, whole, Live(live), f"fuzz-{os.getpid()}")
+    try:
+        staged = receiver.stage(have, want, 1, WHOLE, TIMEOUT_S)
+        staged.flip()
+        staged.check()
+    finally:
+        receiver.close()
+    return staged.route, live
+
+
+def committed(store: Path) -> set[Step]:
+    return {step for step in present(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()}
+
+
+@dataclass
+class Tally:
+    """What one part found. `violations`: each with what is needed to see it again."""
+
+    counts: Counter = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    _said: float = field(default_factory=time.monotonic)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+        if time.monotonic() - self._said > 10:
+            self._said = time.monotonic()
+            print("   ", self, file=sys.stderr, flush=True)
+
+    def violation(self, text: str) -> None:
+        self.violations.append(text)
+        print("VIOLATION:", text, flush=True)
+
+    def require(self, holds: bool, text: str) -> None:
+        if not holds:
+            self.violation(text)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {what}" for what, count in self.counts.items())
+
+
+def start(call: Callable, *arguments) -> multiprocessing.Process:
+    """In a forked process, whose end is its own."""
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        try:
+            call(*arguments)
+            os._exit(0)
+        except BaseException as error:
+            print(f"{call.__name__}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    process = fork.Process(target=run, daemon=True)
+    process.start()
+    return process
+
+
+def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
+    """Every committed edge makes of its base's weights exactly its version's, and the newest version is reached."""
+    if not (store / PLAN).exists():
+        tally.count("killed before the plan was written")
+        return
+    source = Folder(store)
+    plan, digest = read_plan(source)
+    edges = committed(store)
+    tally.counts["folders left without a manifest"] += len(present(source) - edges)
+    for version, base in edges:
+        live = history.live(base)
+        try:
+            staged = stage(Live(live), plan, whole(plan, None), [StoredEdge(source, version, base, plan, digest)],
+                           base is not None, 1, WHOLE)
+            staged.flip()
+        except TransferError as error:
+            tally.violation(f"{what}: {error}")
+            continue
+        tally.require(same(live, history.at(version)), f"{what}: {edge_name(version, base)} makes WRONG WEIGHTS")
+        tally.count("committed edges right")
+    if not edges:
+        return
+    newest = max(version for version, _ in edges)
+    for have in [INITIAL] + [None] * any(base is FULL for _, base in edges):
+        try:
+            route, live = load(str(store), history, have, newest)
+        except TransferError as error:
+            tally.violation(f"{what}: from {have}: {error}")
+        else:
+            tally.require(same(live, history.at(newest)), f"{what}: from {have} WRONG WEIGHTS by {route}")
+            tally.count("newest versions reached")
