@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 # Compiled afterwards, on all cores (pip uses one); some files of packages are templates and can't be.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
+UNIT := $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
+NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
 .PHONY: train test unit clean
 
@@ -12,10 +14,11 @@ train: $(VENV)/.stamp-run
 
 test: $(VENV)/.stamp-test
 	scripts/install_test_packages.sh
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
+	$(VENV)/bin/python -m pytest -q -m slow $(ARGS) || [ $$? -eq $(NONE) ]
 
 unit: $(VENV)/.stamp-test
-	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow" $(ARGS)
+	$(UNIT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache build *.egg-info
