@@ -35,7 +35,7 @@ from rose.serving.profile import stolen_s  # noqa: E402
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
-LOOK_S = 0.1
+LOOK_S = 0.5  # a look at all processes takes 10 ms
 CALM = 0.05
 WATCH_S, PATIENCE_S = 5.0, 600.0  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
