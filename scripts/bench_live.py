@@ -18,7 +18,8 @@ and those in which the hypervisor took 5% of a virtual machine or more (live_run
 Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest, largest), the share of
 tokens that borrowed engines made, and what serving's users got. Above ratios of quotas: (dedicated + borrowed x what
 serving leaves) / dedicated is what can be had of the rollout phase at most. The figures mean something on a machine that
-does nothing else, with a core for each (2 + borrowed) x quota and one more for trainer, hosts and clients.
+does nothing else, with (2 + borrowed) x quota cores and one and a half more for trainer, hosts and clients; under a
+quota of 0.15 an engine of this size runs for too short a time at once (docs/measured.md).
 """
 
 from __future__ import annotations
@@ -263,21 +264,21 @@ def show(found: list[Measured], console: Console, options: argparse.Namespace) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.25, help="cores of each engine and device; 0: no quota")
+    parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device; 0: no quota")
     parser.add_argument("--borrowed", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="that count, of each run")
-    parser.add_argument("--batch", type=int, default=96, help="trajectories of a step")
-    parser.add_argument("--rate", type=float, default=0.3, help="online requests per second and device")
-    parser.add_argument("--ttft-slo", type=float, default=1.0, help="P99, s")
-    parser.add_argument("--tpot-slo", type=float, default=0.2, help="P99, s")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="that count, of each run")
+    parser.add_argument("--batch", type=int, default=256, help="trajectories of a step")
+    parser.add_argument("--rate", type=float, default=0.08, help="online requests per second and device")
+    parser.add_argument("--ttft-slo", type=float, default=2.0, help="P99, s")
+    parser.add_argument("--tpot-slo", type=float, default=0.5, help="P99, s")
     parser.add_argument("--profile-s", type=float, default=60.0)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder; a profile there is used again")
     args, overrides = parser.parse_known_args()
     end_in_order()
-    console, found = Console(), []
+    console, found = Console(width=120), []
     with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
