@@ -20,10 +20,10 @@ INFINITE = float("inf")
 CREDIT = 4.0  # times the TPOT target: the longest gap between two tokens that a request ahead of its target may see
 WINDOW = 200  # requests by which S is judged
 JUDGED = 50  # of them at least
-STEP = 0.9  # of `Promptness`, a request
-FORGET_S = 60.0
 MISSES, RECOVERED = 0.05, 0.025  # of them: above the first S misses its targets by itself, until below the second;
 # a P99 target allows 0.01, and 3 misses of 50 still happen by chance in 1 of 70 such windows
+STEP = 0.9  # by which one first token changes `Promptness`
+FORGET_S = 60.0  # without one
 
 
 class Request(NamedTuple):
