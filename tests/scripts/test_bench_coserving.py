@@ -223,7 +223,7 @@ def test_slices_of_a_bursty_trace_are_loaded_alike_and_differ_by_seed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is the device, another one the host")
 def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
