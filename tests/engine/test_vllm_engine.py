@@ -20,7 +20,7 @@ from rose.engine import layout
 from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
-from tests.engine import evicting
+from tests.engine import schedulers
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
@@ -163,7 +163,7 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_flip_interrupts_goes_on(
         start, loop, folders, tmp_path, in_flight):
-    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.evicting.EvictingScheduler",
+    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler",
                                          "max_num_batched_tokens": 64})
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
     sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
@@ -178,7 +178,7 @@ def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_f
     evicted, stays = loop.run_until_complete(asyncio.wait_for(scenario(), 60))
     assert evicted["finish"] is protocol.FinishReason.ABORT and set(evicted["versions"]) == {-1, 1}
     made = len(evicted["tokens"])
-    assert made + len(PROMPTS[2]) == evicting.AT_TOKENS
+    assert made + len(PROMPTS[2]) == schedulers.AT_TOKENS
     cut = min(result["versions"].index(1) for result in (evicted, stays))
     assert stays["finish"] is not protocol.FinishReason.ABORT and len(stays["tokens"]) > made
     assert cut >= 8 and stays["tokens"][:cut] == evicted["tokens"][:cut]
@@ -204,7 +204,8 @@ async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, di
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
 def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for_its_end(
         start, loop, folders, tmp_path, in_flight):
-    engine = start("Qwen3")
+    patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
+    engine = start("Qwen3", engine_args={} if in_flight == "finish" else patient)
     old, new = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(), perturbed(folders["Qwen3"])
     store = publish(tmp_path / "store", folders["Qwen3"], 1, new)
     result, late = loop.run_until_complete(asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), 60))

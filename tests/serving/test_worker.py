@@ -56,7 +56,7 @@ class Coordinator:
 def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_path):
     from rose.serving.worker import BorrowedWorker
 
-    config = make_config("rollout.engine_args={scheduler_cls: tests.engine.evicting.EvictingScheduler}")
+    config = make_config("rollout.engine_args={scheduler_cls: tests.engine.schedulers.EvictingScheduler}")
 
     async def scene():
         versions = []

@@ -1,0 +1,45 @@
+"""vLLM schedulers for tests of engines: one gives requests back, as a co-serving engine's does, one awaits new weights."""
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from rose.coserving import names
+
+AT_TOKENS = 100  # of prompt and answer
+WAITS_AT = 80  # the same
+
+
+class EvictingScheduler(AsyncScheduler):
+    """Gives back requests of turns named "evict..."."""
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in [r for r in self.running if r.request_id.startswith("evict") and r.num_tokens >= AT_TOKENS]:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT,
+                                                      stop_reason=names.EVICTED))
+        return outputs
+
+
+class PatientScheduler(AsyncScheduler):
+    """No turn ends before the first new weights have come, however long that takes on a busy machine."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._most, self._flipped = self.max_num_scheduled_tokens, False
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._flipped = self._flipped or pause_state is PauseState.UNPAUSED
+        super().set_pause_state(pause_state)
+
+    def schedule(self, *args, **kwargs):
+        waits = not self._flipped and any(r.num_tokens >= WAITS_AT for r in self.running)
+        self.max_num_scheduled_tokens = 0 if waits else self._most
+        return super().schedule(*args, **kwargs)
+
+
+class PatientEvictingScheduler(PatientScheduler, EvictingScheduler):
+    """Both."""
