@@ -1,20 +1,18 @@
-"""A tiny random model, random trajectories, and a run of the real Trainer in processes of its own.
-
-As a program, `tiny_world.py JOB RANK` is one trainer rank; JOB is the JSON that `run_world` writes.
-"""
+"""A tiny random model, random trajectories, and a run of the real Trainer in processes of its own."""
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
+import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 97
 DEADLINE_S = 240
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
@@ -74,19 +72,44 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
-    path = folder / f"job-{job['name']}.json"
-    path.write_text(json.dumps(job))
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, __file__, str(path), str(rank)], env=env, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(ranks)]
+    words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
+    processes = [server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)]
+    end = time.monotonic() + DEADLINE_S
     try:
-        words = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, text in zip(processes, words, strict=True):
-        assert process.returncode == 0, text[-6000:]
+            process.join()
+    for code, path in zip(codes, words, strict=True):
+        assert code == 0, f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
     return [json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@functools.cache
+def server():
+    """Processes are forked from one that has imported DeepSpeed, which takes each rank ten seconds otherwise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"])
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def run_rank(job: dict, rank: int, words: Path) -> None:
+    with open(words, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(job, rank)
 
 
 def settings(job: dict):
@@ -131,7 +154,3 @@ def main(job: dict, rank: int) -> None:
             trainer.load(folder / "checkpoint")
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
