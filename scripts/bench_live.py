@@ -12,8 +12,9 @@ Each engine has a CPU quota of its own (live_runs.py). A serving device is one q
 which replays a trace of bursty traffic over HTTP, and the rollout engine behind the gate (docs/serving.md). So a borrowed
 engine is added compute, as a GPU would be, and what it has is what serving leaves. The servers and their traffic are
 there in all three systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
-seeds set the tasks, the traffic and the engines' sampling alike. Steps count from when all borrowed engines have joined,
-and those in which the hypervisor took 5% of a virtual machine or more (live_runs.CALM) don't.
+seeds set the tasks, the traffic and the engines' sampling alike. Counted are --steps steps in a row, from when all
+borrowed engines have joined: the first during which the hypervisor took less than 5% of a virtual machine
+(live_runs.CALM).
 
 Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest, largest), the share of
 tokens that borrowed engines made, and what serving's users got. Above ratios of quotas: (dedicated + borrowed x what
@@ -186,9 +187,8 @@ async def measure(folder: Path, system: str, seed: int, options: argparse.Namesp
             clients.append(asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words)))
         before = len(live.steps(0))  # without the traffic
         first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices)
-        await _until(live, lambda: len(live.calm_steps(first)) >= options.steps,
-                     f"{options.steps} steps in which the hypervisor leaves the machine to us", devices)
-        rows = live.calm_steps(first)[:options.steps]
+        rows = await _until(live, lambda: live.calm_row(first, options.steps),
+                            f"{options.steps} steps in a row in which the hypervisor leaves the machine to us", devices)
         over.set()
         served = [r for requests in await asyncio.gather(*clients) for r in requests if r.done]
         return Measured(system, seed, statistics.mean(row["time_step"] for row in rows),

@@ -36,6 +36,7 @@ from rose.serving.profile import stolen_s  # noqa: E402
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
 LOOK_S = 0.5  # a look at all processes takes 10 ms
+CORES = os.cpu_count() or 1
 CALM = 0.05
 WATCH_S, PATIENCE_S = 5.0, 600.0  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
@@ -111,15 +112,15 @@ class Stolen(NamedTuple):
 
     def share_since(self, before: Stolen) -> float:
         """Of the machine's time between the two."""
-        return (self.seconds - before.seconds) / (self.at - before.at) / (os.cpu_count() or 1)
+        return (self.seconds - before.seconds) / (self.at - before.at) / CORES
 
 
 def wait_for_calm(say: Callable[[str], None]) -> None:
     """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may come later."""
-    end, said, cores = time.monotonic() + PATIENCE_S, False, os.cpu_count() or 1
+    end, said = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
-        busy = [subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"]) for _ in range(cores)]
+        busy = [subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"]) for _ in range(CORES)]
         for one in busy:
             one.wait()
         share = Stolen.now().share_since(before)
@@ -147,12 +148,25 @@ class Ran:
 
     def calm_steps(self, skip: int) -> list[dict]:
         """Of these, in which the hypervisor took less than CALM of the machine."""
-        at, lost = zip(*(json.loads(line) for line in self._stolen_file.read_text().splitlines()))
         rows = self.steps(skip)
-        taken = np.interp([row["time"] for row in rows], at, lost) - np.interp(
-            [row["time"] - row["time_step"] for row in rows], at, lost)
-        return [row for row, seconds in zip(rows, taken)
-                if seconds < CALM * row["time_step"] * (os.cpu_count() or 1)]
+        return [row for row, taken in zip(rows, self._taken(rows)) if taken < CALM * row["time_step"] * CORES]
+
+    def calm_row(self, skip: int, count: int) -> list[dict]:
+        """The first `count` of these in a row, in all of which together it took less; [] while there are none. Where
+        long steps follow short ones, more of the single calm ones would be short than of all."""
+        rows = self.steps(skip)
+        taken = self._taken(rows)
+        for at in range(len(rows) - count + 1):
+            those = rows[at:at + count]
+            if taken[at:at + count].sum() < CALM * sum(row["time_step"] for row in those) * CORES:
+                return those
+        return []
+
+    def _taken(self, rows: list[dict]) -> np.ndarray:
+        """Seconds of cores that the hypervisor took in each step."""
+        at, lost = zip(*(json.loads(line) for line in self._stolen_file.read_text().splitlines()))
+        ends = np.array([row["time"] for row in rows])
+        return np.interp(ends, at, lost) - np.interp(ends - [row["time_step"] for row in rows], at, lost)
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
