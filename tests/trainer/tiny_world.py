@@ -10,6 +10,7 @@ import socket
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -83,8 +84,9 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            if process.pid is not None:  # it has been started
+                process.kill()
+                process.join()
     for code, path in zip(codes, words, strict=True):
         assert code == 0, f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
     return [json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)]
@@ -95,13 +97,8 @@ def server():
     """Processes are forked from one that has imported DeepSpeed, which takes each rank ten seconds otherwise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"])
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
-    try:
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is loaded
         forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return context
 
 
