@@ -24,7 +24,7 @@ from rose.transfer.stage import Live
 from rose.transfer.store import INITIAL
 from tests.transfer.worlds import Model, same
 
-WRITER_S, READER_S = 0.8, 0.4  # within which a kill comes; about a dozen versions
+VERSIONS, MOMENT_S = 12, 0.06  # a kill comes that many versions into the work at most, and then within that moment
 
 
 class Processes:
@@ -33,6 +33,7 @@ class Processes:
     def __init__(self, world: int):
         self.world, self.rank = world, 0
         self._gate, self._values = fork.Barrier(world), fork.RawArray(ctypes.c_longlong, world)
+        self.published = fork.RawValue(ctypes.c_longlong, 0)  # versions, by rank 0
 
     def barrier(self) -> None:
         self._gate.wait(TIMEOUT_S)
@@ -56,12 +57,14 @@ def write(store: Path, history: History, rank: int, peers: Processes, full_every
         publisher.publish(version)
         publisher.tidy()
         version += 1
+        if rank == 0:
+            peers.published.value = version
         time.sleep(pause_s)
 
 
-def writers(store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0) -> list:
+def writers(store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0) -> tuple[list, Processes]:
     peers = Processes(2)
-    return [start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)]
+    return [start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)], peers
 
 
 def end(processes: list, order: random.Random | None = None) -> None:
@@ -72,6 +75,10 @@ def end(processes: list, order: random.Random | None = None) -> None:
             time.sleep(order.uniform(0.0, 0.05))
     for process in processes:
         process.join(TIMEOUT_S)
+
+
+def alive(processes: list) -> bool:
+    return all(process.is_alive() for process in processes)
 
 
 def wait_for(begun: Callable[[], object]) -> None:
@@ -87,13 +94,17 @@ def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
         store = folder / f"attempt-{attempt_number // 2:03d}"
         run_seed = seed + attempt_number // 2
         full_every, keep = chance.randint(1, 6), chance.randint(1, 3)
-        history, wait = History(run_seed), chance.uniform(0.02, WRITER_S)
-        processes = writers(store, history, full_every, keep)
-        wait_for(lambda: chance.random() < 0.1 or store.is_dir() and committed(store))
-        time.sleep(wait)
+        # progress, not time: a slow machine is killed as deep into the work as a fast one
+        history, versions, moment = History(run_seed), chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S)
+        processes, peers = writers(store, history, full_every, keep)
+        wait_for(lambda: peers.published.value >= versions or not alive(processes))
+        time.sleep(moment)
+        lived = alive(processes)
         end(processes, chance)
-        consistent(store, history, f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every "
-                   f"{full_every}, keep {keep}) killed after {wait:.3f} s", tally)
+        what = (f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, keep {keep}) killed "
+                f"{moment:.3f} s after {versions} versions")
+        tally.require(lived, f"{what}: it had failed before")
+        consistent(store, history, what, tally)
         tally.count("writers killed")
         if attempt_number % 2:
             shutil.rmtree(store, ignore_errors=True)
@@ -152,14 +163,14 @@ def killed_readers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
     store = world(folder / "read", history, versions, full_every=6).store
     for kill in range(kills):
         live, state = shared(history.at(INITIAL)), fork.RawArray(ctypes.c_longlong, [0, INITIAL, 0])
-        wait, reader_seed = chance.uniform(0.01, READER_S), chance.randrange(10**6)
+        loads, moment, reader_seed = chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S), chance.randrange(10**6)
         process = start(follow, store, live, state, reader_seed, versions)
-        wait_for(lambda: chance.random() < 0.1 or state[LOADS])
-        time.sleep(wait)
-        alive = process.is_alive()
+        wait_for(lambda: state[LOADS] >= loads or not alive([process]))
+        time.sleep(moment)
+        lived = alive([process])
         end([process])
-        what = f"reader {kill} (seed {seed}: {reader_seed}) killed after {wait:.3f} s"
-        tally.require(alive, f"{what}: it had failed before")
+        what = f"reader {kill} (seed {seed}: {reader_seed}) killed {moment:.3f} s after {loads} loads"
+        tally.require(lived, f"{what}: it had failed before")
         if state[FLIPPING]:
             tally.count("readers killed within a flip")
         else:
@@ -197,7 +208,7 @@ def chase(store: Path, history: History, seed: int, until: float, results) -> No
 def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -> None:
     """Three readers, and a writer that keeps a single version."""
     store, history = folder / "collected", History(seed)
-    processes = writers(store, history, full_every=3, keep=1, pause_s=0.02)
+    processes, _ = writers(store, history, full_every=3, keep=1, pause_s=0.02)
     wait_for(lambda: store.is_dir() and committed(store))
     results, until = fork.SimpleQueue(), time.monotonic() + seconds
     readers = [start(chase, store, history, seed + reader, until, results) for reader in range(3)]
@@ -217,7 +228,7 @@ def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -
             tally.count("loads of collected versions refused")
         elif kind == "right":
             tally.count("loads beside the collector")
-    tally.require(all(process.is_alive() for process in processes), f"seed {seed}: a writer failed")
+    tally.require(alive(processes), f"seed {seed}: a writer failed")
     tally.require(all(process.exitcode == 0 for process in readers), f"seed {seed}: a reader failed")
     end([*processes, *readers])
     tally.require(tally.counts["loads beside the collector"] > tally.counts["loads of collected versions refused"],
