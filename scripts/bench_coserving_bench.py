@@ -125,7 +125,7 @@ class Bench:
         kv_bytes = int(self.options.kv_mib * 2**20 / (2 if kind == "static" else 1))
         args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
                 "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": kv_bytes}
-        env = {"VLLM_RPC_BASE_PATH": str(self.folder)}  # its sockets, which a killed engine leaves
+        env = self._environment()
         if kind in ("priority", "shared"):
             args["scheduling_policy"] = "priority"
         if kind in ("ours", "shared"):
@@ -139,7 +139,7 @@ class Bench:
     def side(self, name: str, server: str) -> Rollouts:
         options = self.options
         job = {"concurrency": options.concurrency, "group": 8, "seed": 1}
-        env = {"VLLM_RPC_BASE_PATH": str(self.folder)}
+        env = self._environment()
         if name.endswith("_load"):
             kind = "http"
             job |= {"url": self.servers[server].url, "served": self.servers[server].served}
@@ -155,8 +155,13 @@ class Bench:
         self._stack.callback(made.end)
         return made
 
+    def _environment(self) -> dict[str, str]:
+        """Of every engine. All have the plugin, so that they differ in nothing but their schedulers."""
+        return {"VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
+                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
+
     def _lends(self, kind: str) -> dict[str, str]:
-        """The environment of the engines of a device that is lent; described and said to be lent at the first call."""
+        """What the engines of a device that is lent are told; the device is described and said to be lent at the first call."""
         if kind not in self.environments:
             options, profile = self.options, self.profile()
             given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
@@ -169,8 +174,7 @@ class Bench:
             serving = msgspec.convert(given, config.Serving)
             operator = self.operators[kind] = Operator(f"bench-{os.getpid()}-{kind}", EPOCH_S)
             self._stack.callback(operator.close)
-            told = device.describe(operator.folder, serving, json.loads(profile.read_text()))
-            self.environments[kind] = told | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
+            self.environments[kind] = device.describe(operator.folder, serving, json.loads(profile.read_text()))
             operator.start()
         return self.environments[kind]
 

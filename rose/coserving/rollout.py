@@ -2,8 +2,8 @@
 
     scheduler_cls="rose.coserving.rollout.scheduler"   (rose.serving starts the engine so)
 
-Each step asks the gate (rose/coserving/gate.py) how many tokens it may take in; a shut gate is looked at again every
-LOOK_S. KV memory beyond the budget (rose/coserving/budget.py) is not in vLLM's pool; when the budget falls, whole
+Each step asks the gate (rose/coserving/gate.py) how many tokens it may take in; a shut gate is looked at again and
+again, the less often the longer it is shut. KV memory beyond the budget (rose/coserving/budget.py) is not in vLLM's pool; when the budget falls, whole
 requests end at once with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
 """
 
@@ -23,8 +23,9 @@ from rose.coserving.predictor import Work
 from rose.coserving.priority import Priority
 from rose.coserving.steps import work_of
 
-LOOK_S = 0.0005  # at a shut gate
-WAIT_S = 0.01  # there, before the engine's loop is given a turn: aborts and new requests come in it
+FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.005  # between two looks at a shut gate: each interrupts the online engine
+LOOKS = 16  # a look comes a sixteenth of the time late for which the gate has been shut
+WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
 
 
 def scheduler(vllm_config, **rest):
@@ -93,7 +94,7 @@ class RolloutScheduler(Evicting, Member):
     # ------------------------------------------------------------------ the gate
 
     def _pass_gate(self) -> int:
-        """Tokens for this step; 0 after WAIT_S at a shut gate."""
+        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is called."""
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
@@ -107,9 +108,14 @@ class RolloutScheduler(Evicting, Member):
                 self._moved_at = now
                 self.evict(list(self.requests.values()))
                 return 0
-            if now > end:
+            time.sleep(min(max(FIRST_LOOK_S, (now - self._moved_at) / LOOKS), LAST_LOOK_S))
+            if now > end or self._called():
                 return 0
-            time.sleep(LOOK_S)
+
+    def _called(self) -> bool:
+        """Requests or aborts have come, or memory is to change hands."""
+        return (not self._core.input_queue.empty()
+                or abs(self._target(self._budget) - self.pool.limit_bytes) >= self.pool.block_bytes)
 
     def _note(self, reason: Reason, now: float) -> None:
         """Time at the gate counts while requests want to pass it."""

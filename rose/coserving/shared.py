@@ -25,7 +25,8 @@ from rose.coserving.predictor import Work
 from rose.coserving.slo import pace
 from rose.coserving.steps import decodes_next, left_of, together, work_of
 
-WAIT_S = 0.002  # of a loop that has nothing but rollouts which may not run
+FIRST_WAIT_S, LAST_WAIT_S = 0.002, 0.05  # of a loop that has nothing but rollouts which may not run
+WAITS = 16  # it is a sixteenth of the time for which they may not
 
 
 def scheduler(vllm_config, **rest):
@@ -86,9 +87,17 @@ class SharedScheduler(Evicting, OnlineScheduler):
                 self.waiting = waiting
         if not output.total_num_scheduled_tokens:
             self._tell_rollouts()
-            time.sleep(WAIT_S)
+            if not self._in_flight:
+                self._wait()
         self.rollout_state.steps += any(is_rollout(self.requests[name]) for name in output.num_scheduled_tokens)
         return output
+
+    def _wait(self) -> None:
+        """For requests or aborts, for a while."""
+        now = time.monotonic()
+        end = now + min(max(FIRST_WAIT_S, (now - self._moved_at) / WAITS), LAST_WAIT_S)
+        while time.monotonic() < end and self._core.input_queue.empty():
+            time.sleep(FIRST_WAIT_S)
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -1,6 +1,7 @@
 """vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model runner that answers
 each step with one token per request."""
 
+import queue
 import threading
 import time
 import zlib
@@ -126,13 +127,9 @@ class Driven:
         self.calls = []  # (method of the workers, block ids)
         self.ended = {}  # request -> (finish reason, stop reason)
         self.made = {}  # request -> tokens
-        self.woken = 0
-        scheduler._core = SimpleNamespace(input_queue=SimpleNamespace(put_nowait=self._wake))
+        scheduler._core = SimpleNamespace(input_queue=queue.Queue())
         if scheduler.device is not None:
             scheduler.pool.begin(lambda method, ids: self.calls.append((method, ids)))
-
-    def _wake(self, _):
-        self.woken += 1
 
     def add(self, name, prompt=32, tokens=32, priority=0):
         from vllm import SamplingParams

@@ -1,12 +1,13 @@
 """The rollout engine's scheduler on vLLM's real queues and blocks: nothing passes a shut gate, revoked memory is given
 back at once, and requests that are handed back are told so."""
 
+import threading
 import time
 
 import msgspec
 import pytest
 
-from rose.coserving import board, names
+from rose.coserving import board, names, rollout
 from rose.coserving.gate import Reason
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -44,6 +45,24 @@ def test_nothing_passes_a_shut_gate_and_it_opens_again(driven, boards, who, fiel
     boards.set(who, **before)
     if "a" not in driven.ended:
         assert driven.step() == {"a": 1}
+
+
+@pytest.mark.parametrize("call", [
+    lambda driven, boards: driven.scheduler._core.input_queue.put_nowait("an abort, or a request"),
+    lambda driven, boards: boards.set("online", kv_used=0.9 * TOTAL),
+    lambda driven, boards: boards.set("online", hold_until=board.INFINITE)])
+def test_who_waits_at_a_shut_gate_hears_calls(driven, boards, monkeypatch, call):
+    monkeypatch.setattr(rollout, "WAIT_S", 600.0)
+    driven.add("a", prompt=150, tokens=100)
+    driven.step()
+    boards.set("online", hold_until=0.0)
+    waiting = threading.Thread(target=driven.step, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    call(driven, boards)
+    waiting.join(60.0)
+    assert not waiting.is_alive()
 
 
 def test_a_silent_online_engine_shuts_the_gate(driven, boards):

@@ -1,12 +1,13 @@
 """One engine for both sides: online requests first, and never one of them preempted for a rollout."""
 
+import threading
 import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose.coserving import board, names
+from rose.coserving import board, names, shared
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -168,6 +169,22 @@ def test_no_online_request_is_ever_preempted_and_every_request_ends_once(boards,
             assert driven.made[name] == tokens
         else:
             assert name.startswith("r")
+
+
+def test_a_loop_with_nothing_but_refused_rollouts_rests_until_somebody_calls(driven, boards, monkeypatch):
+    rollout(driven, "r", prompt=20, tokens=100)
+    driven.step()
+    boards.set("control", lend=0)
+    driven.step()
+    monkeypatch.setattr(shared, "LAST_WAIT_S", 600.0)
+    driven.scheduler._moved_at -= 500.0  # less than its patience
+    waiting = threading.Thread(target=driven.step, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    driven.scheduler._core.input_queue.put_nowait("a request")
+    waiting.join(60.0)
+    assert not waiting.is_alive()
 
 
 def test_the_budget_is_what_rollouts_could_hold_and_nothing_while_lending_is_stopped(driven, boards):
