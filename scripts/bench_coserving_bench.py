@@ -161,7 +161,7 @@ class Bench:
                 "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
 
     def _lends(self, kind: str) -> dict[str, str]:
-        """What the engines of a device that is lent are told; the device is described and said to be lent at the first call."""
+        """What the engines of a lent device are told. It is described, and said to be lent, at the first call."""
         if kind not in self.environments:
             options, profile = self.options, self.profile()
             given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
