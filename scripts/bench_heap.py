@@ -1,0 +1,102 @@
+"""What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with and without ROSE's plugin.
+
+    python scripts/bench_heap.py                     # two minutes
+    python scripts/bench_heap.py rounds=20 seed=3
+
+Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc` loads no plugin and
+gives large buffers back to the system after a step, `kept` has rose.coserving.plugin. In turn each gets rounds of
+prompts that fill whole steps. Processor time is of the engine process, and says what a step costs whatever else the
+machine does; the first round, in which either heap grows, is told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose import traces  # noqa: E402
+
+from bench_coserving_bench import DRAIN_S, MAX_BATCHED, MAX_CONTEXT, MAX_PROMPT, MAX_SEQUENCES, model  # noqa: E402
+from bench_coserving_client import replay  # noqa: E402
+from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder  # noqa: E402
+
+PROMPTS, OUTPUT = 9, 8  # a round: three and a half steps of MAX_BATCHED tokens, then decodes
+KV_BYTES = 64 << 20
+
+
+def spent(server: Server) -> tuple[float, float, int]:
+    """Of its engine so far: processor time in its own code and in the system's, seconds; page faults."""
+    engine = psutil.Process(server.engine())
+    times = engine.cpu_times()
+    fields = Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()
+    return times.user, times.system, int(fields[7])
+
+
+def one_round(server: Server, seed: int) -> tuple[float, ...]:
+    """What a round took, as `spent`."""
+    trace = traces.Trace(np.zeros(PROMPTS), np.full(PROMPTS, MAX_PROMPT, np.int32), np.full(PROMPTS, OUTPUT, np.int32))
+    server.wake()
+    before = spent(server)
+    answers = asyncio.run(replay(server.url, server.served, trace, seed, DRAIN_S))
+    after = spent(server)
+    server.park()
+    if not all(answer.done for answer in answers):
+        raise server.failed(f"did not end {sum(not answer.done for answer in answers)} of {PROMPTS} requests")
+    return tuple(b - a for a, b in zip(before, after))
+
+
+def main() -> int:
+    given = {"rounds": 8, "seed": 0}
+    for word in sys.argv[1:]:
+        key, _, text = word.partition("=")
+        if key not in given or not text.isdecimal() or key == "rounds" and int(text) < 2:
+            raise Failed(f"bench_heap: {word!r}: options are rounds=N, 2 or more, and seed=N")
+        given[key] = int(text)
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        raise Failed(f"bench_heap: two cores are needed, and this process may use {sorted(cores)}")
+    device, guard, servers = {max(cores)}, Guard(), {}
+    with tempfile.TemporaryDirectory(prefix="bench-heap-") as name:
+        folder = Path(name)
+        args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
+                "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": KV_BYTES}
+        try:
+            for heap, plugins in (("glibc", {"VLLM_PLUGINS": "none"}), ("kept", {})):
+                env = {"VLLM_RPC_BASE_PATH": name, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}"}
+                servers[heap] = Server(guard, heap, model("512x2", 0), args, folder, None, env | plugins)
+            for server in servers.values():
+                server.ready()
+            confine(list(servers.values()), device, cores - device)
+            for server in servers.values():
+                server.park()
+            took = {heap: [] for heap in servers}
+            for number in range(given["rounds"]):
+                for heap, server in servers.items():
+                    took[heap].append(one_round(server, given["seed"] * 1000 + number))  # prompts in no cache
+        finally:
+            for server in servers.values():
+                server.end()
+            guard.close()
+    print(f"a round: {PROMPTS} prompts of {MAX_PROMPT} tokens at once, steps of {MAX_BATCHED}; means of "
+          f"{given['rounds'] - 1} rounds (the first)")
+    for heap, rounds in took.items():
+        user, system, faults = (mean(column) for column in zip(*rounds[1:]))
+        print(f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), {system:.3f} s of it the "
+              f"system's; {faults:8,.0f} page faults ({rounds[0][2]:,})")
+    totals = {heap: mean(sum(one[:2]) for one in rounds[1:]) for heap, rounds in took.items()}
+    print(f"glibc / kept: {totals['glibc'] / totals['kept']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
