@@ -79,6 +79,10 @@ class Member(Timed):
 
         self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
+    def _called(self) -> bool:
+        """Whether requests, aborts or calls wait for the engine's loop."""
+        return self._core is not None and not self._core.input_queue.empty()
+
     def _beats_once(self) -> None:
         """In the beat's thread, each time."""
 

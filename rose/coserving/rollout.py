@@ -108,14 +108,15 @@ class RolloutScheduler(Evicting, Member):
                 self._moved_at = now
                 self.evict(list(self.requests.values()))
                 return 0
+            if self._in_flight:
+                return 0  # the loop waits for that step's tokens
             time.sleep(min(max(FIRST_LOOK_S, (now - self._moved_at) / LOOKS), LAST_LOOK_S))
-            if now > end or self._called():
+            if now > end or self._called() or self._memory_moves(self._budget):
                 return 0
 
-    def _called(self) -> bool:
-        """Requests or aborts have come, or memory is to change hands."""
-        return (not self._core.input_queue.empty()
-                or abs(self._target(self._budget) - self.pool.limit_bytes) >= self.pool.block_bytes)
+    def _memory_moves(self, budget: Budget) -> bool:
+        """Whether a block or more is to change hands."""
+        return abs(self._target(budget) - self.pool.limit_bytes) >= self.pool.block_bytes
 
     def _note(self, reason: Reason, now: float) -> None:
         """Time at the gate counts while requests want to pass it."""
@@ -201,8 +202,7 @@ class RolloutScheduler(Evicting, Member):
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():
             return False  # the loop turns anyway
-        target = self._target(copy.copy(self._budget))  # the loop's thread owns the budget
-        if abs(target - self.pool.limit_bytes) >= self.pool.block_bytes:
+        if self._memory_moves(copy.copy(self._budget)):  # the loop's thread owns the budget
             return True
         # whoever sends requests here must see that the gate would open, or has been shut
         reason = self._gate.admit(time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)).reason

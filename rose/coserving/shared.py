@@ -96,7 +96,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
         """For requests or aborts, for a while."""
         now = time.monotonic()
         end = now + min(max(FIRST_WAIT_S, (now - self._moved_at) / WAITS), LAST_WAIT_S)
-        while time.monotonic() < end and self._core.input_queue.empty():
+        while time.monotonic() < end and not self._called():
             time.sleep(FIRST_WAIT_S)
 
     def update_from_output(self, scheduler_output, model_runner_output):
