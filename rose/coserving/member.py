@@ -13,6 +13,7 @@ from rose.coserving.pool import Pool
 from rose.coserving.steps import Timed
 
 BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
+LATE = 16  # who waits at a shut gate looks a sixteenth of the time late for which it has been shut
 
 
 class Member(Timed):
@@ -89,6 +90,11 @@ class Member(Timed):
     def _wants_turn(self) -> bool:
         """In the beat's thread: whether memory should change hands though no request calls for a step."""
         raise NotImplementedError
+
+
+def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
+    """Seconds until the next look at a gate that has been shut for `shut_s`, from `first_s` to `last_s`."""
+    return min(max(first_s, shut_s / LATE), last_s)
 
 
 def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:

@@ -13,7 +13,6 @@ import os
 
 from rose.coserving import names
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 MAPPED = 32 << 20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
 KEPT = 1 << 30  # bytes free at the heap's end
@@ -58,8 +57,7 @@ def ask_for_amx() -> None:
 
 def keep_heap() -> None:
     """Let glibc keep what a step frees. By default it gives large buffers back and gets them anew in the next step,
-    12,000 page faults for 2,048 tokens of a small model, or not, by how the heap happens to lie. Other allocators
-    don't listen. `rose_deactivate` gives it back."""
+    or not, by how the heap happens to lie (scripts/bench_heap.py). Other allocators don't listen. `rose_deactivate` gives it back."""
     from vllm.platforms import current_platform
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

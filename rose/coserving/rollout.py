@@ -3,8 +3,9 @@
     scheduler_cls="rose.coserving.rollout.scheduler"   (rose.serving starts the engine so)
 
 Each step asks the gate (rose/coserving/gate.py) how many tokens it may take in; a shut gate is looked at again and
-again, the less often the longer it is shut. KV memory beyond the budget (rose/coserving/budget.py) is not in vLLM's pool; when the budget falls, whole
-requests end at once with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
+again, the less often the longer it is shut. KV memory beyond the budget (rose/coserving/budget.py) is not in vLLM's
+pool; when the budget falls, whole requests end at once with stop reason `names.EVICTED` and the tokens made so far,
+those first that lose least.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from rose.coserving.board import Peer
 from rose.coserving.budget import Budget
 from rose.coserving.evict import Evicting
 from rose.coserving.gate import Gate, Reason
-from rose.coserving.member import Member, vllm_scheduler
+from rose.coserving.member import Member, pause_s, vllm_scheduler
 from rose.coserving.predictor import Work
 from rose.coserving.priority import Priority
 from rose.coserving.steps import work_of
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.005  # between two looks at a shut gate: each interrupts the online engine
-LOOKS = 16  # a look comes a sixteenth of the time late for which the gate has been shut
 WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
 
 
@@ -110,7 +110,7 @@ class RolloutScheduler(Evicting, Member):
                 return 0
             if self._in_flight:
                 return 0  # the loop waits for that step's tokens
-            time.sleep(min(max(FIRST_LOOK_S, (now - self._moved_at) / LOOKS), LAST_LOOK_S))
+            time.sleep(pause_s(now - self._moved_at, FIRST_LOOK_S, LAST_LOOK_S))
             if now > end or self._called() or self._memory_moves(self._budget):
                 return 0
 

@@ -19,14 +19,13 @@ from vllm.v1.request import Request
 from rose.coserving import board, names
 from rose.coserving.evict import Evicting
 from rose.coserving.gate import Reason, largest, lent, part
-from rose.coserving.member import vllm_scheduler
+from rose.coserving.member import pause_s, vllm_scheduler
 from rose.coserving.online import OnlineScheduler
 from rose.coserving.predictor import Work
 from rose.coserving.slo import pace
 from rose.coserving.steps import decodes_next, left_of, together, work_of
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.002, 0.05  # of a loop that has nothing but rollouts which may not run
-WAITS = 16  # it is a sixteenth of the time for which they may not
 
 
 def scheduler(vllm_config, **rest):
@@ -95,7 +94,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
     def _wait(self) -> None:
         """For requests or aborts, for a while."""
         now = time.monotonic()
-        end = now + min(max(FIRST_WAIT_S, (now - self._moved_at) / WAITS), LAST_WAIT_S)
+        end = now + pause_s(now - self._moved_at, FIRST_WAIT_S, LAST_WAIT_S)
         while time.monotonic() < end and not self._called():
             time.sleep(FIRST_WAIT_S)
 
