@@ -41,6 +41,7 @@ SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
 CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
+WARM = 60  # requests at once, before anything is measured: some twelve full steps
 STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
 
 
@@ -112,8 +113,7 @@ class Bench:
         confine(new, self.device, self.host)
         for process in new:
             if isinstance(process, Server):
-                warm = traces.Trace(np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32))
-                asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
+                asyncio.run(replay(process.url, process.served, warm(), 0, DRAIN_S))
             else:
                 process.ask("start")
                 time.sleep(SETTLE_S)
@@ -335,6 +335,14 @@ class Bench:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
         return slo_of([self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack)
+
+
+def warm() -> traces.Trace:
+    """A few requests, and then so many at once that a server takes full steps of many compositions: its heap grows until
+    it has had the largest, at several times the price of the step itself."""
+    few, many = np.arange(8) * 0.1, np.full(WARM, 1.0)
+    prompts = np.concatenate([np.full(8, 100), np.random.default_rng(0).integers(1, MAX_PROMPT + 1, WARM)])
+    return traces.Trace(np.concatenate([few, many]), prompts.astype(np.int32), np.full(len(prompts), 8, np.int32))
 
 
 def _work(trace: traces.Trace) -> float:

@@ -58,7 +58,8 @@ class Watch:
         while not self._ends.wait(LOOK_S):
             online, rollout = (reader.read() for reader in self._readers)
             if online and rollout:
-                self._seen.append(Look(time.monotonic(), online.kv_wanted, online.kv_held, rollout.kv_budget,
+                wanted = min(online.kv_wanted, online.kv_total)  # of what there is: a queue may want more
+                self._seen.append(Look(time.monotonic(), wanted, online.kv_held, rollout.kv_budget,
                                        rollout.made_tokens))
 
 

@@ -20,6 +20,7 @@ from rose.coserving.predictor import Predictor, Work
 from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
+MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -56,8 +57,8 @@ class OnlineScheduler(Member):
         self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
+        self._step_bytes = min(self._blocks(self._most), MOST_KEPT * self.device.kv_bytes)
         self._asked_at: float | None = None  # since when lent memory is waited for
-        self._hold = 0.0  # bytes that are to be held
         self.state.kv_held = self.pool.limit_bytes
 
     def _publish(self) -> None:
@@ -203,9 +204,14 @@ class OnlineScheduler(Member):
     # ------------------------------------------------------------------ memory
 
     def _needed(self) -> float:
-        """Bytes that requests use, or will before their next token."""
-        ahead = [*self.running, *self.waiting, *self.kv_holding_waiting]
-        return self.pool.used + sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in ahead)
+        """Bytes that requests use, or will before their next token; and those of a whole step of prompts, or whoever
+        comes now would wait for memory until the step after."""
+        return self.pool.used + max(self._ahead(), self._step_bytes)
+
+    def _ahead(self) -> int:
+        """Bytes that requests will use before their next token."""
+        requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
+        return sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests)
 
     def _to_hold(self, needed: float) -> float:
         """With a reserve for their growth; as it is, while little is won by a change."""
@@ -241,14 +247,14 @@ class OnlineScheduler(Member):
         with self._writing:
             self.state.kv_held = reached
             self._board.write()
-        self._hold = hold
 
     def _beats_once(self) -> None:
         """A rollout engine that keeps what online requests wait for is given the core to let go of it, and ended if it
         doesn't in time. In the beat's thread: a step of ours may take longer than all of that."""
-        now, rollout = time.monotonic(), self._rollout.read() or self._rollout.last
-        missing = 0.0 if rollout is None else self._hold - (self.device.kv_bytes - rollout.kv_budget)
-        if missing < self.pool.block_bytes or not self.waiting or not board.is_alive(rollout):
+        now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
+        if rollout is not None and self.waiting:
+            missing = min(self.pool.used + self._ahead(), self.pool.total) - (self.device.kv_bytes - rollout.kv_budget)
+        if missing < self.pool.block_bytes or not board.is_alive(rollout):
             self._asked_at = None
             return
         self._asked_at = self._asked_at or now

@@ -46,6 +46,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
         self.rollout_state.kv_total = self.pool.total
         self._gate_since = self._moved_at = time.monotonic()
         self._hand_back = False  # rollouts have been kept waiting for too long
+        self._held_up = 0.0  # seconds by which rollouts made steps longer since no online prompt waited the last time
 
     def _publish(self) -> None:
         """In the beat's thread too: an engine without rollouts says what they would find."""
@@ -141,7 +142,10 @@ class SharedScheduler(Evicting, OnlineScheduler):
         arriving = list(itertools.takewhile(lambda request: not is_rollout(request), self.waiting))  # they come first
         # beside online prompts to begin rollouts only decode
         wishes = decodes if arriving else itertools.chain(decodes, prompts, self.waiting)
-        tokens = self._admit(work_of(online), work_of(wishes, self._lending.chunk_tokens))
+        own = work_of(online)
+        if not arriving and not own.prefill:
+            self._held_up = 0.0
+        tokens = self._admit(own, work_of(wishes, self._lending.chunk_tokens))
         if tokens > len(decodes):
             self.running = online + decodes + prompts
             self.max_num_scheduled_tokens = min(self._most, sum(map(left_of, online)) + tokens)
@@ -189,9 +193,11 @@ class SharedScheduler(Evicting, OnlineScheduler):
         return max(0.0, min(self.pool.total * min(control.share, 1.0), self.pool.total - used - self._reserve))
 
     def _largest(self, now: float, own: Work, demand: Work) -> int:
-        """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py."""
+        """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py. What a request to
+        come may lose is lost once, not with each step of the queue that it finds: from when prompts wait until none
+        does, all steps together."""
         predictor = self._predictor
-        share = self._lending.step_share * self._slo.ttft_p99_s * self._promptness.share(now)
+        share = self._lending.step_share * self._slo.ttft_p99_s * self._promptness.share(now) - self._held_up
         slack = self._hold_until() - now
         paced = self._pace(now) if own.decodes else board.INFINITE
         alone = predictor.seconds(own)
@@ -203,7 +209,10 @@ class SharedScheduler(Evicting, OnlineScheduler):
             return (seconds - alone <= share and seconds * predictor.margin(both) - alone_p99 <= slack
                     and seconds <= paced)
 
-        return largest(fits, 0, min(self._lending.chunk_tokens, demand.tokens))
+        tokens = largest(fits, 0, min(self._lending.chunk_tokens, demand.tokens))
+        if tokens:
+            self._held_up += predictor.seconds(together(own, part(demand, tokens))) - alone
+        return tokens
 
     def _pace(self, now: float) -> float:
         """Seconds that the next step may take for online requests to keep tpot_p50_s on average."""

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rose.coserving import board
+from rose.coserving import board, online
 
 pytestmark = pytest.mark.slow  # imports vLLM
 TOTAL = 64 * 4096
@@ -72,7 +72,35 @@ def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_
     driven.scheduler._rollout._looked_at = float("-inf")
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
-    assert state.kv_held == pool.limit_bytes < 0.2 * TOTAL and pool.used <= pool.limit_bytes
+    assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
+
+
+def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that_is_lent(driven, boards):
+    driven.add("a", prompt=32, tokens=200)
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.step()
+    state, pool = driven.scheduler.state, driven.scheduler.pool
+    boards.set("rollout", kv_budget=TOTAL - state.kv_held)
+    driven.add("b", prompt=128, tokens=20)
+    driven.add("c", prompt=127, tokens=20)
+    assert driven.step() == {"a": 1, "b": 128, "c": 127}, "256 tokens are a step"
+    assert pool.limit_bytes <= TOTAL - boards.writers["rollout"].state.kv_budget
+
+
+def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_missing(driven, boards, monkeypatch):
+    lifted = []
+    monkeypatch.setattr(online, "lift", lifted.append)
+    boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
+    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.add("a", prompt=200, tokens=200)
+    driven.step()
+    driven.add("b", prompt=60, tokens=20)
+    driven.scheduler._beats_once()
+    assert driven.scheduler._needed() > 0.3 * TOTAL and not lifted
+    driven.add("c", prompt=200, tokens=20)
+    driven.scheduler._beats_once()
+    assert lifted == [os.getpid()]
 
 
 def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(driven, boards):

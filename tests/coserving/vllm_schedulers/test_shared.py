@@ -97,6 +97,23 @@ def test_rollouts_make_way_while_most_first_tokens_come_later_than_their_median_
     assert driven.step() == {"r": 1}
 
 
+def test_rollouts_hold_a_queue_of_online_prompts_up_once_and_not_at_each_of_its_steps(driven):
+    import msgspec
+
+    for i in range(4):
+        rollout(driven, f"r{i}", prompt=20, tokens=100)
+    driven.steps(2)
+    scheduler = driven.scheduler
+    one = scheduler._held_up  # seconds of a step of four decodes
+    share = 1.001 * one / scheduler._slo.ttft_p99_s
+    scheduler._lending = msgspec.structs.replace(scheduler._lending, step_share=share)
+    for name in "abc":
+        driven.add(name, prompt=250, tokens=1)
+    beside = [sum(name.startswith("r") for name in got) for got in driven.steps(3)]
+    assert beside == [0, 0, 0], "the step that was under way when they came has cost them all of it"
+    assert sum(name.startswith("r") for name in driven.step()) == 4
+
+
 def test_fewer_tokens_than_rollouts_reach_all_of_them_in_turn(driven):
     import msgspec
 
