@@ -41,7 +41,7 @@ SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
 CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
-WARM = 60  # requests at once, before anything is measured: some twelve full steps
+WARM, WARM_S = 24, 0.6  # times that prompts come together before anything is measured, and seconds between them
 STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
 
 
@@ -338,11 +338,17 @@ class Bench:
 
 
 def warm() -> traces.Trace:
-    """A few requests, and then so many at once that a server takes full steps of many compositions: its heap grows until
-    it has had the largest, at several times the price of the step itself."""
-    few, many = np.arange(8) * 0.1, np.full(WARM, 1.0)
-    prompts = np.concatenate([np.full(8, 100), np.random.default_rng(0).integers(1, MAX_PROMPT + 1, WARM)])
-    return traces.Trace(np.concatenate([few, many]), prompts.astype(np.int32), np.full(len(prompts), 8, np.int32))
+    """Prompts together, more and more of them up to a full step, each time when those before are through: a heap grows
+    until it has had the largest step, at a price that no measured step is to pay. None waits for long, as a server that
+    misses its targets by itself lends nothing for its next 200 requests."""
+    draw, at, prompts = np.random.default_rng(0), [], []
+    for number in range(WARM):
+        left = int(MAX_BATCHED * (number + 1) / WARM)
+        while left > 0:
+            at.append(WARM_S * number)
+            prompts.append(min(left, int(draw.integers(1, MAX_PROMPT + 1))))
+            left -= prompts[-1]
+    return traces.Trace(np.array(at), np.array(prompts, np.int32), np.full(len(at), 4, np.int32))
 
 
 def _work(trace: traces.Trace) -> float:

@@ -242,6 +242,17 @@ def _p99(values: list[float | None]) -> float:
     return float(np.percentile(known, 99)) if known else float("nan")
 
 
+def save(found: list[Measured], file: Path) -> None:
+    """Rows of other seeds and systems that the file has stay as they are."""
+    rows = {(m.system, str(m.seed)): list(map(str, m)) for m in found}
+    if file.exists():
+        with file.open(newline="") as old:
+            rows = {(row[0], row[1]): row for row in list(csv.reader(old))[1:]} | rows
+    order = sorted(rows, key=lambda key: (int(key[1]), list(SYSTEMS).index(key[0])))
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([Measured._fields, *(rows[key] for key in order)])
+
+
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
     fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
     table = Table(title=f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each")
@@ -267,6 +278,7 @@ def main() -> None:
     parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device; 0: no quota")
     parser.add_argument("--borrowed", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5, help="that count, of each run")
     parser.add_argument("--batch", type=int, default=256, help="trajectories of a step")
     parser.add_argument("--rate", type=float, default=0.08, help="online requests per second and device")
@@ -274,7 +286,7 @@ def main() -> None:
     parser.add_argument("--tpot-slo", type=float, default=0.5, help="P99, s")
     parser.add_argument("--profile-s", type=float, default=60.0)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="rows that it has of other seeds and systems stay")
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder; a profile there is used again")
     args, overrides = parser.parse_known_args()
     end_in_order()
@@ -287,15 +299,14 @@ def main() -> None:
         if not file.exists():
             wait_for_calm(console.print)
             profile(folder, args, model)
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             order = args.systems[seed % len(args.systems):] + args.systems[: seed % len(args.systems)]
             for system in order:
                 wait_for_calm(console.print)
                 found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, file)))
                 console.print(f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False)
                 if args.csv:
-                    with args.csv.open("w", newline="") as out:
-                        csv.writer(out).writerows([Measured._fields, *found])
+                    save(found, args.csv)
     show(found, console, args)
 
 

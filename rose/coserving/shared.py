@@ -117,6 +117,9 @@ class SharedScheduler(Evicting, OnlineScheduler):
     def _wants_turn(self) -> bool:
         return False
 
+    def _beats_once(self) -> None:
+        """Nobody else keeps what online requests wait for."""
+
     # ------------------------------------------------------------------ what rollouts may have
 
     def _make_room(self) -> None:

@@ -12,6 +12,7 @@ from rose.scheduler import events as ev
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import bench_live  # noqa: E402
 import live_runs  # noqa: E402
 import validate_sim  # noqa: E402
 
@@ -101,3 +102,12 @@ def test_the_log_of_a_window_has_what_lay_between_its_steps_of_decodes(tmp_path)
     validate_sim.between_included(steps, [validate_sim.Window(0.1, 6.0)], tmp_path / "out")
     rows = [json.loads(text) for text in (tmp_path / "out").read_text().splitlines()]
     assert [row["began"] for row in rows] == pytest.approx([0.1, 0.2, 4.98])  # the last: the median of 0.01 and 0.03
+
+
+def test_the_rows_of_other_seeds_stay_in_the_csv_of_bench_live(tmp_path):
+    row = bench_live.Measured("rose", 0, 25.5, 0.3, 33, 0.4, 0.2)
+    bench_live.save([row, row._replace(system="fixed")], tmp_path / "live.csv")
+    bench_live.save([row._replace(seed=1), row._replace(step_s=24.0)], tmp_path / "live.csv")
+    lines = (tmp_path / "live.csv").read_text().splitlines()
+    assert [line.split(",")[:3] for line in lines[1:]] == [["fixed", "0", "25.5"], ["rose", "0", "24.0"],
+                                                           ["rose", "1", "25.5"]]

@@ -1,5 +1,6 @@
 """One engine for both sides: online requests first, and never one of them preempted for a rollout."""
 
+import os
 import threading
 import time
 
@@ -134,6 +135,18 @@ def test_rollouts_are_handed_back_for_the_memory_of_an_online_prompt(driven):
     assert driven.made.get("a", 0) >= 1 and driven.scheduler.state.preempted == 0
     assert driven.ended and all(end == ("ABORT", names.EVICTED) for end in driven.ended.values())
     assert driven.scheduler.rollout_state.evicted == len(driven.ended)
+
+
+def test_an_engine_that_lends_to_itself_is_not_ended_for_memory_that_prompts_wait_for(driven, monkeypatch):
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("it would end itself"))
+    rollout(driven, "r", prompt=200, tokens=100)
+    driven.steps(2)
+    for name in "abc":
+        driven.add(name, prompt=400, tokens=20)
+    driven.scheduler._publish()
+    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._asked_at = time.monotonic() - 100.0
+    driven.scheduler._beats_once()
 
 
 def test_another_policy_than_priority_is_refused(boards, make_scheduler):
