@@ -15,8 +15,9 @@ core busy for `busy` of the time. Every seed is another slice; under it the scen
     priority           one engine of the same weights with vLLM's priority scheduling; rollouts have the lower one
     ours               two engines, R behind the gate
     ours_same_weights  one engine, the gate inside its scheduler
-Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them. On a
-virtual machine a run of which the hypervisor took more than 4% is made again, twice at most.
+Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them; before
+that each scenario has had a run that isn't counted, which warms its engines. On a virtual machine a run of which the
+hypervisor took more than 4% is made again, twice at most.
 Left out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
 """
 
@@ -70,8 +71,12 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
     bench.start(ALONE)
     for words in bench.calibrate():
         say(words)
+    bench.warm(ALONE)
     bench.slo = bench.targets()
     bench.start(*chosen)
+    for scenario in chosen:
+        if scenario != ALONE:
+            bench.warm(scenario)
     sides = {PLAN[name][1] for name in chosen}  # each is compared with such an engine of its own, ungated
     bench.start(*["naive"] * bool(sides & {"static", "ours"}), *["priority"] * ("shared_load" in sides))
     runs, alone = [], Alone([], [])

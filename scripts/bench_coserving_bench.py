@@ -41,7 +41,6 @@ SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
 CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
-WARM, WARM_S = 24, 0.6  # times that prompts come together before anything is measured, and seconds between them
 STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
 
 
@@ -113,7 +112,8 @@ class Bench:
         confine(new, self.device, self.host)
         for process in new:
             if isinstance(process, Server):
-                asyncio.run(replay(process.url, process.served, warm(), 0, DRAIN_S))
+                warm = traces.Trace(np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32))
+                asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
             else:
                 process.ask("start")
                 time.sleep(SETTLE_S)
@@ -330,25 +330,16 @@ class Bench:
         yield (f"the trace's times x {self.factor:.2f}: {len(self.trace) / self.trace.seconds / self.factor:.2f} "
             f"requests/s of {self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f} tokens")
 
+    def warm(self, scenario: str) -> None:
+        """A run that isn't counted: an engine's heap grows until it has had the largest steps of many compositions, and
+        those in which it does take up to twice as long."""
+        self.run(scenario, 1000, self.slice(2000, self.options.seconds), self.options.seconds)
+
     def targets(self) -> Slo:
         if self.options.slo:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
         return slo_of([self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack)
-
-
-def warm() -> traces.Trace:
-    """Prompts together, more and more of them up to a full step, each time when those before are through: a heap grows
-    until it has had the largest step, at a price that no measured step is to pay. None waits for long, as a server that
-    misses its targets by itself lends nothing for its next 200 requests."""
-    draw, at, prompts = np.random.default_rng(0), [], []
-    for number in range(WARM):
-        left = int(MAX_BATCHED * (number + 1) / WARM)
-        while left > 0:
-            at.append(WARM_S * number)
-            prompts.append(min(left, int(draw.integers(1, MAX_PROMPT + 1))))
-            left -= prompts[-1]
-    return traces.Trace(np.array(at), np.array(prompts, np.int32), np.full(len(at), 4, np.int32))
 
 
 def _work(trace: traces.Trace) -> float:

@@ -14,7 +14,7 @@ RECENT = 0.2  # weight of a worker's newest turn in its own slowness
 Features = tuple[float, float, float]
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """An attempt as it was sent."""
 
@@ -56,13 +56,15 @@ class Speeds:
         tokens = made - sent.made
         if tokens <= 0:
             return
-        pool = self._pools.setdefault((worker.kind, worker.hardware), LeastSquares(FORGET))
-        x, seconds = features(tokens, (sent.held + held) / 2, sent.uncached), at - turn.assigned_at
-        fitted = pool.of(x)
+        sort = worker.kind, worker.hardware
+        pool = self._pools.get(sort)
+        if pool is None:
+            pool = self._pools[sort] = LeastSquares(FORGET)
+        seconds = at - turn.assigned_at
+        fitted = pool.put(features(tokens, (sent.held + held) / 2, sent.uncached), seconds)
         if fitted > 0:
             old = self._slowness.get(worker.worker, 1.0)
             self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old)
-        pool.put(x, seconds)
 
     def _leave(self, turn: TurnState) -> Sent | None:
         sent = self._sent.pop(turn.turn, None)
@@ -112,14 +114,16 @@ class LeastSquares:
         w = self._w
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2]
 
-    def put(self, x: Features, y: float) -> None:
+    def put(self, x: Features, y: float) -> float:
+        """Returns what was expected before."""
         x0, x1, x2 = x
+        w0, w1, w2 = self._w
         p00, p01, p02, p11, p12, p22 = self._p
         g0, g1, g2 = p00 * x0 + p01 * x1 + p02 * x2, p01 * x0 + p11 * x1 + p12 * x2, p02 * x0 + p12 * x1 + p22 * x2
         forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
-        scale = forget + x0 * g0 + x1 * g1 + x2 * g2
-        error = (y - self.of(x)) / scale
-        w0, w1, w2 = self._w
+        scale, expected = forget + x0 * g0 + x1 * g1 + x2 * g2, w0 * x0 + w1 * x1 + w2 * x2
+        error = (y - expected) / scale
         self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
         self._p = ((p00 - g0 * g0 / scale) / forget, (p01 - g0 * g1 / scale) / forget, (p02 - g0 * g2 / scale) / forget,
                    (p11 - g1 * g1 / scale) / forget, (p12 - g1 * g2 / scale) / forget, (p22 - g2 * g2 / scale) / forget)
+        return expected
