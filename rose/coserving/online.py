@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from rose.coserving import board
 from rose.coserving.board import Peer
+from rose.coserving.heap import Ahead
 from rose.coserving.member import Member, vllm_scheduler
 from rose.coserving.predictor import Predictor, Work
 from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
+START_S, BEAT_S = 2.0, 0.005  # for making the heap resident, at the start and with each beat without requests
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -58,8 +60,15 @@ class OnlineScheduler(Member):
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
         self._step_bytes = min(self._blocks(self._most), MOST_KEPT * self.device.kv_bytes)
+        self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
         self.state.kv_held = self.pool.limit_bytes
+
+    def attach(self, core) -> None:
+        if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
+            self._heap = Ahead()
+            self._heap.catch_up(START_S)
+        super().attach(core)
 
     def _publish(self) -> None:
         if self._promptness is not None:
@@ -249,8 +258,14 @@ class OnlineScheduler(Member):
             self._board.write()
 
     def _beats_once(self) -> None:
+        """In the beat's thread: a step of ours may take longer than all of that."""
+        if self._heap is not None and not self.requests:
+            self._heap.catch_up(BEAT_S)
+        self._insist()
+
+    def _insist(self) -> None:
         """A rollout engine that keeps what online requests wait for is given the core to let go of it, and ended if it
-        doesn't in time. In the beat's thread: a step of ours may take longer than all of that."""
+        doesn't in time."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self.waiting:
             missing = min(self.pool.used + self._ahead(), self.pool.total) - (self.device.kv_bytes - rollout.kv_budget)

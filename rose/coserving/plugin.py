@@ -7,21 +7,19 @@ AMX, and keeps the memory of one step for the next.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 
-from rose.coserving import names
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-MAPPED = 32 << 20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
-KEPT = 1 << 30  # bytes free at the heap's end
+from rose.coserving import heap, names
 
 
 def register() -> None:
     """May be called any number of times in a process. In engines that share no device it only does what is for CPUs."""
+    from vllm.platforms import current_platform
+
     ask_for_amx()
-    keep_heap()
+    if current_platform.is_cpu():
+        heap.keep()
     if names.FOLDER not in os.environ:
         return
     from vllm.v1.engine.core import EngineCoreProc
@@ -53,14 +51,3 @@ def ask_for_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-
-
-def keep_heap() -> None:
-    """Let glibc keep what a step frees. By default it gives large buffers back and gets them anew in the next step,
-    or not, by how the heap happens to lie (scripts/bench_heap.py). Other allocators don't listen. `rose_deactivate` gives it back."""
-    from vllm.platforms import current_platform
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if current_platform.is_cpu() and mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED)
-        mallopt(M_TRIM_THRESHOLD, KEPT)

@@ -117,7 +117,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
     def _wants_turn(self) -> bool:
         return False
 
-    def _beats_once(self) -> None:
+    def _insist(self) -> None:
         """Nobody else keeps what online requests wait for."""
 
     # ------------------------------------------------------------------ what rollouts may have
