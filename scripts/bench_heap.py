@@ -1,12 +1,13 @@
 """What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with and without ROSE's plugin.
 
     python scripts/bench_heap.py                     # two minutes
-    python scripts/bench_heap.py rounds=20 seed=3
+    python scripts/bench_heap.py rounds=20 seed=3 varied=1
 
 Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc` loads no plugin and
 gives large buffers back to the system after a step, `kept` has rose.coserving.plugin. In turn each gets rounds of
-prompts that fill whole steps. Processor time is of the engine process, and says what a step costs whatever else the
-machine does; the first round, in which either heap grows, is told apart.
+prompts that fill whole steps, or, with `varied=1`, of other lengths in each round. Processor time is of the engine
+process, and says what a step costs whatever else the machine does; the first round, in which either heap grows, is told
+apart.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench_coserving_client import replay  # noqa: E402
 from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder  # noqa: E402
 
 PROMPTS, OUTPUT = 9, 8  # a round: three and a half steps of MAX_BATCHED tokens, then decodes
+VARIED, WITHIN_S = 24, 1.5  # prompts of a varied round, and seconds within which they come
 KV_BYTES = 64 << 20
 
 
@@ -42,25 +44,35 @@ def spent(server: Server) -> tuple[float, float, int]:
     return times.user, times.system, int(fields[7])
 
 
-def one_round(server: Server, seed: int) -> tuple[float, ...]:
+def prompts(seed: int, varied: bool) -> traces.Trace:
+    """Of a round; `replay` makes tokens of the same seed, so that no cache has them."""
+    if not varied:
+        lengths, outputs = np.full(PROMPTS, MAX_PROMPT, np.int32), np.full(PROMPTS, OUTPUT, np.int32)
+        return traces.Trace(np.zeros(PROMPTS), lengths, outputs)
+    draw = np.random.default_rng(seed)
+    lengths, outputs = draw.integers(10, MAX_PROMPT + 1, VARIED), draw.integers(1, 4 * OUTPUT, VARIED)
+    return traces.Trace(np.sort(draw.uniform(0, WITHIN_S, VARIED)), lengths.astype(np.int32), outputs.astype(np.int32))
+
+
+def one_round(server: Server, seed: int, varied: bool) -> tuple[float, ...]:
     """What a round took, as `spent`."""
-    trace = traces.Trace(np.zeros(PROMPTS), np.full(PROMPTS, MAX_PROMPT, np.int32), np.full(PROMPTS, OUTPUT, np.int32))
+    trace = prompts(seed, varied)
     server.wake()
     before = spent(server)
     answers = asyncio.run(replay(server.url, server.served, trace, seed, DRAIN_S))
     after = spent(server)
     server.park()
     if not all(answer.done for answer in answers):
-        raise server.failed(f"did not end {sum(not answer.done for answer in answers)} of {PROMPTS} requests")
+        raise server.failed(f"did not end {sum(not answer.done for answer in answers)} of {len(answers)} requests")
     return tuple(b - a for a, b in zip(before, after))
 
 
 def main() -> int:
-    given = {"rounds": 8, "seed": 0}
+    given = {"rounds": 8, "seed": 0, "varied": 0}
     for word in sys.argv[1:]:
         key, _, text = word.partition("=")
         if key not in given or not text.isdecimal() or key == "rounds" and int(text) < 2:
-            raise Failed(f"bench_heap: {word!r}: options are rounds=N, 2 or more, and seed=N")
+            raise Failed(f"bench_heap: {word!r}: options are rounds=N, 2 or more, seed=N and varied=1")
         given[key] = int(text)
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
@@ -82,13 +94,14 @@ def main() -> int:
             took = {heap: [] for heap in servers}
             for number in range(given["rounds"]):
                 for heap, server in servers.items():
-                    took[heap].append(one_round(server, given["seed"] * 1000 + number))  # prompts in no cache
+                    took[heap].append(one_round(server, given["seed"] * 1000 + number, bool(given["varied"])))
         finally:
             for server in servers.values():
                 server.end()
             guard.close()
-    print(f"a round: {PROMPTS} prompts of {MAX_PROMPT} tokens at once, steps of {MAX_BATCHED}; means of "
-          f"{given['rounds'] - 1} rounds (the first)")
+    what = f"{VARIED} prompts of 10 to {MAX_PROMPT} tokens within {WITHIN_S:g} s" if given["varied"] else \
+        f"{PROMPTS} prompts of {MAX_PROMPT} tokens at once"
+    print(f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the first)")
     for heap, rounds in took.items():
         user, system, faults = (mean(column) for column in zip(*rounds[1:]))
         print(f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), {system:.3f} s of it the "
