@@ -22,7 +22,7 @@ from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
-START_S, BEAT_S = 2.0, 0.005  # for making the heap resident, at the start and with each beat without requests
+START_S, BEAT_S = 2.0, 0.005  # for making the heap resident, at the start and with each beat without online requests
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -259,7 +259,7 @@ class OnlineScheduler(Member):
 
     def _beats_once(self) -> None:
         """In the beat's thread: a step of ours may take longer than all of that."""
-        if self._heap is not None and not self.requests:
+        if self._heap is not None and not self._seen:
             self._heap.catch_up(BEAT_S)
         self._insist()
 
