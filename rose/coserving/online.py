@@ -258,7 +258,7 @@ class OnlineScheduler(Member):
             self._board.write()
 
     def _beats_once(self) -> None:
-        """In the beat's thread: a step of ours may take longer than all of that."""
+        """What doesn't wait for the end of a step."""
         if self._heap is not None and not self._seen:
             self._heap.catch_up(BEAT_S)
         self._insist()
