@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
     job.until(lambda: job.phase() == ("rollout", 2) and job.steps() and 0 < job.live()["finished"] < 64,
               "the midst of step 2's rollout")
     engine = job.engine()
+    engine.suspend()  # what it is given meanwhile it has when it dies; at any moment it may have nothing
+    time.sleep(0.5)
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()
     assert [fault["what"] for fault in job.faults()] == ["engine died"]
