@@ -22,7 +22,7 @@ from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
-START_S, BEAT_S = 2.0, 0.005  # for making the heap resident, at the start and with each beat without online requests
+HEAP_START_S, HEAP_BEAT_S = 2.0, 0.005  # for making it resident, at the start and with each beat without requests
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -67,7 +67,7 @@ class OnlineScheduler(Member):
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
             self._heap = Ahead()
-            self._heap.catch_up(START_S)
+            self._heap.catch_up(HEAP_START_S)
         super().attach(core)
 
     def _publish(self) -> None:
@@ -215,9 +215,9 @@ class OnlineScheduler(Member):
     def _needed(self) -> float:
         """Bytes that requests use, or will before their next token; and those of a whole step of prompts, or whoever
         comes now would wait for memory until the step after."""
-        return self.pool.used + max(self._ahead(), self._step_bytes)
+        return self.pool.used + max(self._to_come(), self._step_bytes)
 
-    def _ahead(self) -> int:
+    def _to_come(self) -> int:
         """Bytes that requests will use before their next token."""
         requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
         return sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests)
@@ -260,7 +260,7 @@ class OnlineScheduler(Member):
     def _beats_once(self) -> None:
         """What doesn't wait for the end of a step."""
         if self._heap is not None and not self._seen:
-            self._heap.catch_up(BEAT_S)
+            self._heap.catch_up(HEAP_BEAT_S)
         self._insist()
 
     def _insist(self) -> None:
@@ -268,7 +268,8 @@ class OnlineScheduler(Member):
         doesn't in time."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self.waiting:
-            missing = min(self.pool.used + self._ahead(), self.pool.total) - (self.device.kv_bytes - rollout.kv_budget)
+            wanted = min(self.pool.used + self._to_come(), self.pool.total)
+            missing = wanted - (self.device.kv_bytes - rollout.kv_budget)
         if missing < self.pool.block_bytes or not board.is_alive(rollout):
             self._asked_at = None
             return

@@ -196,9 +196,9 @@ class SharedScheduler(Evicting, OnlineScheduler):
         return max(0.0, min(self.pool.total * min(control.share, 1.0), self.pool.total - used - self._reserve))
 
     def _largest(self, now: float, own: Work, demand: Work) -> int:
-        """The most tokens of `demand` that may be in the step with `own`; see rose/coserving/gate.py. What a request to
-        come may lose is lost once, not with each step of the queue that it finds: from when prompts wait until none
-        does, all steps together."""
+        """The most tokens of `demand` that may be in the step with `own`, which are counted in; see
+        rose/coserving/gate.py. What a request to come may lose is lost once, not with each step of the queue that it
+        finds: from when prompts wait until none does, all steps together."""
         predictor = self._predictor
         share = self._lending.step_share * self._slo.ttft_p99_s * self._promptness.share(now) - self._held_up
         slack = self._hold_until() - now

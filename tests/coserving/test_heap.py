@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from rose.coserving import heap
 
 GROW = """
 import ctypes, resource, sys
@@ -40,9 +43,7 @@ def test_a_heap_that_grows_meets_no_page_faults_where_it_was_made_resident_ahead
     assert calls > 100, "each goes on for no longer than it may"
 
 
-def test_without_such_a_heap_nothing_happens(monkeypatch, tmp_path):
-    from rose.coserving import heap
-
+def test_without_such_a_heap_nothing_happens(monkeypatch):
     monkeypatch.setattr(heap, "_begin", lambda: None)
     assert heap.Ahead().catch_up(0.0)
     monkeypatch.setattr(heap, "_begin", lambda: 0x1000)  # no memory of ours: the system refuses
@@ -52,10 +53,6 @@ def test_without_such_a_heap_nothing_happens(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("heap_there", [True, False])
 def test_it_begins_where_the_system_says(monkeypatch, heap_there):
-    from pathlib import Path
-
-    from rose.coserving import heap
-
     maps = "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/x\n" + heap_there * (
         "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n")
     monkeypatch.setattr(Path, "read_text", lambda self: maps)
