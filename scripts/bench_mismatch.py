@@ -7,7 +7,8 @@
 Samples turns from the engine at temperature 1 and scores the same tokens with transformers in the same dtype.
 With d = logprob(trainer) - logprob(engine) of each token: mean and max of |d|, KL(engine || trainer) by the k3
 estimator exp(d) - 1 - d (Schulman, joschu.net/blog/kl-approx.html), and the largest importance ratio exp(d).
-Prints one table; exit code 1 if float32 disagrees by more than 1e-3 anywhere. Left out: other dtypes, TP.
+Prints one table; exit code 1 if float32 disagrees anywhere by more than 1e-3, on GPUs 1e-2: FlashAttention takes no
+float32, and the products of the Triton kernel that vLLM runs instead are TF32 (ten bits). Left out: other dtypes, TP.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rose import config, models, protocol  # noqa: E402
 from rose.engine.vllm_engine import Engine  # noqa: E402
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-FLOAT32_LIMIT = 1e-3
+FLOAT32_LIMIT = {"cpu": 1e-3, "cuda": 1e-2}
 
 
 async def sample(folder: Path, dtype: str, arguments) -> list[tuple[list[int], list[int], list[float]]]:
@@ -83,16 +84,16 @@ def main() -> int:
     folder = arguments.model or models.resolve(tiny)
     print(f"model {folder}\n{'dtype':9} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'KL k3':>10} {'max ratio':>10} "
           f"{'seconds':>8}", flush=True)
-    worst = 0.0
+    worst, device = 0.0, "cuda" if arguments.gpus else "cpu"
     for dtype in ("float32", "bfloat16"):
         start = time.monotonic()
         turns = asyncio.run(sample(folder, dtype, arguments))
         engine = np.concatenate([np.asarray(logprobs) for _, _, logprobs in turns])
-        d = score(folder, dtype, turns, "cuda" if arguments.gpus else "cpu") - engine
+        d = score(folder, dtype, turns, device) - engine
         print(f"{dtype:9} {d.size:7d} {np.abs(d).mean():10.2e} {np.abs(d).max():10.2e} "
               f"{(np.exp(d) - 1 - d).mean():10.2e} {np.exp(d).max():10.5f} {time.monotonic() - start:8.1f}", flush=True)
         worst = max(worst, np.abs(d).max() if dtype == "float32" else 0.0)
-    return int(worst > FLOAT32_LIMIT)
+    return int(worst > FLOAT32_LIMIT[device])
 
 
 if __name__ == "__main__":

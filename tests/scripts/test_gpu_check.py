@@ -1,19 +1,161 @@
-"""The GPU check of the page pool, against a libcuda whose memory is the host's: it passes, and finds what is wrong."""
+"""gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU twin is the same code."""
 
 import ctypes
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from rose import processes
 from rose.coserving.vmm import CudaDriver, PagePool
 from tests.coserving.cuda_rules import build_libcuda
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
 import gpu_check  # noqa: E402
+import gpu_check_coserving  # noqa: E402
+import gpu_check_frame as frame  # noqa: E402
+import gpu_check_machine  # noqa: E402
+import gpu_check_odd as odd  # noqa: E402
+import gpu_check_trainer  # noqa: E402
 
 MiB = 2**20
+DEADLINE_S = 600
+
+
+@pytest.fixture(scope="module", autouse=True)
+def orphans_are_ours():
+    processes.adopt_orphans()
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch):
+    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile."""
+    monkeypatch.setattr(frame, "LEAVE_S", 1.0)
+
+    def run(name, deadline_s=60.0, device="cpu", gpus=0, sizes={}, **rest):
+        setup = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes)
+        told = []
+        check = odd.CHECKS[name]
+        for field, value in rest.items():
+            check = frame.msgspec.structs.replace(check, **{field: value})
+        return frame.run(check, setup, deadline_s, told.append, Path(odd.__file__)), told
+
+    return run
+
+
+def test_a_check_tells_its_progress_and_its_figures(outcome):
+    one, told = outcome("well")
+    assert one.state == frame.OK and told == ["working", "number: 1 things"]
+    assert one.figures[0].expected == ">= 1, <= 10"
+
+
+def test_its_sizes_are_parameters(outcome):
+    one, _ = outcome("well", sizes={"well": {"number": 11}})
+    assert one.state == frame.FAILED and one.words == "not as expected: number"
+
+
+def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome):
+    one, told = outcome("outside")
+    assert one.state == frame.FAILED and len(one.figures) == 2
+    assert told[0] == "rate: 2 TFLOP/s (20 % of the bound), NOT >= 3, bound 10"
+    table = frame.table([one])
+    assert "-> ask for a faster one" in table and "-> do this" in table
+
+
+def test_what_this_machine_cannot_have_is_no_failure(outcome):
+    assert outcome("impossible")[0].words == "no such thing here"
+    assert outcome("well", device="cuda", gpus=1, least_gpus=2)[0].words == "needs 2 GPUs, 1 visible"
+    assert outcome("well", on_cpu=False)[0].state == frame.IMPOSSIBLE
+
+
+@pytest.mark.parametrize("name, words", [("raises", "ValueError: what was wrong"),
+                                         ("killed", "its process ended with code -9 without a word")])
+def test_one_that_ends_badly_is_told_with_its_log(outcome, name, words):
+    one, _ = outcome(name)
+    assert (one.state, one.words) == (frame.FAILED, words)
+    assert "the last words of a library" in frame.tail(one.log) or name == "killed"
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_ended_with_all_that_it_started(outcome):
+    one, told = outcome("hangs", deadline_s=10.0)
+    assert one.state == frame.FAILED and one.words == "no end within 10 s" and told == ["before it hung: 1"]
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_process_that_is_left_behind_is_a_failure_and_is_ended(outcome):
+    one, _ = outcome("leaves")
+    assert one.state == frame.FAILED and "left processes behind" in one.words and "time.sleep(600)" in one.words
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_figures_are_in_the_file_with_their_shares(outcome, tmp_path):
+    outcomes = [outcome(name)[0] for name in ("well", "outside")]
+    frame.write_json(tmp_path / "f.json", frame.Setup("cpu", 0, "cpu", None, "", None, {}), outcomes)
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["ok"] is False and [c["state"] for c in found["checks"]] == ["ok", "FAILED"]
+    assert found["checks"][1]["figures"][0]["share"] == 0.2 and not found["checks"][1]["figures"][0]["ok"]
+
+
+def test_a_number_that_is_none_is_never_as_expected():
+    assert not frame.Figure("x", float("nan"), least=1e-9).ok
+
+
+def test_rates_are_those_of_the_device():
+    def setup(name):
+        return frame.Setup("cuda", 1, name, 80.0, "", None, {}).rates
+
+    assert setup("NVIDIA H200") == (989.4e12, 4.8e12) and setup("NVIDIA H100 80GB HBM3")[1] == 3.35e12
+    assert setup("NVIDIA A100-SXM4-80GB")[0] == 312e12 and setup("Tesla V100") is None
+
+
+@pytest.mark.parametrize("given, seen", [(None, 4), ("", 0), ("2,3", 2), ("GPU-aa,GPU-bb", 2), ("-1", 0)])
+def test_visible_devices_are_counted(monkeypatch, given, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert gpu_check_machine.visible(4) == seen
+
+
+@pytest.mark.parametrize("words", [["nosuch"], ["--set", "engine.nosuch=1"], ["--set", "nosuch=1"]])
+def test_a_wrong_command_line_is_refused(words):
+    with pytest.raises(SystemExit) as refused:
+        gpu_check.main(words)
+    assert refused.value.code == 2
+
+
+def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check, "SMI", ("false",))
+    monkeypatch.setattr(gpu_check, "TORCH", "pass")
+    assert gpu_check.main(["machine", "two", "--folder", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "machine: FAILED" in said and "two" in said and "machine failed" in said
+
+
+def test_useful_operations_of_rows_and_trees():
+    from rose.config import ModelShape
+    from rose.trainer.batching import Padded, Shared
+
+    sizes = gpu_check_trainer.Training("bfloat16", 1, 3, 8, 4, 64, True, False, 1)
+    rows = gpu_check_trainer.batch(sizes, 100)
+    tokens = [gpu_check_trainer.np.frombuffer(t.tokens, "<i4") for t in rows.values()]
+    padded = gpu_check_trainer._work([[0, 1, 2]], Padded([12] * 3), sizes)
+    tree = gpu_check_trainer._work([[0, 1, 2]], Shared(tokens), sizes)
+    assert padded == {"tokens": 36, "made": 12, "pairs": 3 * 12**2 / 2}
+    assert tree == {"tokens": 8 + 3 * 4, "made": 12, "pairs": 8 * 8 / 2 + 3 * (4 * 4 / 2 + 4 * 8)}
+    shape = ModelShape(layers=1, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=8, vocab=100,
+                       tied_embeddings=True)
+    layer = shape.parameters - 800
+    assert gpu_check_trainer._flops(shape, [tree]) == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
+
+
+# --------------------------------------------------------------------------- the page pool, against a fake libcuda
 
 
 class HostPool(PagePool):
@@ -33,18 +175,49 @@ def device(tmp_path):
 
 
 def test_the_pool_passes_and_its_times_are_told(device):
-    assert gpu_check.page_pool(*device).startswith("map 16 MiB ")
+    assert gpu_check_coserving.page_pool(*device).startswith("map 16 MiB ")
 
 
 def test_memory_that_does_not_come_back_is_found(device, monkeypatch):
     pool, free = device
     monkeypatch.setattr(type(pool), "release", lambda self, ranges: None)
     with pytest.raises(RuntimeError, match="release half of it: took 0 bytes of the device instead of -8388608"):
-        gpu_check.page_pool(pool, free)
+        gpu_check_coserving.page_pool(pool, free)
 
 
 def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
     pool, free = device
     monkeypatch.setattr(CudaDriver, "zero", lambda self, address, nbytes: ctypes.memset(address, 1, nbytes))
     with pytest.raises(RuntimeError, match="fresh pages are not zeros"):
-        gpu_check.page_pool(pool, free)
+        gpu_check_coserving.page_pool(pool, free)
+
+
+# --------------------------------------------------------------------------- the twins: the same code on the CPU
+
+TWINS = ("machine", "model", "transfer", "trainer", "engine", "precision", "sleep", "two")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """check -> its part of the JSON file, of one call with all of them; and the call's words."""
+    folder = tmp_path_factory.mktemp("twins")
+    ran = subprocess.run([sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu", "--json",
+                          str(folder / "figures.json"), "--folder", str(folder), *TWINS],
+                         capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    found = json.loads((folder / "figures.json").read_text())["checks"]
+    return {one["name"]: one for one in found}, ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_the_twin_of_each_check_is_ok_on_a_cpu(twins, name):
+    found, ran = twins
+    assert found[name]["state"] == frame.OK, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert found[name]["figures"]
+
+
+@pytest.mark.slow
+def test_twins_leave_nothing_and_print_the_table(twins):
+    _, ran = twins
+    assert ran.returncode == 0 and ran.stdout.rstrip().endswith("no GPUs (cpu): all ok")
+    assert "mean |difference|, new weights" in ran.stdout

@@ -1,0 +1,285 @@
+"""gpu_check.py, the engine: vLLM as a run starts it on GPUs (CUDA graphs, model runner V2, asynchronous scheduling).
+
+It must generate fast enough, take new weights while turns run, and make after the flip what the trainer's own forward
+pass says of these weights. Imports vLLM only within the checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from gpu_check_frame import Check, Report
+from gpu_check_model import Versions, compose, folder, score
+
+GIB = 2**30
+DTYPE_BYTES = 2
+# log-probabilities of engine and trainer: float32 attention on CUDA is a Triton kernel whose products are TF32 (ten
+# bits), where FlashAttention takes no float32; on a CPU it is float32 throughout
+FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
+BFLOAT16_MEAN = 0.05
+OLD_WEIGHTS = 3.0  # by so much the old weights must fit worse than the new ones, or the comparison shows nothing
+
+
+class Engines(msgspec.Struct):
+    rollout: str  # file of conf/rollout
+    dtype: str
+    utilization: float  # rollout.gpu_memory_utilization
+    turns: int  # at once, for the throughput
+    prompt: int  # tokens
+    new: int
+    alone: int  # tokens of the one turn alone
+    beside: int  # turns that run while the version is loaded
+    beside_new: int
+    changed: float  # share of the values that the version changes
+    scored: int  # turns compared with the trainer's forward
+    scored_new: int
+    given_back: float = 0.0  # of the memory, by one that sleeps
+
+
+GPU = Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 64, 1024, 0.02, 16, 96)
+CPU = Engines("cpu", "bfloat16", 0.9, 4, 16, 8, 8, 2, 300, 0.2, 4, 24)
+NARROW = Engines("gpu", "float32", 0.3, 0, 64, 0, 0, 2, 256, 0.02, 16, 96)
+NARROW_CPU = Engines("cpu", "float32", 0.9, 0, 16, 0, 0, 2, 300, 0.02, 4, 24)
+SLEEPS = Engines("gpu", "bfloat16", 0.6, 4, 256, 64, 0, 0, 0, 0.25, 0, 0, 0.8)
+SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
+
+
+def settings(report: Report, *overrides: str):
+    """The checked configuration of an engine of this model, by conf/rollout as a run has it."""
+    from rose import config as configuration
+
+    sizes, gpus = report.sizes, report.gpus
+    context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
+    words = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if gpus else []
+    return configuration.from_dict(compose(
+        f"rollout={sizes.rollout}", "rollout.workers=1", *words, "model.source=folder", f"model.path={folder(report)}",
+        f"model.dtype={sizes.dtype}", f"model.max_context={context}", f"trainer.micro_batch_tokens={max(2048, context)}",
+        f"rollout.gpu_memory_utilization={sizes.utilization}", *overrides))
+
+
+async def start(report: Report, config) -> Any:
+    from rose.engine.vllm_engine import Engine
+
+    began = time.monotonic()
+    engine = await Engine.start(folder(report), config.rollout, config.model, gpus=report.gpus)
+    report.figure("start", time.monotonic() - began, "s")
+    report.figure("KV cache", engine.kv_tokens, "tokens", least=config.model.max_context)
+    return engine
+
+
+def prompts(report: Report, count: int, seed: int) -> list[list[int]]:
+    from rose.config import read_shape
+
+    vocabulary, dice = read_shape(folder(report)).vocab, np.random.default_rng(seed)
+    return [dice.integers(0, vocabulary, report.sizes.prompt).tolist() for _ in range(count)]
+
+
+class Turn(msgspec.Struct):
+    prompt: list[int]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+
+
+async def turn(engine, name: str, prompt: list[int], new: int, begun: asyncio.Event | None = None,
+               temperature: float = 1.0) -> Turn:
+    """So many tokens: one that the model ends early is continued, so that all turns are equally long."""
+    from rose import protocol
+
+    made, part = Turn(prompt), 0
+    while len(made.tokens) < new:
+        sampling = protocol.Sampling(max_new_tokens=new - len(made.tokens), temperature=temperature)
+        before, part = len(made.tokens), part + 1
+        async for chunk in engine.generate(f"{name}.{part}", protocol.pack_tokens(prompt + made.tokens), sampling):
+            made.tokens += chunk.tokens
+            made.logprobs += chunk.logprobs
+            made.versions += [chunk.version] * len(chunk.tokens)
+            if begun is not None and made.tokens:
+                begun.set()
+        if len(made.tokens) == before:
+            raise RuntimeError(f"turn {name} ended after {before} of {new} tokens")
+    return made
+
+
+# --------------------------------------------------------------------------- engine
+
+
+def engine(report: Report) -> None:
+    asyncio.run(_engine(report))
+
+
+async def _engine(report: Report) -> None:
+    config = settings(report)
+    running = await start(report, config)
+    try:
+        _ways(report, running)
+        await _speed(report, running)
+        old, new, versions = await flip_under_traffic(report, running, config)
+        scored = await asyncio.gather(*(turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
+                                        for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))))
+        compare(report, scored, versions)
+    finally:
+        await running.shutdown()
+
+
+def _ways(report: Report, running) -> None:
+    """What CPU tests never have: the paths that vLLM takes on GPUs."""
+    config = running._llm.vllm_config
+    graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]
+    expected = {"equal": True} if report.gpus else {}
+    report.figure("model runner V2", bool(config.use_v2_model_runner), **expected)
+    report.figure("asynchronous scheduling", bool(config.scheduler_config.async_scheduling), **expected)
+    report.figure("CUDA graphs", graphs)
+    if report.gpus and graphs in ("NONE", "None"):
+        report.figure("CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false")
+
+
+async def _speed(report: Report, running) -> None:
+    from rose.config import read_shape
+
+    sizes, shape = report.sizes, read_shape(folder(report))
+    weights = DTYPE_BYTES * shape.parameters
+    kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # of a turn, in the mean
+    bandwidth = report.setup.rates[1] if report.setup.rates else None
+    await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
+    began = time.monotonic()
+    await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
+    report.share("one turn alone", sizes.alone / (time.monotonic() - began), "token/s",
+                 bandwidth and bandwidth / weights, 0.04, "weights once a token from HBM",
+                 "slow steps: are CUDA graphs in use, is the CPU busy with something else?")
+    began = time.monotonic()
+    await asyncio.gather(*(turn(running, f"t{i}", prompt, sizes.new)
+                           for i, prompt in enumerate(prompts(report, sizes.turns, 3))))
+    report.share(f"{sizes.turns} turns at once", sizes.turns * sizes.new / (time.monotonic() - began), "token/s",
+                 bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv), 0.03,
+                 "weights and KV from HBM, prefill not counted", "a slow CPU holds the scheduler up: ask for more cores")
+
+
+async def flip_under_traffic(report: Report, running, config) -> tuple[int, int, Versions]:
+    """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions' store."""
+    sizes = report.sizes
+    versions = Versions(folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device)
+    report.say("a store of versions is made")
+    begun = [asyncio.Event() for _ in range(sizes.beside)]
+    turns = asyncio.gather(*(turn(running, f"beside-{i}", prompt, sizes.beside_new, begun[i])
+                             for i, prompt in enumerate(prompts(report, sizes.beside, 5))))
+    version = await asyncio.to_thread(versions.publish, sizes.changed)
+    await asyncio.gather(*(event.wait() for event in begun))
+    loaded = await running.load_version(version, str(versions.store), config.transfer)
+    made = [v for one in await turns for v in one.versions]
+    report.figure("values changed", loaded.changed, least=1)
+    report.figure("staged beside generation in", loaded.stage_s, "s")
+    report.figure("generation stood still for", 1000 * loaded.pause_s, "ms", most=2000.0,
+                  remedy="the flip should be scatters on the device: see transfer.stage_gib")
+    report.figure("tokens by the old weights", made.count(-1), least=1)
+    report.figure("tokens by the new weights", made.count(version), least=1,
+                  remedy="--set engine.beside_new= more, if they ended before the version was staged")
+    return made.count(-1), made.count(version), versions
+
+
+def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
+    """Engine against the trainer's forward pass over the same tokens, with the new weights and, to see that it can
+    tell, with the old."""
+    sizes, device = report.sizes, report.setup.device
+    pairs = [(one.prompt, one.tokens) for one in turns]
+    engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
+    new, old = (np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
+                for tensors in (versions.tensors, None))
+    words = "a wrong kernel, or weights that are not the version's: run scripts/bench_mismatch.py --gpus"
+    if sizes.dtype == "float32":
+        report.figure("largest |difference|, new weights", float(new.max()), "nats", most=FLOAT32_MOST[device],
+                      source="TF32 in attention" if report.gpus else "float32", remedy=words)
+    else:
+        report.figure("largest |difference|, new weights", float(new.max()), "nats")
+    report.figure("mean |difference|, new weights", float(new.mean()), "nats", most=BFLOAT16_MEAN, remedy=words)
+    report.figure("the old weights fit worse by", float(old.mean() / max(new.mean(), 1e-9)), "times",
+                  least=OLD_WEIGHTS, remedy=words)
+
+
+def precision(report: Report) -> None:
+    asyncio.run(_precision(report))
+
+
+async def _precision(report: Report) -> None:
+    """float32: everything that is not rounding shows."""
+    config = settings(report, "rollout.enforce_eager=true")
+    running = await start(report, config)
+    try:
+        *_, versions = await flip_under_traffic(report, running, config)
+        scored = await asyncio.gather(*(turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
+                                        for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))))
+        compare(report, scored, versions)
+    finally:
+        await running.shutdown()
+
+
+# --------------------------------------------------------------------------- sleep
+
+
+def sleep(report: Report) -> None:
+    asyncio.run(_sleep(report))
+
+
+async def _sleep(report: Report) -> None:
+    """Memory goes back to the device while it sleeps; awake again it makes the same tokens, and takes new weights."""
+    config = settings(report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else []))
+    running = await start(report, config)
+    try:
+        expected = await _greedy(report, running)
+        awake = _used(report, running)
+        began = time.monotonic()
+        await running.deactivate()
+        report.figure("falls asleep in", time.monotonic() - began, "s")
+        asleep = _used(report, running)
+        report.figure("memory awake", awake / GIB, "GiB")
+        report.figure("memory given back", (awake - asleep) / GIB, "GiB", least=report.sizes.given_back * awake / GIB,
+                      source=f"{report.sizes.given_back:g} of it", remedy="what sleeps keeps too much: "
+                      "rollout.engine_args.enable_sleep_mode must reach vLLM, and weights lie in its pool")
+        began = time.monotonic()
+        await running.activate()
+        report.figure("wakes in", time.monotonic() - began, "s")
+        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
+        report.figure("turns that are as before", sum(same), least=len(same))
+        versions = Versions(folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device)
+        version = await asyncio.to_thread(versions.publish, report.sizes.changed)
+        loaded = await running.load_version(version, str(versions.store), config.transfer)
+        report.figure("values of a version that it takes then", loaded.changed, least=1)
+        report.figure("turns by the new weights are others", await _greedy(report, running) != expected, equal=True)
+    finally:
+        await running.shutdown()
+
+
+async def _greedy(report: Report, running) -> list[list[int]]:
+    """One after the other: what runs beside a turn changes how its sums are rounded."""
+    return [(await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
+            for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))]
+
+
+def _used(report: Report, running) -> int:
+    """Bytes: of the device by all processes, or resident of the engine's."""
+    if not report.gpus:
+        from rose.coserving.pages import resident_bytes
+
+        return resident_bytes(running.pid)
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+CHECKS = (
+    Check("engine", "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's", engine,
+          {"cuda": GPU, "cpu": CPU}, 280.0,
+          "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
+          "engine.utilization=0.8"),
+    Check("precision", "the same weights in float32, where only TF32 may differ", precision,
+          {"cuda": NARROW, "cpu": NARROW_CPU}, 180.0, "python scripts/bench_mismatch.py --gpus compares both dtypes"),
+    Check("sleep", "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version", sleep,
+          {"cuda": SLEEPS, "cpu": SLEEPS_CPU}, 180.0,
+          "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has none"),
+)

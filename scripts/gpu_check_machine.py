@@ -1,0 +1,249 @@
+"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; two processes on it; nothing left.
+
+Raw speeds come first, because all others are read against them: a GPU that is throttled, shared or cut by MIG shows
+here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gpu_check_frame import REPOSITORY, Check, Impossible, Report
+
+SMI_S = 60.0
+SMI_FIELDS = "name,uuid,driver_version,memory.total,memory.used,compute_cap,compute_mode,mig.mode.current"
+PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
+LEAST_CAPABILITY = 8.0  # bfloat16 and FlashAttention
+LEAST_SHM_GIB = 8.0
+LEAST_DISK_GIB = 5.0
+FREE_SHARE = 0.95  # of the memory, before anything of ours runs
+GIB = 2**30
+
+
+class Machine(msgspec.Struct):
+    copied_bytes: int  # of the device-to-device copy
+    matrix: int  # side of the squares that are multiplied
+    repeats: int
+    shm_gib: float  # that /dev/shm should have
+    disk_gib: float
+
+
+class Two(msgspec.Struct):
+    nbytes: int  # that each of the two processes holds
+    seconds: float  # that both compute
+
+
+def visible(listed: int) -> int:
+    """GPUs that a process started from here sees, of `listed` ones."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return listed
+    return min(listed, len([one for one in given.split(",") if one.strip() and one.strip() != "-1"]))
+
+
+# --------------------------------------------------------------------------- machine
+
+
+def machine(report: Report) -> None:
+    for name in PACKAGES:
+        try:
+            report.say(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            wanted = report.gpus or name != "triton"  # which CPU builds do without
+            report.say(f"{name} is not installed" + ("" if wanted else ", and not needed on a CPU"))
+    _host(report)
+    if report.gpus:
+        _driver(report)
+        _compiler(report)
+    _raw(report)
+
+
+def _host(report: Report) -> None:
+    from rose.launch.local import find_mpiexec
+
+    report.figure("cores for this process", len(os.sched_getaffinity(0)), least=2,
+                  remedy="an engine, a trainer and the coordinator need a core each: ask for more (--cpus-per-task)")
+    shm, disk = (shutil.disk_usage(path) for path in ("/dev/shm", report.folder))
+    report.figure("/dev/shm free", shm.free / GIB, "GiB", least=report.sizes.shm_gib,
+                  remedy="in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go through it")
+    report.figure("scratch folder free", disk.free / GIB, "GiB", least=report.sizes.disk_gib,
+                  remedy="--folder another one")
+    report.figure("mpiexec", find_mpiexec())
+    report.figure("Python", f"{sys.version.split()[0]} {sys.executable}")
+
+
+def _driver(report: Report) -> None:
+    """What nvidia-smi, torch and the environment say, and whether they agree."""
+    smi = subprocess.run(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"],
+                         capture_output=True, text=True, timeout=SMI_S)
+    for line in smi.stdout.strip().splitlines():
+        report.say(f"nvidia-smi: {line}")
+    if smi.returncode:
+        report.say(f"nvidia-smi ended with {smi.returncode}: {(smi.stderr or smi.stdout).strip()}")
+    import torch
+
+    report.figure("torch was built for CUDA", torch.version.cuda or "no", remedy="pip install -e .[gpu]")
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a CPU build: pip install -e .[gpu] in an environment of its "
+                           "own")
+    report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
+    torch.cuda.init()  # raises with the driver's own words
+    report.figure("GPUs that torch sees", torch.cuda.device_count(), equal=report.setup.gpus,
+                  remedy="CUDA_VISIBLE_DEVICES names devices that are not there")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = properties.major + properties.minor / 10
+        free, total = torch.cuda.mem_get_info(index)
+        report.figure(f"GPU {index}", f"{properties.name}, {total / GIB:.1f} GiB, "
+                                      f"{properties.multi_processor_count} multiprocessors")
+        report.figure(f"GPU {index}, capability", capability, least=LEAST_CAPABILITY,
+                      remedy="bfloat16 and FlashAttention need an A100 or newer")
+        report.figure(f"GPU {index}, free", free / total, least=FREE_SHARE, source="of its memory",
+                      remedy="another process holds memory there: nvidia-smi names it")
+    mode = subprocess.run(["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True,
+                          text=True, timeout=SMI_S).stdout.split("\n")[0].strip()
+    if mode:
+        report.figure("compute mode", mode, equal="Default",
+                      remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)")
+
+
+def _compiler(report: Report) -> None:
+    """Triton builds a launcher in C at first use; without a compiler or Python's headers vLLM does not start."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    report.figure("C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    report.figure("Python.h", headers.is_file(), equal=True,
+                  remedy=f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has it")
+    import torch
+    from gpu_check_kernel import add_one
+
+    values = torch.zeros(1000, device="cuda")
+    began = time.monotonic()
+    add_one[(1,)](values, values.numel(), BLOCK=1024)
+    report.figure("Triton kernel is right", bool((values == 1).all()), equal=True)
+    report.figure("Triton's first kernel", time.monotonic() - began, "s")
+
+
+def _raw(report: Report) -> None:
+    """A copy on the device, copies over the bus, and a product of bfloat16 matrices."""
+    import torch
+
+    sizes, device = report.sizes, torch.device(report.setup.device)
+    rates = report.setup.rates or (None, None)
+    source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = timed(lambda: target.copy_(source), device, sizes.repeats)
+    report.share("copy on the device, read and written", 2 * sizes.copied_bytes / took / 1e9, "GB/s",
+                 rates[1] and rates[1] / 1e9, 0.5, "HBM", "throttled, shared, or a slice of MIG? nvidia-smi -q")
+    host = torch.empty(sizes.copied_bytes // 4, dtype=torch.uint8, pin_memory=report.gpus)
+    part = source[:len(host)]
+    for name, work in (("to the host", lambda: host.copy_(part)), ("from the host", lambda: part.copy_(host))):
+        report.figure(f"copy {name}, pinned", len(host) / timed(work, device, sizes.repeats) / 1e9, "GB/s",
+                      least=2.0 if report.gpus else None, source="PCIe 3.0 x16 has 16" if report.gpus else "",
+                      remedy="weights and versions go over this bus: lspci -vv says its width")
+    a, b = (torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=device) for _ in range(2))
+    took = timed(lambda: a @ b, device, sizes.repeats)
+    report.share("bfloat16 matrix product", 2 * sizes.matrix**3 / took / 1e12, "TFLOP/s", rates[0] and rates[0] / 1e12,
+                 0.3, "dense peak", "throttled or shared? nvidia-smi -q -d PERFORMANCE")
+    error = float(((a[:64] @ b).float() - a[:64].float() @ b.float()).abs().max())
+    report.figure("its largest error", error / sizes.matrix**0.5, most=0.1, source="of a product's standard deviation")
+
+
+def timed(work: Callable[[], Any], device, repeats: int) -> float:
+    """Seconds of the fastest of `repeats`, after one that is not counted."""
+    import torch
+
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        _synchronize(torch, device)
+        began = time.perf_counter()
+        work()
+        _synchronize(torch, device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _synchronize(torch, device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --------------------------------------------------------------------------- two processes on one device
+
+
+SECOND = """
+import sys, time, torch
+device, nbytes, seconds, seed = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+generator = torch.Generator(device).manual_seed(seed)
+held = torch.full((nbytes,), seed, dtype=torch.uint8, device=device)
+a = torch.randint(-4, 5, (512, 512), generator=generator, device=device).float()
+expected = (a.double() @ a.double()).float()
+print("ready", flush=True)
+sys.stdin.readline()
+end, rounds = time.monotonic() + seconds, 0
+while time.monotonic() < end:
+    if not torch.equal(a @ a, expected):
+        sys.exit("a product was wrong beside another process")
+    rounds += 1
+if not bool((held == seed).all()):
+    sys.exit("memory was changed by another process")
+print(rounds, torch.cuda.mem_get_info()[0] if device == "cuda" else 0, flush=True)
+"""
+
+
+def two(report: Report) -> None:
+    """Each holds memory and multiplies matrices of small integers, whose products are exact."""
+    sizes = report.sizes
+    processes = [subprocess.Popen([sys.executable, "-c", SECOND, report.setup.device, str(sizes.nbytes),
+                                   str(sizes.seconds), str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                  text=True, cwd=REPOSITORY) for seed in (1, 2)]
+    for process in processes:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"process {process.pid} did not get the device; its words are in the log")
+    report.say(f"both hold {sizes.nbytes / GIB:.2f} GiB")
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        words = process.stdout.read().split()
+        if process.wait() or len(words) != 2:
+            raise RuntimeError(f"process {process.pid} ended with {process.returncode}; its words are in the log")
+        report.figure("products beside the other", int(words[0]), least=1)
+
+
+def left(report: Report) -> None:
+    """Nothing of this call's checks is on the devices any more. gpu_check_frame ends a check that leaves processes."""
+    import torch
+
+    if not report.gpus:
+        raise Impossible("no GPU to look at")
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        report.figure(f"GPU {index}, free at the end", free / total, least=FREE_SHARE, source="of its memory",
+                      remedy="nvidia-smi says which process holds it; if none does, the driver needs a reset")
+
+
+FIRST = (Check(
+    "machine", "driver, packages, compiler, and what the device does raw", machine,
+    {"cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB), "cpu": Machine(2**24, 256, 1, 0.1, 0.5)}, 150.0,
+    "python -m rose.doctor cluster=gpus says more of packages and driver", least_gpus=0, needs_model=False),)
+LAST = (
+    Check("two", "two processes compute on one device", two,
+          {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)}, 90.0,
+          "engine and trainer share a device where colocate=true: the compute mode must be Default, MIG off",
+          needs_model=False),
+    Check("left", "nothing of these checks is left on the devices", left, {"cuda": Two(0, 0), "cpu": Two(0, 0)}, 60.0,
+          "nvidia-smi names the process that holds memory", on_cpu=False, needs_model=False),
+)
+ALL_NEED = ("machine",)

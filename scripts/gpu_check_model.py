@@ -1,0 +1,200 @@
+"""gpu_check.py, the model and its versions: a random one of Qwen3-0.6B's shape, stores of weights that changed, scores.
+
+Where no model is given nothing is downloaded: the tiny model of the default run lends its tokenizer and chat template,
+its config is given other sizes, and the weights are drawn on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from gpu_check_frame import REPOSITORY, Check, Report
+
+DEVIATION = 0.02  # of the weights; norms are ones
+FOLDER = "model"  # of the scratch folder
+
+
+class Shape(msgspec.Struct):
+    """As in a Qwen3 config.json. `hidden` null: the tiny model as it is."""
+
+    hidden_size: int | None
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+QWEN3_0_6B = Shape(1024, 3072, 28, 16, 8, 128, 151936, 40960)
+AS_IT_IS = Shape(None, 0, 0, 0, 0, 0, 0, 0)
+
+
+def compose(*overrides: str) -> dict:
+    """conf/ with these overrides, as plain containers."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return OmegaConf.to_container(hydra_compose("config", list(overrides)), resolve=True)
+
+
+def folder(report: Report) -> Path:
+    """The model that the check `model` has put there."""
+    return report.folder / FOLDER
+
+
+def model(report: Report) -> None:
+    from rose import config as configuration
+    from rose import models
+
+    target, given, began = folder(report), report.setup.model, time.monotonic()
+    if given and not Path(given).is_dir():
+        source = models.resolve(configuration.Model(
+            name="given", source="hub", path=given, recipe={}, dtype="bfloat16", max_context=4096, shape=None,
+            chat_template_args={}))
+        target.symlink_to(Path(source).resolve())
+    elif given:
+        target.symlink_to(Path(given).resolve())
+    else:
+        tiny = models.resolve(configuration.from_dict(compose()).model)
+        if report.sizes.hidden_size is None:
+            target.symlink_to(tiny)
+        else:
+            make(tiny, target, report.sizes, report.setup.device)
+    shape = configuration.read_shape(target)
+    report.figure("parameters", shape.parameters / 1e6, "million")
+    report.figure("made or found in", time.monotonic() - began, "s")
+
+
+def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
+    """A random model with the tokenizer of `tiny`; its own tokens are the first of the vocabulary."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(tiny, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(target)
+    for name, value in msgspec.to_builtins(shape).items():
+        setattr(config, name, value)
+    config.layer_types = ["full_attention"] * shape.num_hidden_layers
+    config.max_window_layers = shape.num_hidden_layers
+    config.initializer_range = DEVIATION
+    config.dtype = torch.bfloat16
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.save_pretrained(target)
+    written = json.loads((target / "config.json").read_text())
+    wrong = {k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v}
+    if wrong:
+        raise RuntimeError(f"{target}/config.json: {wrong} is not what was asked for")
+
+
+# --------------------------------------------------------------------------- versions
+
+
+class Alone:
+    """`rose.transfer.publish.Peers` of one."""
+
+    rank, world = 0, 1
+
+    def barrier(self) -> None:
+        pass
+
+    def sum(self, value: int) -> int:
+        return value
+
+
+class Versions:
+    """A store whose versions are the model folder's weights with values changed; `tensors`: the newest, on the CPU."""
+
+    def __init__(self, model: Path, store: Path, dtype: str, device: str, degrees: tuple[int, ...] = (1, 2)) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        from rose.config import read_shape
+        from rose.engine import layout
+        from rose.transfer.blocks import Tensor, cut
+        from rose.transfer.publish import Publisher
+        from rose.transfer.store import FORMAT, Plan
+
+        shape, wanted = read_shape(model), getattr(torch, dtype)
+        found: dict[str, Any] = {}
+        for file in sorted(model.glob("*.safetensors")):
+            found |= load_file(file)
+        if shape.tied_embeddings:
+            found.pop("lm_head.weight", None)
+        self.tensors = {name: tensor.to(wanted).contiguous() for name, tensor in found.items()}
+        self._device, self._generator = device, torch.Generator(device).manual_seed(1)
+        listed = [Tensor(name, tuple(t.shape), dtype) for name, t in self.tensors.items()]
+        shards = {t.name: [(0, 0, t.size)] for t in listed}
+        cuts = {t.name: layout.cuts(t.name, t.shape, shape, degrees) for t in listed}
+        plan = Plan(FORMAT, "", 1, listed, cut(listed, cuts, shards, 1))
+        self._plan, self.store, self.version = plan, store, 0
+        self._publisher = Publisher(store, plan, Alone(), self._read, threads(), 8, 4, 600.0)
+
+    def _read(self, block) -> np.ndarray:
+        import torch
+
+        from rose.transfer.blocks import take
+
+        tensor = self._plan.tensors[block.tensor]
+        pieces = [p.reshape(-1) for p in take(self.tensors[tensor.name].reshape(-1), 0, block, tensor.columns)]
+        values = torch.cat(pieces)
+        wide = values.element_size() == 4
+        return values.view(torch.int32 if wide else torch.int16).numpy().view(np.uint32 if wide else np.uint16)
+
+    def publish(self, share: float) -> int:
+        """So large a share of the values, drawn at random, is moved by a deviation of its tensor; the new version."""
+        import torch
+
+        for name, tensor in self.tensors.items():
+            there = {"generator": self._generator, "device": self._device}
+            moved = torch.rand(tensor.shape, **there) < share
+            noise = torch.randn(tensor.shape, **there) * DEVIATION
+            old = tensor.to(self._device).float()
+            self.tensors[name] = torch.where(moved, old + noise, old).to(tensor.dtype).cpu()
+        self.version += 1
+        self._publisher.publish(self.version)
+        return self.version
+
+
+def score(model: Path, dtype: str, device: str, turns: list[tuple[list[int], list[int]]],
+          tensors: dict[str, Any] | None) -> np.ndarray:
+    """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row; `tensors`: weights
+    in place of the folder's."""
+    import torch
+
+    from rose.trainer.model import load
+
+    policy = load(model, getattr(torch, dtype), gradient_checkpointing=False).to(device).eval()
+    with torch.no_grad():
+        if tensors is not None:
+            for name, parameter in policy.named_weights():
+                parameter.copy_(tensors[name])
+        scores = []
+        for prompt, new in turns:
+            tokens = torch.tensor([prompt + new], device=device)
+            mask = torch.zeros(1, tokens.shape[1] - 1, device=device)
+            mask[:, len(prompt) - 1:] = 1
+            logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
+            scores.append(logprobs[0, len(prompt) - 1:].float().cpu().numpy())
+    return np.concatenate(scores)
+
+
+def threads() -> int:
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+MODEL = Check("model", "a model of the shape of Qwen3-0.6B, or the one given", model,
+              {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS}, 240.0,
+              "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache", needs_model=False)
