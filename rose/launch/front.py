@@ -24,7 +24,7 @@ from rich.console import Console
 from rose import config as configuration
 from rose import envs, processes, scheduler
 from rose.config import Config, ConfigError
-from rose.launch import errors, local, logs, model, plan, resume, sbatch, slurm, state, supervise
+from rose.launch import errors, gpus, local, logs, model, plan, resume, sbatch, slurm, state, supervise
 from rose.observe import terminal, views
 from rose.observe.terminal import say
 from rose.rollout import replay
@@ -134,7 +134,7 @@ def check(tree: dict) -> plan.Plan:
             slurm.check_programs()
         else:
             local.find_mpiexec()
-            local.check_gpus(c)
+            gpus.for_launcher(c)
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made

@@ -20,7 +20,7 @@ import msgspec
 
 from rose import config as configuration
 from rose import processes
-from rose.launch import logs, rank_status
+from rose.launch import gpus, logs, rank_status
 from rose.launch.layout import Rank, layout
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
@@ -41,9 +41,9 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     can abort): `body` saves what matters and returns.
     """
     number = world_rank()
-    me = layout(configuration.load(Path(run_dir) / "config.json"))[number]
+    config = configuration.load(Path(run_dir) / "config.json")
+    me = layout(config)[number]
     logs.redirect(run_dir, attempt, me.role, number)
-    _use(me)
     processes.die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec sends it to the others when a rank has ended
     guard = os.getpid()
@@ -51,16 +51,16 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     if child:
         os._exit(_watch(run_dir, attempt, number, child))
     processes.die_with_parent(guard)
-    os._exit(_body(run_dir, attempt, me, body))
+    os._exit(_body(run_dir, attempt, me, config.cluster.kind, body))
 
 
-def _use(me: Rank) -> None:
-    """Take what only this rank has in its environment; of the GPUs that the launcher was given, its own."""
-    mine = dict(me.environment)
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if me.gpus and len(given) > max(me.gpus):
-        mine["CUDA_VISIBLE_DEVICES"] = ",".join(given[gpu] for gpu in me.gpus)
-    os.environ.update(mine)
+def _use(me: Rank, kind: str) -> None:
+    """Take what only this rank has in its environment. mpiexec has given it its GPUs; srun gives one list to all ranks
+    of a node."""
+    os.environ.update(me.environment)
+    if me.gpus and kind == "slurm":
+        who = f"rank {me.rank} ({me.role.value} {me.index}, component {me.component}, node {me.node})"
+        os.environ[gpus.VARIABLE] = gpus.of_step(me.gpus, os.environ.get(gpus.VARIABLE), who)
 
 
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
@@ -75,12 +75,13 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _body(run_dir: Path, attempt: int, me: Rank, body: Callable[[Rank], None]) -> int:
+def _body(run_dir: Path, attempt: int, me: Rank, kind: str, body: Callable[[Rank], None]) -> int:
     status = rank_status.RankStatus(rank=me.rank, role=me.role, index=me.index, pid=os.getpid(),
                                     host=socket.gethostname(), state="running")
     code = 0
     try:
         rank_status.write(run_dir, attempt, status)
+        _use(me, kind)
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -21,17 +21,14 @@ class Rank:
     role: Role
     index: int  # which of its role, from 0
     threads: int | None  # OMP_NUM_THREADS; None: the library's own choice
-    gpus: tuple[int, ...]  # of its node's
+    gpus: tuple[int, ...]  # of its node's: places in the list of those that were given, from 0
     component: int = 0  # of the heterogeneous job
     node: int = 0  # of the component
 
     @property
     def environment(self) -> dict[str, str]:
-        """What only this rank finds in its environment."""
-        env = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
-        if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-        return env
+        """What only this rank finds in its environment, GPUs aside (rose/launch/gpus.py)."""
+        return {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
 
 
 def layout(c: Config) -> tuple[Rank, ...]:

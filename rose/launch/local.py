@@ -23,7 +23,7 @@ import yaml
 from rose import config as configuration
 from rose import processes, storage
 from rose.config import Config, ConfigError
-from rose.launch import logs
+from rose.launch import gpus, logs
 from rose.launch.layout import Rank
 from rose.models import REPOSITORY
 
@@ -33,10 +33,14 @@ MPIEXEC_OPTIONS = ("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user",
 
 
 def mpiexec_argv(mpiexec: str, ranks: Sequence[Rank], run_dir: Path, attempt: int,
-                 rank_command: Sequence[str] = RANK_COMMAND) -> list[str]:
-    """One block per stretch of ranks with the same environment. Pure."""
+                 rank_command: Sequence[str] = RANK_COMMAND, given: Sequence[str] = ()) -> list[str]:
+    """One block per stretch of ranks with the same environment; `given` names the GPUs to hand out. Pure."""
+    def own(rank: Rank) -> dict[str, str]:
+        mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
+        return rank.environment | mine
+
     argv = [mpiexec, *MPIEXEC_OPTIONS]
-    for number, (env, block) in enumerate(groupby(ranks, lambda rank: rank.environment)):
+    for number, (env, block) in enumerate(groupby(ranks, own)):
         argv += [":"] if number else []
         argv += ["-n", str(len(list(block)))]
         for name, value in env.items():
@@ -53,18 +57,6 @@ def find_mpiexec() -> str:
         raise ConfigError(f"cluster.kind='local': no mpiexec beside {sys.executable} or on PATH; "
                           "pip install mpich into this environment (or run `make train`)")
     return found
-
-
-def check_gpus(c: Config) -> None:
-    """Raises `ConfigError` when this machine has fewer GPUs than cluster.gpus."""
-    if c.cluster.gpus == 0:
-        return
-    smi = shutil.which("nvidia-smi")
-    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60).stdout if smi else ""
-    have = sum(line.startswith("GPU ") for line in listed.splitlines())
-    if have < c.cluster.gpus:
-        raise ConfigError(f"cluster.gpus={c.cluster.gpus}: this machine has {have}; lower it together with "
-                          "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true")
 
 
 def environment(c: Config) -> dict[str, str]:
@@ -118,7 +110,7 @@ def start(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
           rank_command: Sequence[str] = RANK_COMMAND) -> subprocess.Popen:
     """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone; it dies with
     this process. Its own words go to mpiexec.log beside the ranks' logs."""
-    argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command)
+    argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT,

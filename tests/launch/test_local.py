@@ -28,9 +28,9 @@ def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_pa
 def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
     c = make_config("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "trainer.ranks=2",
                     "rollout.workers=2", "rollout.tensor_parallel=2")
-    found = [block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0]
-             for block in blocks(local.mpiexec_argv("mpiexec", layout(c), tmp_path, 1)) if "CUDA" in block]
-    assert found == ["0", "1", "2,3", "4,5"]
+    argv = local.mpiexec_argv("mpiexec", layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
+    found = [block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0] for block in blocks(argv) if "CUDA" in block]
+    assert found == ["1", "3", "4,5", "6,7"]
 
 
 def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):

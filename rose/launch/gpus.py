@@ -1,0 +1,172 @@
+"""Which GPUs a process was given, and which of them are a rank's own. Starts nothing but nvidia-smi; imports no torch.
+
+CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or MIG slices
+(`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs from 0: the numbers are places in
+that list, and a rank gets the names at its places. Left out: whether a GPU works (rose/doctor, scripts/gpu_check.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.config import Config, ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVER = Path("/proc/driver/nvidia/version")  # there while NVIDIA's kernel module is loaded
+NONE_GIVEN = ("", "-1", "NoDevFiles")  # what users and Slurm write for "no GPU"
+COMMAND_DEADLINE_S = 60.0  # a node whose driver has to wake up takes some seconds per GPU
+
+_GPU = re.compile(r"GPU (\d+): (.*?)(?: \(UUID: (GPU-[^)]+)\))?$")
+_SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)$")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as `nvidia-smi -L` lists it; `slices` are the names of its MIG slices, if it is cut into some."""
+
+    index: int
+    name: str
+    uuid: str
+    slices: tuple[str, ...] = ()
+
+
+def parse(listing: str) -> tuple[Device, ...]:
+    """The output of `nvidia-smi -L` -> devices in its order."""
+    found: list[Device] = []
+    for line in listing.splitlines():
+        if gpu := _GPU.match(line):
+            found.append(Device(int(gpu[1]), gpu[2], gpu[3] or ""))
+        elif found and (cut := _SLICE.match(line)):
+            last = found[-1]
+            found[-1] = Device(last.index, last.name, last.uuid, (*last.slices, cut[1]))
+    return tuple(found)
+
+
+def installed() -> tuple[Device, ...] | None:
+    """This machine's (within a Slurm step with device cgroups: the step's); None where nvidia-smi cannot tell."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None if DRIVER.exists() else ()
+    try:
+        done = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"nvidia-smi -L gave no answer within {COMMAND_DEADLINE_S:g} s: the driver hangs; "
+                          "`dmesg` may tell of an Xid error, and the node wants a restart") from None
+    return parse(done.stdout)
+
+
+def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...]:
+    """The names that CUDA takes for the GPUs of this process, in order. `here`: as `installed` returns it; `variable`:
+    the value of CUDA_VISIBLE_DEVICES, None if unset.
+
+    Raises `ConfigError` for a name that is none of this machine's, and for one that stands there twice: CUDA would
+    silently end its list there.
+    """
+    if variable is None:
+        return tuple(name for device in here or () for name in device.slices or (str(device.index),))
+    if variable.strip() in NONE_GIVEN:
+        return ()
+    words = [word.strip() for word in variable.split(",")]
+    if here == ():
+        return ()
+    names = [_name(word, here, variable) for word in words]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(f"{VARIABLE}={variable}: names {twice} twice; CUDA then sees no GPU at all")
+    return tuple(names)
+
+
+def _name(word: str, here: Sequence[Device] | None, variable: str) -> str:
+    """`word` with a UUID written out, since vLLM asks NVML for the whole one."""
+    if here is None:
+        return word
+    if word.isdigit():
+        found = [word] if any(device.index == int(word) for device in here) else []
+    elif word.startswith("MIG-GPU-"):  # the driver's older way: MIG-GPU-<uuid>/<instance>/<compute instance>
+        found = [word] if any(device.uuid and device.uuid in word for device in here) else []
+    else:
+        names = [name for device in here for name in (device.uuid, *device.slices)]
+        found = [name for name in names if word and name.startswith(word)]
+    if len(found) != 1:
+        what = f"{len(found)} GPUs begin with {word}" if found else f"no GPU is called {word!r}"
+        raise ConfigError(f"{VARIABLE}={variable}: {what}; nvidia-smi -L lists here {_listed(here)}")
+    return found[0]
+
+
+def _listed(here: Sequence[Device]) -> str:
+    return ", ".join(f"{device.index} ({device.uuid or device.name})" for device in here)
+
+
+def for_launcher(c: Config) -> tuple[str, ...]:
+    """What the launcher of a run on this machine may hand out. Raises `ConfigError` when that is fewer than
+    cluster.gpus, or slices of GPUs where several must work together."""
+    if c.cluster.gpus == 0:
+        return ()
+    here, variable = installed(), os.environ.get(VARIABLE)
+    names = given(here, variable)
+    if len(names) < c.cluster.gpus:
+        raise ConfigError(f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together with "
+                          "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true")
+    together = {"trainer.ranks": c.trainer.ranks, "rollout.tensor_parallel": c.rollout.tensor_parallel}
+    sliced = next((name for name in names[:c.cluster.gpus] if name.startswith("MIG-")), None)
+    for key, count in together.items():
+        if sliced and count > 1:
+            raise ConfigError(f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give whole "
+                              f"GPUs, or {key}=1")
+    return names
+
+
+def _count(names: Sequence[str], here: Sequence[Device] | None, variable: str | None) -> str:
+    if here == ():
+        return "this machine has 0 (nvidia-smi lists none: no NVIDIA GPU, or no driver)"
+    if variable is None:
+        return f"this machine has {len(names)}"
+    return f"{VARIABLE}={variable} gives this launcher {len(names)}"
+
+
+def own(places: Sequence[int], names: Sequence[str]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES for a rank with these places in the list of names."""
+    return ",".join(names[place] for place in places)
+
+
+def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
+    """The same for a rank that srun started, by the list of its step, where one is set: Slurm may show every task all
+    of the step's GPUs, or has bound it to its own already (as many as it needs).
+
+    Raises RuntimeError when the list has neither.
+    """
+    if variable is None:
+        return ",".join(map(str, places))  # a site that leaves the choice to its users
+    names = [] if variable.strip() in NONE_GIVEN else variable.split(",")
+    if len(names) > max(places):
+        return own(places, names)
+    if len(names) == len(places):
+        return variable
+    raise RuntimeError(f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step shows "
+                       f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the nodes "
+                       "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer")
+
+
+def of_task(count: int, who: str) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: if the task sees more, those
+    at its place by SLURM_LOCALID; None if it has what it needs, and no more.
+
+    Raises `ConfigError` when it sees fewer.
+    """
+    variable, here = os.environ.get(VARIABLE), installed()
+    names = given(here, variable)
+    at = int(os.environ.get("SLURM_LOCALID", "0"))
+    if len(names) == count:
+        return None
+    if len(names) >= (at + 1) * count:
+        return own(range(at * count, (at + 1) * count), names)
+    seen = ", ".join(names) if names else "none"
+    raise ConfigError(
+        f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} (SLURM_LOCALID), sees "
+        f"{len(names)} in all ({seen}; {VARIABLE}={variable!r}); submit it with --gpus-per-task={count}")
