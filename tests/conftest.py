@@ -51,6 +51,28 @@ def compose_tree(*overrides: str) -> dict:
     return OmegaConf.to_container(composed, resolve=True)
 
 
+# As nvidia-smi -L prints it on a box of eight.
+EIGHT_GPUS = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """nvidia_smi(listing, variable): one that prints `listing`, and this process's CUDA_VISIBLE_DEVICES (None: unset)."""
+    def make(listing: str = EIGHT_GPUS, variable: str | None = None) -> None:
+        folder = tmp_path / "nvidia"
+        folder.mkdir(exist_ok=True)
+        (folder / "listing").write_text(listing)
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat {folder}/listing\n")
+        (folder / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        if variable is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+
+    return make
+
+
 @pytest.fixture
 def tree():
     """tree("trainer.steps=3", ...) -> the composed tree, unchecked."""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,19 +153,19 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
                        "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer")
 
 
-def of_task(count: int, who: str) -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: if the task sees more, those
-    at its place by SLURM_LOCALID; None if it has what it needs, and no more.
+def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: if the task sees more, those at its place
+    by SLURM_LOCALID; {} if it sees as many as it needs. `environ`: as the task found it.
 
     Raises `ConfigError` when it sees fewer.
     """
-    variable, here = os.environ.get(VARIABLE), installed()
-    names = given(here, variable)
-    at = int(os.environ.get("SLURM_LOCALID", "0"))
+    variable = environ.get(VARIABLE)
+    names = given(installed(), variable)
+    at = int(environ.get("SLURM_LOCALID", "0"))
     if len(names) == count:
-        return None
+        return {}
     if len(names) >= (at + 1) * count:
-        return own(range(at * count, (at + 1) * count), names)
+        return {VARIABLE: own(range(at * count, (at + 1) * count), names)}
     seen = ", ".join(names) if names else "none"
     raise ConfigError(
         f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} (SLURM_LOCALID), sees "

@@ -16,7 +16,7 @@ from rose import processes
 from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
 from rose.engine import start
-from rose.launch import resume
+from rose.launch import gpus, resume
 from rose.serving import member, settings
 from rose.serving.member import Ended, say
 
@@ -34,6 +34,7 @@ class Lender:
     def __init__(self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True) -> None:
         self.run_dir, self.overrides, self.wanted = run_dir, overrides, wanted
         self.command = ("-m", "rose.serving", f"name={run_dir.name}", f"output_dir={run_dir.parent}", *overrides)
+        self.environ = dict(os.environ)  # as this process found it
         self.signals: list[int] = []
         self.drain_s = 0.0
         self.prepared: dict[str, str] | None = None  # the variables with which vLLM was imported
@@ -121,16 +122,20 @@ class Lender:
 
     def _prepare(self, config: Config) -> None:
         """Import vLLM, which takes longer than all the rest of a start, once: each membership is forked from here. What
-        it reads at its import must be as this run wants it, so for another run this process begins anew."""
+        it reads at its import must be as this run wants it, so for another run this process begins anew. Raises
+        `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
         wanted = start.environment(config.cluster.gpus > 0, threads) | config.cluster.env
+        if config.cluster.gpus and not member.shares_engine(config):
+            count = config.rollout.tensor_parallel
+            wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", self.environ)
         if self.prepared is None:
             os.environ.update(wanted)
             if not member.shares_engine(config):
                 say("importing vLLM")
                 start.preload()
         elif self.prepared != wanted:
-            os.execv(sys.executable, [sys.executable, "-u", *self.command])
+            os.execve(sys.executable, [sys.executable, "-u", *self.command], self.environ)
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:

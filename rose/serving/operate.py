@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import fcntl
 import json
 import os
@@ -32,13 +33,14 @@ from rose.config import ConfigError, Serving
 from rose.coserving import board, device, metrics
 from rose.coserving.predictor import Predictor
 from rose.coserving.slo import Typical, why_not_alone
+from rose.launch import gpus
 from rose.observe.lenders import LENT
 from rose.serving import report
 from rose.serving.control import BEAT_S, ControlBoard
 from rose.serving.history import EVERY_S, History
 from rose.serving.member import say
 from rose.serving.server import FREE_SHARE, OnlineServer, ServerError, begin_child
-from rose.serving.settings import parse
+from rose.serving.settings import of_run, parse
 from rose.serving.web import Web
 from rose.storage import write_whole
 
@@ -60,6 +62,19 @@ def has_gpus(arguments: list[str]) -> bool:
     """As cluster.gpus says; without it, whether this node has the driver's device."""
     gpus = parse(arguments).get("cluster.gpus")
     return Path("/dev/nvidiactl").exists() if gpus is None else gpus != 0
+
+
+def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
+    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as many as the larger
+    engine of the two spreads over. Raises `ConfigError` when this task sees fewer."""
+    if not has_gpus(overrides):
+        return
+    options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
+    wanted = {"serving.online.engine_args.tensor_parallel_size": int(options.get("tensor_parallel_size", 1))}
+    with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing is known
+        wanted["rollout.tensor_parallel"] = of_run(run_dir, overrides).rollout.tensor_parallel
+    key = max(wanted, key=wanted.__getitem__)
+    os.environ.update(gpus.of_task(wanted[key], f"{key}={wanted[key]}"))
 
 
 def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
@@ -96,6 +111,7 @@ class Operator:
     def run(self) -> int:
         """The exit code. Raises `ConfigError`."""
         try:
+            take_gpus(self.run_dir, self.overrides, self.serving)
             self.server.check()
             return asyncio.run(self._run())
         finally:

@@ -1,14 +1,12 @@
 """The GPUs that a launcher, a Slurm step or a serving task was given, by index, UUID and MIG name."""
 
-import os
-
 import pytest
 
 from rose.config import ConfigError
 from rose.launch import gpus
+from tests.conftest import EIGHT_GPUS as EIGHT
 
-# As nvidia-smi -L prints them: a box of eight, and one whose second GPU is cut into slices.
-EIGHT = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8))
+# As nvidia-smi -L prints it where the second GPU is cut into slices.
 SLICED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa3b4c5d-1111-2222-3333-444455556666)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
   MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
@@ -16,23 +14,6 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
 """
 FOUR = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=4", "trainer.ranks=2",
         "trainer.batch_size=64", "rollout.workers=2")
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """An nvidia-smi that lists what it is told, and the variable that this process finds."""
-    def make(listing, variable=None):
-        path = tmp_path / "nvidia-smi"
-        (tmp_path / "listing").write_text(listing)
-        path.write_text(f"#!/bin/sh\ncat {tmp_path}/listing\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        if variable is None:
-            monkeypatch.delenv(gpus.VARIABLE, raising=False)
-        else:
-            monkeypatch.setenv(gpus.VARIABLE, variable)
-
-    return make
 
 
 def test_a_listing_has_every_gpu_and_its_slices():
@@ -77,8 +58,8 @@ def test_a_name_that_cuda_would_stumble_over_is_refused(listing, variable, words
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_launcher_hands_out_what_it_was_given(make_config, smi):
-    smi(EIGHT, "4,5,6,7")
+def test_a_launcher_hands_out_what_it_was_given(make_config, nvidia_smi):
+    nvidia_smi(EIGHT, "4,5,6,7")
     assert gpus.for_launcher(make_config(*FOUR)) == ("4", "5", "6", "7")
     assert gpus.own((2, 3), ("4", "5", "6", "7")) == "6,7"
     assert gpus.for_launcher(make_config()) == ()
@@ -90,14 +71,14 @@ def test_a_launcher_hands_out_what_it_was_given(make_config, smi):
     (SLICED, None, "cluster.gpus=4: this machine has 3"),
     ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
 ])
-def test_too_few_are_refused_with_what_was_given_and_what_is_needed(make_config, smi, listing, variable, words):
-    smi(listing, variable)
+def test_too_few_are_refused_with_what_was_given_and_what_is_needed(make_config, nvidia_smi, listing, variable, words):
+    nvidia_smi(listing, variable)
     with pytest.raises(ConfigError, match=words):
         gpus.for_launcher(make_config(*FOUR))
 
 
-def test_slices_are_for_single_ranks(make_config, smi):
-    smi(SLICED)
+def test_slices_are_for_single_ranks(make_config, nvidia_smi):
+    nvidia_smi(SLICED)
     two = ("cluster.gpus=2", "rollout.workers=1")
     with pytest.raises(ConfigError, match="trainer.ranks=2: MIG-c6d4f1ef.*NCCL"):
         gpus.for_launcher(make_config(*FOUR, "cluster.gpus=3", "rollout.workers=1"))
@@ -127,17 +108,17 @@ def test_a_step_that_shows_too_few_is_named(variable):
     (None, "7", 1, "7"),
     ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
 ])
-def test_a_serving_task_takes_those_at_its_place_on_the_node(smi, monkeypatch, variable, local, count, mine):
-    smi(EIGHT, variable)
+def test_a_serving_task_takes_those_at_its_place_on_the_node(nvidia_smi, monkeypatch, variable, local, count, mine):
+    nvidia_smi(EIGHT, variable)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
     if local is not None:
         monkeypatch.setenv("SLURM_LOCALID", local)
-    assert gpus.of_task(count, "rollout.tensor_parallel") == mine
+    assert gpus.of_task(count, "rollout.tensor_parallel") == ({} if mine is None else {gpus.VARIABLE: mine})
 
 
 @pytest.mark.parametrize(("variable", "local"), [("3", "0"), ("", "0"), ("0,1,2", "1"), ("0,1,2,3", "2")])
-def test_a_serving_task_that_sees_too_few_is_refused(smi, monkeypatch, variable, local):
-    smi(EIGHT, variable)
+def test_a_serving_task_that_sees_too_few_is_refused(nvidia_smi, monkeypatch, variable, local):
+    nvidia_smi(EIGHT, variable)
     monkeypatch.setenv("SLURM_LOCALID", local)
     with pytest.raises(ConfigError, match=rf"rollout.tensor_parallel=2 needs 2 GPUs.*number {local} .*--gpus-per-task=2"):
         gpus.of_task(2, "rollout.tensor_parallel=2")

@@ -1,0 +1,65 @@
+"""Which of a node's GPUs a serving task takes, before it loads anything."""
+
+import os
+
+import pytest
+
+from rose.config import ConfigError
+from rose.launch import local
+from rose.serving import lender, operate, settings
+
+RUN = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "rollout.workers=2",
+       "rollout.tensor_parallel=2", "trainer.ranks=4")
+
+
+@pytest.fixture
+def run(make_config, tmp_path):
+    """A run on GPUs that has begun, with engines over two of them."""
+    (tmp_path / "run").mkdir()
+    local.write_config(make_config(*RUN), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_membership(run, nvidia_smi, monkeypatch):
+    nvidia_smi(variable="4,5,6,7")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what it sets is vLLM's, for the rest of a process's life
+    one, config = lender.Lender(run, []), settings.of_run(run, [])
+    one._prepare(config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing has changed"))
+    one._prepare(config)
+
+
+def test_a_lender_that_sees_too_few_says_so_before_it_imports_vllm(run, nvidia_smi, monkeypatch):
+    nvidia_smi(variable="3")
+    monkeypatch.setattr(lender.start, "preload", lambda: pytest.fail("refused first"))
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2 needs 2 GPUs.*--gpus-per-task=2"):
+        lender.Lender(run, [])._prepare(settings.of_run(run, []))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    on_cpu = ["cluster.gpus=0", "rollout.tensor_parallel=1"]
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+    lender.Lender(run, on_cpu)._prepare(settings.of_run(run, on_cpu))
+
+
+@pytest.mark.parametrize(("more", "begun", "taken"), [
+    ([], False, "3"),  # of a run that has not begun nothing is known: as many as the server needs
+    ([], True, "6,7"),
+    (["serving.online.engine_args.tensor-parallel-size=2"], False, "6,7"),
+])
+def test_a_server_and_its_lender_take_as_many_as_the_larger_of_both(run, nvidia_smi, monkeypatch, more, begun, taken):
+    nvidia_smi(variable="2,3" if taken == "3" else "4,5,6,7")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    overrides = ["serving.online.model=m", *more]
+    serving = settings.of_server(overrides)
+    monkeypatch.setattr(operate, "has_gpus", lambda _: True)
+    operate.take_gpus(run if begun else run.with_name("later"), overrides, serving)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def test_a_server_that_sees_too_few_is_refused(run, nvidia_smi):
+    nvidia_smi(variable="3")
+    overrides = ["serving.online.model=m", "serving.online.engine_args.tensor_parallel_size=4", "cluster.gpus=8"]
+    with pytest.raises(ConfigError, match="engine_args.tensor_parallel_size=4 needs 4 GPUs"):
+        operate.take_gpus(run, overrides, settings.of_server(overrides))
