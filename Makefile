@@ -1,5 +1,6 @@
 # make train   environment, then the default run       make test   everything that the tests need, then all tests
 # make unit    only the tests that start nothing       make clean  removes the environment; runs in outputs/ stay
+# make gpu     the environment for NVIDIA GPUs (Python 3.11 or 3.12, driver 580 or later), from requirements/gpu.txt
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 # Compiled afterwards, on all cores (pip uses one); some files of packages are templates and can't be.
@@ -7,7 +8,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --n
 UNIT := $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
-.PHONY: train test unit clean
+.PHONY: train test unit gpu clean
 
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
@@ -20,14 +21,32 @@ test: $(VENV)/.stamp-test
 unit: $(VENV)/.stamp-test
 	$(UNIT) $(ARGS)
 
+gpu: $(VENV)/.stamp-gpu
+	@echo "installed; what works here: $(VENV)/bin/python -m rose.doctor cluster=gpus cluster.gpus=1"
+
 clean:
 	rm -rf $(VENV) .pytest_cache build *.egg-info
 
+# vLLM for CPUs and vLLM for GPUs are one package of two builds: an environment has one of them.
+refuse = [ ! -e $(VENV)/.stamp-$(1) ] || { echo "make: $(VENV) is of the other kind (with or without GPUs);\
+ make clean removes it, make VENV=DIR keeps both" >&2; exit 2; }
+
 # The stamps tell that an installation came to its end; a broken one is continued by the next call.
 $(VENV)/.stamp-run: requirements/cpu.txt pyproject.toml
+	@$(call refuse,gpu)
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV)
 	@echo "installing the locked packages into $(VENV) (2.6 GB, some minutes)"
 	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-build-isolation -e .
+	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(VENV)/bin/python -c "from rose.transfer import codec; codec.compile_all()"
+	@touch $@
+
+$(VENV)/.stamp-gpu: requirements/gpu.txt pyproject.toml
+	@$(call refuse,run)
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) "3.11 3.12"
+	@echo "installing the locked packages into $(VENV) (about 12 GB, with CUDA's libraries)"
+	@$(PIP) -r requirements/gpu.txt
 	@$(PIP) --no-build-isolation -e .
 	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@$(VENV)/bin/python -c "from rose.transfer import codec; codec.compile_all()"

@@ -12,7 +12,7 @@ import msgspec
 
 from rose.config import errors
 from rose.config.errors import ConfigError
-from rose.config.tree import Config, ModelShape, Mpi, Serving, nodes_of
+from rose.config.tree import Config, Container, ModelShape, Mpi, Serving, nodes_of
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
@@ -190,9 +190,25 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
     for name in ("trainer", "rollout", "borrowed"):
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option, as --exclusive")
+    _check_container(c.cluster.slurm.container, need)
     for key, value in _leaves(msgspec.to_builtins(c.cluster.slurm)):
         need(not isinstance(value, str) or value.isprintable() and value != "", f"cluster.slurm.{key}",
              "must be one line of text, not empty; null leaves an option out")
+
+
+def _check_container(container: Container | None, need: Need) -> None:
+    """Paths that are the same on every node; nothing that could be taken for another option or another mount."""
+    if container is None:
+        return
+    key = "cluster.slurm.container"
+    need(container.python.startswith("/"), f"{key}.python", "the interpreter's absolute path inside the container, as "
+         "/usr/local/bin/python")
+    need(not container.image.startswith("-"), f"{key}.image", "a file, or a name that the runtime can pull")
+    for at, mount in enumerate(container.mounts):
+        need(mount.startswith("/") and "," not in mount, f"{key}.mounts.{at}",
+             'an absolute path, or "/host/path:/path/inside"')
+    for at, option in enumerate(container.args):
+        need(option.startswith("-"), f"{key}.args.{at}", "must be an option, as --no-home")
 
 
 def check_model(c: Config, shape: ModelShape) -> None:

@@ -229,12 +229,23 @@ class Component(Section):
     sbatch: list[str]  # further options, such as "--mail-type=END"
 
 
+class Container(Section):
+    """In which the ranks of a Slurm job run."""
+
+    runtime: Literal["apptainer", "singularity", "pyxis"]  # pyxis: srun --container-image
+    image: str  # a .sif or .sqsh file that all nodes see, or what the runtime can pull
+    python: str  # inside: the interpreter that has ROSE's packages
+    mounts: list[str]  # besides run, model and this checkout: "/scratch", or "/host/path:/path/inside"
+    args: list[str]  # further options of the runtime, such as "--no-home"
+
+
 class Slurm(Section):
     trainer: Component  # trainer ranks, environment hosts and the coordinator
     rollout: Component  # the engines
     borrowed: Component  # a job with one more engine, which the run asks for itself (scheduler/provisioning=on_demand)
     pending_s: Positive  # such a job may wait in the queue for so long; then it counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
+    container: Container | None
     warning_s: Count  # so long before its time limit the job saves and requeues itself
     requeues: Natural  # how often at most
 

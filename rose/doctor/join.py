@@ -5,7 +5,6 @@ What decides is what the coordinator's side (rose/doctor/host.py) saw; the other
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from rose import config as configuration
 from rose.config import Config, ConfigError
 from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding
 from rose.doctor.jobs import srun, task
+from rose.launch import container
 from rose.launch import local as launcher
 
 PART = "join and survive a killed peer"
@@ -54,7 +54,7 @@ def _join(c: Config, folder: Path | None, host: Sequence[str],
                        "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout ranks only")
     if folder is None:
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
-    python = (sys.executable, "-u", "-m")
+    python = (*container.command(c, [folder]), "-u", "-m")
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder, ignore_cleanup_errors=True) as run_dir:
         patient = msgspec.structs.replace(c.serving, lost_after_s=max(c.serving.lost_after_s, LOST_AFTER_S))
         configuration.save(msgspec.structs.replace(c, serving=patient), Path(run_dir) / "config.json")

@@ -1,10 +1,9 @@
-"""This machine: packages, the file system where runs are written, GPUs."""
+"""This machine: packages, the file system where runs are written, NCCL between its GPUs."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -12,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.config import Config
+from rose.doctor import devices
 from rose.doctor.finding import Ended, Finding, run
+from rose.launch import gpus as launcher
 
 FILE_MIB = 64
 SLOW_MIB_PER_S = 100
@@ -26,7 +27,7 @@ def package(name: str) -> Finding:
     part = f"import {top}"
     if done.code == 0:
         return Finding("ok", part, done.out.strip().splitlines()[-1])
-    return Finding("failed", part, done.last, "pip install -e .[gpu] (or .[cpu]) into this environment")
+    return Finding("failed", part, done.last, "make gpu (or make train, without GPUs) sets up an environment that has it")
 
 
 def file_system(folder: Path) -> Finding:
@@ -56,19 +57,14 @@ def file_system(folder: Path) -> Finding:
 
 def gpus(c: Config) -> list[Finding]:
     """Those of this machine, and NCCL between them."""
-    smi = shutil.which("nvidia-smi")
-    listed = sum(line.startswith("GPU ") for line in run([smi, "-L"]).out.splitlines()) if smi else 0
-    if listed:
-        here = Finding("ok", "GPUs here", f"{listed}; `python scripts/gpu_check.py` tries them")
-        return [here, nccl(listed)] if listed > 1 else [here]
-    if c.cluster.gpus and c.cluster.kind == "local":
-        return [Finding("failed", "GPUs here", f"none, and cluster.gpus={c.cluster.gpus}", "use cluster=local")]
-    return [Finding("ok", "GPUs here", "none, and none needed on this machine")]
+    listed = len(launcher.installed() or ())
+    found = devices.examine(c)
+    return [*found, nccl(listed)] if listed > 1 else found
 
 
-def nccl(count: int, starter: Sequence[str] = ()) -> Finding:
-    """An all-reduce over `count` GPUs of one node: this one, or that on which `starter` (srun) puts it."""
-    return reduced(run([*starter, sys.executable, "-m", "rose.doctor.all_reduce", "nccl", str(count)]), count)
+def nccl(count: int, python: Sequence[str] = (sys.executable,)) -> Finding:
+    """An all-reduce over `count` GPUs of one node: this one, or that on which `python` (an srun) starts one."""
+    return reduced(run([*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]), count)
 
 
 def reduced(done: Ended, count: int) -> Finding:

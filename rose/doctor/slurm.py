@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rose.config import Config
-from rose.doctor import join, machine, rank
+from rose.doctor import devices, join, machine, rank
 from rose.doctor.finding import Finding, run
 from rose.doctor.jobs import srun, task
 from rose.doctor.world import world
-from rose.launch import local
+from rose.launch import container, local
 
 
 def examine(c: Config, folder: Path | None) -> list[Finding]:
@@ -28,8 +27,8 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
         return [*over_components(c, folder), last]
 
     jobs = [in_turn]
-    if c.cluster.gpus and c.cluster.slurm.trainer.gpus_per_node > 1:
-        jobs.append(lambda: [nccl(c)])
+    if c.cluster.gpus:
+        jobs.append(lambda: gpus(c))
     with ThreadPoolExecutor(len(jobs)) as pool:
         return found + [finding for job in [pool.submit(job) for job in jobs] for finding in job.result()]
 
@@ -80,15 +79,17 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder, ignore_cleanup_errors=True) as shared:
         for side, component in enumerate((c.cluster.slurm.trainer, c.cluster.slurm.rollout)):
             argv += [":"] if side else []
-            argv += [*task(c, component), *(["--exclusive"] if component.exclusive else []), sys.executable, "-m",
-                     "rose.doctor.rank", *([shared, str(side)] if folder else [])]
+            argv += [*task(c, component), *(["--exclusive"] if component.exclusive else []),
+                     *container.command(c, [Path(shared)]), "-m", "rose.doctor.rank", *([shared, str(side)] if folder else [])]
         done = run(argv, local.environment(c))
     found = [rank.files(done, folder)] if folder else []
     return [*found, world(done, "srun over two components",
                           "if two nodes are not free now, try again; else another cluster/mpi=")]
 
 
-def nccl(c: Config) -> Finding:
-    """Between the GPUs of one node of the trainer's component, as many as the run may have there."""
+def gpus(c: Config) -> list[Finding]:
+    """Those of one node of the trainer's component, as many as the run may have there, and NCCL between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
-    return machine.nccl(count, [*srun("--mpi=none"), *task(c, c.cluster.slurm.trainer, count)])
+    starter = [*srun("--mpi=none"), *task(c, c.cluster.slurm.trainer, count), *container.command(c, [])]
+    found = devices.said(run([*starter, "-m", "rose.doctor.devices", str(count), "0"]))
+    return [*found, machine.nccl(count, starter)] if count > 1 else found

@@ -7,6 +7,7 @@ and the job does not inherit what Slurm and MPI put into the coordinator's envir
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Lend:
 
     def _wanted(self) -> bool:
         """Whether the training job lives. One that Slurm killed in the midst of its end could not cancel this one."""
+        if shutil.which("squeue") is None:
+            return True  # a container without Slurm's commands: serving.wait_s ends this job
         try:
             job = state.submitted(self.run_dir)
             return job is None or state.is_active(job)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model
+from rose.config.checks import ASK_FOR_JOBS
 from rose.launch import memory
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import say
@@ -33,6 +34,7 @@ class Plan:
 
 def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become `Plan.warnings`."""
+    doubts = (*doubts, *_check_container(c))
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt))
@@ -41,6 +43,15 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
     return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)))
+
+
+def _check_container(c: Config) -> Iterator[str]:
+    """Doubts about what a run's ranks find inside."""
+    box = c.cluster.slurm.container if c.cluster.kind == "slurm" else None
+    if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
+        yield (f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from inside "
+               f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel with the site's slurm.conf and "
+               "munge socket (cluster.slurm.container.mounts)")
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:

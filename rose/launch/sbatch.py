@@ -16,12 +16,12 @@ from typing import Any
 from submitit.slurm import slurm as submitit_slurm
 
 from rose.config import Component, Config
+from rose.launch import container
 from rose.launch.layout import Rank
 from rose.models import REPOSITORY
 
-RANK_COMMAND = (sys.executable, "-m", "rose.main")
 # exec: Slurm's signals of --signal=B: go to the script's own process
-SUBMITIT_COMMAND = f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit"
+SUBMITIT = ("-u", "-m", "submitit.core._submit")
 
 
 def folder(run_dir: Path) -> Path:
@@ -37,7 +37,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path) -> str:
         lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
     lines += _setup(c)
     return submitit_slurm._make_sbatch_string(
-        command=f"{SUBMITIT_COMMAND} {shlex.quote(str(folder(run_dir)))}", folder=str(folder(run_dir)),
+        command=_submitted([sys.executable], run_dir), folder=str(folder(run_dir)),
         job_name=c.name, wckey=None, use_srun=False, stderr_to_stdout=True, setup=lines, time=None,
         additional_parameters=_options(c, first) | {
             "output": str(Path(run_dir) / "logs" / "slurm-%j.out"), "requeue": True,
@@ -50,15 +50,21 @@ def lend_script(c: Config, run_dir: Path, name: str) -> str:
     if c.cluster.gpus:
         options["gpus-per-node"] = c.rollout.tensor_parallel
     return submitit_slurm._make_sbatch_string(
-        command=f"{SUBMITIT_COMMAND} {shlex.quote(str(folder(run_dir)))}", folder=str(folder(run_dir)),
+        command=_submitted(container.alone(c, [run_dir]), run_dir), folder=str(folder(run_dir)),
         job_name=f"{c.name}-{name}", wckey=None, use_srun=False, stderr_to_stdout=True, setup=_setup(c), time=None,
         additional_parameters=options | {"output": str(Path(run_dir) / "logs" / f"{name}-%j.out"), "requeue": True,
                                          "open-mode": "append"})
 
 
+def _submitted(python: Sequence[str], run_dir: Path) -> str:
+    """What submitit starts in the job."""
+    return f"exec {shlex.join([*python, *SUBMITIT, str(folder(run_dir))])}"
+
+
 def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
-              rank_command: Sequence[str] = RANK_COMMAND) -> list[str]:
+              rank_command: Sequence[str] = ()) -> list[str]:
     """One srun over all components, whose ranks find their roles by their number."""
+    rank_command = rank_command or (*container.command(c, [run_dir]), "-m", "rose.main")
     components = _by_component(ranks)
     argv = ["srun", *c.cluster.mpi.srun]
     for number, members in enumerate(components):

@@ -31,7 +31,7 @@ def test_a_folder_that_cannot_hold_runs_is_named(tmp_path):
 def test_a_package_that_does_not_import_is_named():
     assert machine.package("h5py").state == "ok"
     found = machine.package("rose_has_no_such_package")
-    assert found.state == "failed" and "rose_has_no_such_package" in found.words and "pip install" in found.remedy
+    assert found.state == "failed" and "rose_has_no_such_package" in found.words and "make gpu" in found.remedy
 
 
 def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
@@ -176,20 +176,16 @@ def test_nccl_tells_its_bandwidth_or_what_went_wrong():
     assert found.state == "failed" and "unhandled system error" in found.words and "NCCL_DEBUG" in found.remedy
 
 
-@pytest.mark.parametrize(("listed", "parts"), [
-    (0, ["GPUs here"]), (1, ["GPUs here"]),
-    pytest.param(2, ["GPUs here", "NCCL between 2 GPUs"], marks=pytest.mark.slow)])
-def test_nccl_is_tried_between_two_gpus_or_more(make_config, tmp_path, monkeypatch, listed, parts):
+@pytest.mark.slow
+def test_nccl_is_tried_between_two_gpus(make_config, tmp_path, monkeypatch):
     """By an nvidia-smi of our own, since this machine may have no GPU: torch then sees fewer, and that is said."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\n" + "echo GPU 0: some\n" * listed)
+    smi.write_text("#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some\\nGPU 1: some\\n'\nexit 0\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = machine.gpus(make_config())
-    assert [each.part for each in found] == parts and found[0].state == "ok"
-    if listed == 2:
-        assert found[1].state == "failed" and "torch sees 0 GPUs of 2" in found[1].words
+    last = machine.gpus(make_config())[-1]
+    assert (last.state, last.part) == ("failed", "NCCL between 2 GPUs") and "torch sees 0 GPUs of 2" in last.words
 
 
 # --------------------------------------------------------------------------- the command

@@ -71,6 +71,65 @@ def test_one_srun_over_both_components(make_config):
         "--cpus-per-task=4 --gpus-per-node=8 rank --run /run --attempt 3")
 
 
+BOX = ("cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /usr/local/bin/python, "
+       "mounts: ['/scratch:/data'], args: [--no-home]}")
+
+
+def ends(argv):
+    """What each component starts, behind srun's other options."""
+    return [part.split("--kill-on-bad-exit=0 ")[1] for part in " ".join(argv).split(" : ")]
+
+
+@pytest.mark.parametrize(("runtime", "begins"), [
+    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 apptainer exec --nv --bind {REPOSITORY},/run,/scratch:/data "
+                  "--no-home /shared/rose.sif /usr/local/bin/python -m rose.main --run /run --attempt 3"),
+    ("pyxis", "--cpus-per-task=4 --gpus-per-node=8 --container-image=/shared/rose.sif "
+              f"--container-mounts={REPOSITORY}:{REPOSITORY},/run:/run,/scratch:/data --no-home "
+              "/usr/local/bin/python -m rose.main --run /run --attempt 3")])
+def test_every_rank_starts_in_the_container(make_config, runtime, begins):
+    c = make_config(*SEVEN_B, BOX % runtime, "cluster.slurm.trainer.cpus_per_task=4",
+                    "cluster.slurm.rollout.cpus_per_task=4")
+    assert ends(sbatch.srun_argv(c, layout(c), Path("/run"), 3)) == [begins, begins]
+    assert sys.executable in sbatch.script(c, layout(c), Path("/run")), "what watches needs Slurm's commands"
+
+
+def test_without_a_container_ranks_start_with_this_interpreter(make_config):
+    c = make_config(*SEVEN_B)
+    assert all(f"{sys.executable} -m rose.main" in end for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1)))
+
+
+def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config):
+    last = {}
+    for runtime in ("apptainer", "pyxis"):
+        text = sbatch.lend_script(make_config(*SEVEN_B, BOX % runtime), Path("/my run"), "lend-1")
+        last[runtime] = text.strip().splitlines()[-1]
+    submit = "/usr/local/bin/python -u -m submitit.core._submit '/my run/submitted'"
+    assert last["apptainer"] == (f"exec apptainer exec --nv --bind '{REPOSITORY},/my run,/scratch:/data' --no-home "
+                                 f"/shared/rose.sif {submit}")
+    assert last["pyxis"].startswith("exec srun --mpi=none --ntasks=1 --container-image=/shared/rose.sif ")
+    assert last["pyxis"].endswith(submit)
+
+
+def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config):
+    c = make_config(*SEVEN_B, BOX % "apptainer", "model.path=/hub/models--a--b/snapshots/c0ffee", "model.source=folder",
+                    "cluster.gpus=24")
+    (mounts,) = {end.split("--bind ")[1].split()[0] for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1))}
+    assert mounts == f"{REPOSITORY},/run,/hub/models--a--b,/scratch:/data"
+
+
+@pytest.mark.parametrize(("box", "words"), [
+    ("{runtime: docker, image: a, python: /p, mounts: [], args: []}", "cluster.slurm.container.runtime='docker'"),
+    ("{runtime: pyxis, image: a, python: python, mounts: [], args: []}", "container.python='python': the interpreter's absolute"),
+    ("{runtime: pyxis, image: a, python: /p, mounts: [scratch], args: []}", "container.mounts.0='scratch'"),
+    ("{runtime: pyxis, image: a, python: /p, mounts: [], args: [x]}", "container.args.0='x'"),
+    ("{runtime: apptainer, image: --help, python: /p, mounts: [], args: []}", "container.image='--help'"),
+])
+def test_a_container_that_cannot_be_started_is_refused_by_key(make_config, box, words):
+    with pytest.raises(ConfigError) as refused:
+        make_config(*SEVEN_B, f"cluster.slurm.container={box}")
+    assert words in str(refused.value), refused.value
+
+
 def test_a_run_without_engines_is_a_plain_job(make_config, tmp_path):
     c = make_config("cluster=dev", f"rollout.replay={tmp_path}")
     assert "hetjob" not in sbatch.script(c, layout(c), Path("/run"))

@@ -1,0 +1,54 @@
+"""The command that starts Python on a compute node: this interpreter, or the one in the container of the job. Pure.
+
+A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE itself is mounted from
+this checkout. What submits and watches stays outside, since it needs Slurm's commands. Left out: one machine without
+Slurm, where launch.py as a whole runs in the container.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.config import Config, Container
+from rose.models import REPOSITORY
+
+
+def command(c: Config, folders: Sequence[Path]) -> list[str]:
+    """Behind srun's options: [further options of srun,] program, arguments. `folders` are seen inside under the same
+    path, beside this checkout and the model's folder."""
+    box = _box(c)
+    if box is None:
+        return [sys.executable]
+    mounts = [*map(str, _mounts(c, folders)), *box.mounts]
+    if box.runtime == "pyxis":
+        pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+        return [f"--container-image={box.image}", f"--container-mounts={pairs}", *box.args, box.python]
+    nvidia = ["--nv"] if c.cluster.gpus else []
+    return [box.runtime, "exec", *nvidia, "--bind", ",".join(mounts), *box.args, box.image, box.python]
+
+
+def alone(c: Config, folders: Sequence[Path]) -> list[str]:
+    """The same where no srun stands before it, as in a batch script."""
+    box = _box(c)
+    starter = ["srun", "--mpi=none", "--ntasks=1"] if box is not None and box.runtime == "pyxis" else []
+    return [*starter, *command(c, folders)]
+
+
+def _box(c: Config) -> Container | None:
+    return c.cluster.slurm.container if c.cluster.kind == "slurm" else None
+
+
+def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
+    """Each once, without those within another."""
+    wanted = [REPOSITORY, *folders]
+    if c.model.path is not None and Path(c.model.path).is_absolute():
+        wanted.append(_whole(Path(c.model.path)))
+    wanted = list(dict.fromkeys(folder.absolute() for folder in wanted))
+    return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
+
+
+def _whole(model: Path) -> Path:
+    """A snapshot in a hub's cache is links into the folder beside it."""
+    return model.parents[1] if model.parent.name == "snapshots" else model

