@@ -74,7 +74,7 @@ def make_broadcast(config: cfg.Config, world):
     trainers, rollouts = ([r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT))
     kind = config.transfer.broadcast
     if kind == "auto":
-        kind = "nccl" if config.cluster.gpus else "mpi"
+        kind = "nccl" if config.cluster.gpus and not config.colocate else "mpi"
     return broadcast.make_broadcast(kind, world, trainers, rollouts, config.transfer.load_timeout_s)
 
 

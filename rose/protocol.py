@@ -409,6 +409,34 @@ class TrainerReady(Message):
     no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
 
 
+# --------------------------------------------------------------------------- coordinator <-> ranks that share a GPU
+
+
+class Sleep(Message):
+    """Coordinator -> trainer or rollout rank: give the device's memory back, the other role's turn
+    comes. `turn` grows with every order; the answer repeats it."""
+
+    turn: int
+
+
+class Wake(Message):
+    """Coordinator -> trainer or rollout rank: the device's memory is yours."""
+
+    turn: int
+
+
+class DeviceChanged(Message):
+    """A rank's answer to `Sleep` or `Wake`, once it has given the memory back or taken it."""
+
+    rank: int
+    turn: int
+    awake: bool
+    seconds: float
+    moved_gib: float  # given back, or taken
+    free_gib: float  # on its device afterwards, on a CPU of the machine
+    total_gib: float
+
+
 AnyMessage = (
     Hello | RankFailed | Shutdown | Goodbye
     | StartTrajectory | TurnRequest | TurnResult | TrajectoryFinished | TrajectoryFailed | CancelTrajectory
@@ -417,4 +445,5 @@ AnyMessage = (
     | LoadVersion | VersionLoaded | VersionFailed
     | JoinHello | Heartbeat | WorkerLeaving | WorkerLeft
     | TrainStep | TrainPart | TrainDone | SaveCheckpoint | CheckpointSaved | TrainerReady
+    | Sleep | Wake | DeviceChanged
 )

@@ -142,10 +142,8 @@ def _check_machine(c: Config, need: Need) -> None:
     if c.deterministic:
         need(engines <= 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
-    gpus = c.trainer.ranks + engines * c.rollout.tensor_parallel
-    need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus",
-         f"the run needs {gpus} (trainer.ranks={c.trainer.ranks} + {engines} engines x rollout.tensor_parallel="
-         f"{c.rollout.tensor_parallel}); raise it or run fewer")
+    _check_gpus(c, engines * c.rollout.tensor_parallel, need)
+    _check_colocation(c, need)
     ranks = 1 + hosts + c.trainer.ranks + engines
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
          f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
@@ -162,6 +160,31 @@ def _check_machine(c: Config, need: Need) -> None:
     if c.cluster.kind == "slurm":
         need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")
         _check_slurm(c, engines, need)
+
+
+def _check_gpus(c: Config, of_engines: int, need: Need) -> None:
+    """Trainer ranks and engines beside each other, or in turn on the same GPUs."""
+    ranks, shared = c.trainer.ranks, c.shares_devices
+    gpus = max(ranks, of_engines) if shared else ranks + of_engines
+    parts = f"trainer.ranks={ranks} {'or' if shared else '+'} {of_engines} of engines"
+    remedy = "raise it or run fewer"
+    if not shared and of_engines and max(ranks, of_engines) <= c.cluster.gpus:
+        remedy += ", or share them in turn: colocate=true"
+    need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus", f"the run needs {gpus} ({parts}); {remedy}")
+
+
+def _check_colocation(c: Config, need: Need) -> None:
+    """Trainer ranks and engines take turns: nothing may want both at once."""
+    if not c.shares_devices:
+        return
+    batching = c.scheduler.batching.name
+    need(batching == "synchronous", "scheduler.batching.name",
+         "colocate=true shares devices in turn, and this policy rolls out while the trainer trains; "
+         "scheduler/batching=synchronous, or colocate=false")
+    need(c.cluster.kind == "local", "cluster.kind", "colocate=true shares the devices of one machine: cluster=gpus or "
+         "local, inside one node's allocation as slurm/one_node.sbatch makes it")
+    need(c.transfer.broadcast != "nccl", "transfer.broadcast",
+         "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi")
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:

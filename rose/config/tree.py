@@ -276,6 +276,7 @@ class Config(Section):
     mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
+    colocate: bool  # trainer and engines share the same GPUs (or cores) in turn
     fresh: bool  # move an earlier run of this name aside instead of continuing it
     output_dir: str
     model: Model
@@ -290,6 +291,11 @@ class Config(Section):
     cluster: Cluster
     observe: Observe
     sim: Sim
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether trainer and engines take turns: a run without engines has nobody to share with."""
+        return self.colocate and self.rollout.replay is None
 
     @property
     def borrows(self) -> bool:

@@ -1,9 +1,13 @@
 """An engine that gives the memory of its weights and KV cache back and takes it again: mixed into `Engine`.
 
-The workers' side is rose/engine/inactive.py.
+Two ways. `deactivate` forgets the weights: they are read again from the model's folder. `sleep` keeps
+them in host memory, and the version with them: a device is shared in turn with a trainer that way. The
+workers' side is rose/engine/inactive.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
@@ -11,20 +15,67 @@ from rose.transfer import TransferError
 ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again from the model's folder
 
 
-class Activation:
-    """`active`: whether it serves. `_activations` counts them: what was cached before one never matches after it."""
+@dataclass(frozen=True)
+class Moved:
+    """Memory of an engine's devices that it gave back (`gib` > 0) or took (< 0), GiB."""
 
-    active, _activations = True, 0
+    gib: float  # of the worker that moved least
+    free_gib: float  # afterwards, of the fullest device
+    total_gib: float
+
+    def __add__(self, later: Moved) -> Moved:
+        return Moved(self.gib + later.gib, later.free_gib, later.total_gib)
+
+
+NOTHING = Moved(0.0, 0.0, 0.0)
+
+
+class Activation:
+    """`active`: whether it serves. `asleep`: it keeps its weights in host memory and has no KV cache; turns wait.
+    `_activations` counts both: what was cached before one never matches after it."""
+
+    active, asleep, _activations = True, False, 0
+
+    async def sleep(self) -> Moved:
+        """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host memory. Turns that run
+        are interrupted, and go on after `wake`.
+
+        Raises `EngineError` on a GPU without vLLM's sleep mode; `EngineDied`.
+        """
+        self._check_sleep_mode()
+        async with self._loading:
+            self._check_active()
+            if not self.asleep:
+                self.asleep, self._activations = True, self._activations + 1
+                self._open.clear()
+                await self._call(self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True),
+                                 RPC_TIMEOUT_S)
+                await self._abort_requests()
+            return _moved(await self._worker_or_death("rose_sleep"))
+
+    async def wake_weights(self) -> Moved:
+        """First half of waking: afterwards `load_version` is possible. Raises `EngineDied`."""
+        async with self._loading:
+            return _moved(await self._worker_or_death("rose_wake", "weights"))
+
+    async def wake(self) -> Moved:
+        """The KV cache's memory too; serve again. Raises `EngineDied`."""
+        async with self._loading:
+            if not self.asleep:
+                return NOTHING
+            moved = _moved(await self._worker_or_death("rose_wake", "kv_cache"))
+            await self._call(self._llm.engine_core.resume_scheduler_async(), RPC_TIMEOUT_S)
+            self.asleep = False
+            self._open.set()
+            return moved
 
     async def deactivate(self) -> None:
         """Give back the memory of weights and KV cache; the process stays. Turns that run end with finish ABORT.
 
         Raises `EngineError` on a GPU without vLLM's sleep mode; `EngineDied`.
         """
-        config, core = self._llm.vllm_config, self._llm.engine_core
-        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
-            raise EngineError("an engine on a GPU can be deactivated if it was started with "
-                              "rollout.engine_args.enable_sleep_mode=true")
+        core = self._llm.engine_core
+        self._check_sleep_mode()
         async with self._loading:
             if not self.active:
                 return
@@ -51,14 +102,26 @@ class Activation:
             await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
             self.active = True
 
-    async def _worker_or_death(self, method: str) -> None:
+    async def _worker_or_death(self, method: str, *args) -> list:
         """What fails midway leaves weights that are nobody's."""
         try:
-            await self._worker(method, ACTIVATE_TIMEOUT_S)
+            return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:
             self._process.kill()
             raise EngineDied(f"engine process {self.pid} was ended, as {method} failed: {error}") from error
 
+    def _check_sleep_mode(self) -> None:
+        config = self._llm.vllm_config
+        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
+            raise EngineError("an engine on a GPU gives its memory back if it was started with "
+                              "rollout.engine_args.enable_sleep_mode=true")
+
     def _check_active(self) -> None:
         if not self.active:
             raise EngineError(f"engine process {self.pid} is inactive: activate() first")
+
+
+def _moved(found: list[list[float]]) -> Moved:
+    """Of the workers' (given back, free, total)."""
+    given, free, total = zip(*found)
+    return Moved(min(given, key=abs), min(free), min(total))

@@ -1,5 +1,7 @@
 """A worker whose weights and KV cache are given back while its process, kernels and graphs stay: mixed into vLLM's.
 
+Deactivated it forgets the weights, asleep it keeps them in host memory.
+
 On a GPU by vLLM's sleep mode (level 2: nothing is kept), on a CPU, where vLLM's does nothing, by dropping the pages of
 the parameters. Either way every tensor keeps its address, and the weights are read again from the model's folder into
 them by vLLM's loader. Importing this imports vLLM.
@@ -13,6 +15,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
+from rose import device_memory
 from rose.coserving.pages import give_back
 
 
@@ -20,6 +23,7 @@ class InactiveWorker:
     """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
 
     _rose_initial: dict[str, str] | None = None  # checksums of the folder's own weights, where they were seen
+    _rose_asleep: set[str] | frozenset[str] = frozenset()  # what `rose_wake` brings back
 
     def rose_deactivate(self) -> None:
         """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
@@ -53,6 +57,33 @@ class InactiveWorker:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
             raise RuntimeError(f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
                                f"what they were before, first {wrong[0]}; did the folder change?")
+
+    def rose_sleep(self) -> tuple[float, float, float]:
+        """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory. Returns GiB given back,
+        free on the device afterwards, and in all. Asleep already: nothing happens."""
+        before = device_memory.look(self.device)
+        if self.device.type != "cpu":
+            if not self._rose_asleep:
+                self.sleep(level=1)
+        else:
+            give_back(_storages(self.model_runner.kv_caches))
+            ctypes.CDLL(None).malloc_trim(0)
+        self._rose_asleep = {"weights", "kv_cache"}
+        return self._rose_moved(before)
+
+    def rose_wake(self, tag: str) -> tuple[float, float, float]:
+        """Take the memory of "weights" or "kv_cache" again; the figures of `rose_sleep`. On a CPU the weights never
+        went, and the KV cache's pages come as they are touched."""
+        before = device_memory.look(self.device)
+        if tag in self._rose_asleep:
+            if self.device.type != "cpu":
+                self.wake_up([tag])
+            self._rose_asleep.remove(tag)
+        return self._rose_moved(before)
+
+    def _rose_moved(self, before: device_memory.DeviceMemory) -> tuple[float, float, float]:
+        now = device_memory.look(self.device)
+        return now.given_since(before), now.free, now.total
 
     def rose_begin_anew(self) -> None:
         """Read the folder's own weights over the live ones; the KV cache stays."""

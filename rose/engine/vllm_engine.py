@@ -282,16 +282,17 @@ class Engine(Activation):
         core = self._llm.engine_core  # AsyncLLM's own pause sleeps 20 ms beside this call
         self._open.clear()
         try:
-            paused = await self._pause(transfer.in_flight)
+            paused = time.monotonic() if self.asleep else await self._pause(transfer.in_flight)
             self._all_well(await self._worker("rose_flip", transfer.load_timeout_s))
             self.version = version
             # sent before "resume", and done in this order, but not waited for while nothing is generated
             labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))
         finally:
-            if self.alive:
+            if self.alive and not self.asleep:
                 await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
             resumed = time.monotonic()
-            self._open.set()
+            if not self.asleep:
+                self._open.set()
         await self._call(labelled, RPC_TIMEOUT_S)
         return paused, resumed
 
@@ -410,6 +411,7 @@ class Engine(Activation):
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._died.set_result(None)
+        self._open.set()  # turns that wait for it see that it is gone
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     async def _call(self, coroutine, timeout_s: float):

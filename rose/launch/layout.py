@@ -32,7 +32,8 @@ class Rank:
 
 
 def layout(c: Config) -> tuple[Rank, ...]:
-    """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker."""
+    """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker; of the same ones, from
+    the first on, where both take turns."""
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
@@ -43,12 +44,14 @@ def layout(c: Config) -> tuple[Rank, ...]:
         (Role.TRAINER, c.trainer.ranks, c.trainer.threads, int(on_gpu)),
         (Role.ROLLOUT, rolls * c.rollout.workers, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0),
     )
-    return tuple(_number(roles))
+    return tuple(_number(roles, shared=c.shares_devices))
 
 
-def _number(roles: tuple[tuple[Role, int, int | None, int], ...]) -> Iterator[Rank]:
+def _number(roles: tuple[tuple[Role, int, int | None, int], ...], shared: bool) -> Iterator[Rank]:
     rank = gpu = 0
     for role, count, threads, gpus in roles:
+        if shared and role is Role.ROLLOUT:
+            gpu = 0
         for index in range(count):
             yield Rank(rank, role, index, threads, tuple(range(gpu, gpu + gpus)))
             rank, gpu = rank + 1, gpu + gpus

@@ -25,6 +25,7 @@ from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.roles.borrowed import Borrowed
+from rose.roles.device_turns import DeviceTurns
 from rose.roles.journal import Journal
 from rose.roles.provisioner import Provisioner
 from rose.roles.rollouts import Rollouts
@@ -78,6 +79,7 @@ class Coordinator:
         self.at_boundary = True  # the trainer's weights are those of `step`
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
+        self.device = DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
         self._stop = asyncio.Event()
 
     # ----------------------------------------------------------------- the algorithm
@@ -118,9 +120,11 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
+            if self.device.shared and self._checkpoint_due(self.step + 1):
+                await self._save(self.step + 1, self.config.trainer.step_timeout_s)
             await self._sync(done)
             self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
-            if self.step % self.config.trainer.checkpoint_every == 0 or self.step == self.config.trainer.steps:
+            if self._checkpoint_due(self.step):
                 await self._checkpoint(self.config.trainer.step_timeout_s)
         self.live.update(phase="done", waiting_for="")
 
@@ -136,6 +140,7 @@ class Coordinator:
                         f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
         await until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
                     lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
+        await self.device.to(p.Role.ROLLOUT)
         engines = wanted[p.Role.ROLLOUT]
         await until(lambda: len(self.hub.dedicated()) >= engines, c.rollout.engine_start_timeout_s,
                     lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up")
@@ -173,6 +178,7 @@ class Coordinator:
         self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
+        await self.device.to(p.Role.TRAINER)
         with self.recorder.timed("train", step=self.step + 1):
             for index in range(c.ranks):
                 for message in train_messages(self.step + 1, summary, plan[index], trees, trajectories):
@@ -188,6 +194,7 @@ class Coordinator:
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
+            await self.device.to(p.Role.ROLLOUT)  # an engine that wakes loads it before its KV cache is there
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
@@ -216,18 +223,26 @@ class Coordinator:
             await self._rollouts_until(lambda: all(name in self.rollouts.finished for name in names))
         self.metrics.write(self.step, evaluation_row([group[0] for group in self.rollouts.take(names)]))
 
+    def _checkpoint_due(self, step: int) -> bool:
+        return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
+
     async def _checkpoint(self, deadline_s: float) -> None:
-        """Also for the rest of one: a stop may come while the trainer ranks write, and they go on writing."""
+        """Also for the rest of one: a stop may come while the trainer ranks write, and they go on writing. Where devices
+        are shared the ranks have written in their turn, before the step's end."""
         with self.recorder.timed("checkpoint", step=self.step):
-            if self.saving is None:
-                self.saving = checkpoint.Save(self.step, checkpoint.begin(self.run_dir, self.step))
-                for rank in self.ranks[p.Role.TRAINER].values():
-                    self.mailbox.send(rank, p.SaveCheckpoint(self.step, str(self.saving.folder)))
-            saving = self.saving
-            await self._changed.until(lambda: len(saving.ranks) == self.config.trainer.ranks, deadline_s,
-                                      lambda: f"trainer ranks to save step {saving.step}: {len(saving.ranks)} saved")
-            checkpoint.commit(saving.folder, self.boundary, self.config.trainer.checkpoint_keep)
+            await self._save(self.step, deadline_s)
+            checkpoint.commit(self.saving.folder, self.boundary, self.config.trainer.checkpoint_keep)
             self.saving = None
+
+    async def _save(self, step: int, deadline_s: float) -> None:
+        """Every trainer rank has written its part; nothing is committed."""
+        if self.saving is None:
+            self.saving = checkpoint.Save(step, checkpoint.begin(self.run_dir, step))
+            for rank in self.ranks[p.Role.TRAINER].values():
+                self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
+        saving = self.saving
+        await self._changed.until(lambda: len(saving.ranks) == self.config.trainer.ranks, deadline_s,
+                                  lambda: f"trainer ranks to save step {saving.step}: {len(saving.ranks)} saved")
 
     def _record(self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], began: float, rolled_out: float,
                 busy_s: float, trained: float, synced: float) -> None:
@@ -237,7 +252,8 @@ class Coordinator:
         idle = max(0.0, rolled_out - began - busy_s) if self.hub.dedicated() else 0.0
         times = {"rollout": rolled_out - began - idle, "train": trained - rolled_out, "sync": synced - trained,
                  "idle": idle}
-        self.metrics.write(self.step, step_row(groups, done[0].metrics, times, self.hub, self.rollouts, synced))
+        trained_on = done[0].metrics | self.device.take_figures()
+        self.metrics.write(self.step, step_row(groups, trained_on, times, self.hub, self.rollouts, synced))
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
 
@@ -273,6 +289,8 @@ class Coordinator:
         newest = checkpoint.latest(self.run_dir)
         saved = checkpoint.step_of(newest) if newest else 0
         if self.at_boundary and self.step > saved and len(self.trainers) == self.config.trainer.ranks:
+            if self.saving is None:
+                await self.device.to(p.Role.TRAINER)
             await self._checkpoint(self.config.cluster.stop_timeout_s / 2)
 
     # ----------------------------------------------------------------- messages and actions
@@ -327,6 +345,9 @@ class Coordinator:
     def _on_CheckpointSaved(self, source: int, m: p.CheckpointSaved) -> None:
         if self.saving is not None:
             self.saving.ranks.add(m.index)
+
+    def _on_DeviceChanged(self, source: int, m: p.DeviceChanged) -> None:
+        self.device.heard(m)
 
     def _on_Goodbye(self, source: int, m: p.Goodbye) -> None:
         self.gone.add(m.rank)

@@ -2,7 +2,8 @@
 
 Tokens go to the coordinator as they are made. When the engine process dies the worker says so at once,
 starts another with the newest weights, and is ready again; the coordinator has sent the turns elsewhere
-meanwhile.
+meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is started, woken
+and put to sleep when the coordinator says so.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
+import msgspec
+
 from rose import protocol as p
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
+from rose.engine.activation import NOTHING, Moved
 from rose.engine.vllm_engine import Chunk, Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -52,6 +56,7 @@ class RolloutWorker:
     is part of one, fills `mirror`."""
 
     heartbeat_s = HEARTBEAT_S
+    dedicated = True
 
     def __init__(self, config: Config, name: str, mailbox: Mailbox | None, recorder: NullRecorder,
                  broadcast: Broadcast | None = None, mirror: Mirror | None = None) -> None:
@@ -62,6 +67,13 @@ class RolloutWorker:
         self.incarnation = 0
         self.dismissed = ""  # the coordinator's reason
         self._turns: dict[tuple[str, int], asyncio.Task] = {}
+        self._has_device = asyncio.Event()  # clear while it is the trainer's
+        self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
+        self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
+        self._up = asyncio.Event()  # the coordinator knows the engine, which lives as far as we know
+        self._loads: set[asyncio.Task] = set()
+        if not (config.shares_devices and self.dedicated):
+            self._has_device.set()
         self._ends = False
         self._hands_back = False  # an ended turn's last tokens are still wanted: it goes on elsewhere
         self._returned = 0  # turns that the engine gave back
@@ -82,23 +94,28 @@ class RolloutWorker:
 
     def _services(self) -> list[Coroutine]:
         received = [self._broadcast.receive(self._mirror)] if self._broadcast else []
-        return [self._receive(), self._keep_engine(), self._heartbeat(), *received]
+        return [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device(), *received]
 
     # ----------------------------------------------------------------- the engine's life
 
     async def start_engine(self) -> None:
         """Raises `EngineError`."""
-        self.engine = await Engine.start(self.folder, self.config.rollout, self.config.model,
+        rollout = self.config.rollout
+        if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
+            sleeps = {"enable_sleep_mode": True} | rollout.engine_args
+            rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
+        self.engine = await Engine.start(self.folder, rollout, self.config.model,
                                          deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0,
                                          seed=seed_of(self.config.seed, self.name, self.incarnation))
         self.incarnation += 1
 
     async def _keep_engine(self) -> None:
         for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
-            if self.engine is None or not self.engine.alive:
-                await self.start_engine()
+            await self._bring_engine_up()
             self._send(self._ready())
+            self._up.set()
             await asyncio.shield(self.engine.died)
+            self._up.clear()
             # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just ended it
             if self._hands_back or self._ends:
                 await asyncio.Event().wait()
@@ -107,6 +124,61 @@ class RolloutWorker:
             await self.engine.shutdown()
         raise EngineDied(f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
                          "rollout.engine_restarts allows no more")
+
+    async def _bring_engine_up(self) -> None:
+        """Unless it is up: in its turn."""
+        while True:
+            await self._has_device.wait()
+            async with self._device:
+                if not self._has_device.is_set():
+                    continue
+                if self.engine is None or not self.engine.alive:
+                    await self.start_engine()
+                return
+
+    # ----------------------------------------------------------------- a device shared with a trainer rank
+
+    async def _share_device(self) -> None:
+        """One order after the other, each answered when it is done."""
+        while True:
+            order = await self._device_orders.get()
+            began = time.time()
+            awake = isinstance(order, p.Wake)
+            moved = await (self._wake() if awake else self._sleep())
+            self.recorder.span("engine_wake" if awake else "engine_sleep", began, time.time(), freed_gib=moved.gib)
+            self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, time.time() - began, abs(moved.gib),
+                                       moved.free_gib, moved.total_gib))
+
+    async def _sleep(self) -> Moved:
+        """An engine that is being started gets up first; one that is dead has given everything back."""
+        async with self._device:
+            self._has_device.clear()
+            engine = self.engine
+            if engine is not None and engine.alive:
+                try:
+                    return await engine.sleep()
+                except EngineDied:
+                    pass
+        return NOTHING
+
+    async def _wake(self) -> Moved:
+        """Weights, the version that came meanwhile, then the KV cache: while a version is staged there is room."""
+        engine = self.engine
+        sleeps = engine is not None and engine.alive and engine.asleep
+        moved = NOTHING
+        try:
+            if sleeps:
+                moved = await engine.wake_weights()
+            self._has_device.set()
+            if sleeps:
+                if self._loads:
+                    await asyncio.wait(self._loads)
+                moved += await engine.wake()
+        except EngineDied:  # another is started
+            self._has_device.set()
+            await self._died(engine)
+        await self._up.wait()
+        return moved
 
     def _ready(self) -> p.WorkerReady:
         return p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences, self.engine.kv_tokens,
@@ -135,7 +207,11 @@ class RolloutWorker:
                     if task is not None:
                         task.cancel()
                 case p.LoadVersion():
-                    self._tasks.spawn(self._load(message))
+                    task = self._tasks.spawn(self._load(message))
+                    self._loads.add(task)
+                    task.add_done_callback(self._loads.discard)
+                case p.Sleep() | p.Wake():
+                    self._device_orders.put_nowait(message)
                 case p.Shutdown(reason):
                     self.dismissed = reason
                     return
@@ -189,7 +265,9 @@ class RolloutWorker:
             self._turns.pop((m.turn, m.attempt), None)
 
     async def _load(self, m: p.LoadVersion) -> None:
-        engine, began, incarnation = self.engine, time.time(), self.incarnation
+        engine, incarnation = self.engine, self.incarnation
+        await self._has_device.wait()  # staging reads the live weights
+        began = time.time()
         try:
             mirror = await self._mirrored(edge_name(m.version, engine.version))
             loaded = await engine.load_version(m.version, self._store(m.store), self.config.transfer, mirror)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 from mpi4py import MPI
 
+from rose import device_memory
 from rose import protocol as p
 from rose.comm.address import rendezvous
 from rose.comm.mailbox import COORDINATOR, Mailbox, share_text
@@ -41,10 +43,12 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
         trainer.load(resume_from)
     begin = broadcast.begin if broadcast else None
     trainer.publish(step, begin)
+    if config.shares_devices:
+        trainer.share_device(run_dir)
     mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
-    parts = 0
+    parts, untidy = 0, False
     while True:
         _, message = mailbox.receive_blocking(None, "the next step")
         match message:
@@ -56,6 +60,12 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
             case p.SaveCheckpoint():
                 trainer.save(Path(message.folder))
                 mailbox.send(COORDINATOR, p.CheckpointSaved(message.step, index))
+                continue
+            case p.Sleep() | p.Wake():
+                _change_turns(trainer, message, mailbox)
+                if isinstance(message, p.Sleep) and untidy:
+                    trainer.tidy()  # beside the rollouts
+                    untidy = False
                 continue
             case p.Shutdown():
                 trainer.close()
@@ -69,5 +79,16 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
                         "seconds_publish": published.encode_s + published.write_s}
             mailbox.send(COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store)))
             mailbox.flush(FLUSH_S)
-            incoming = None
-            trainer.tidy()
+            incoming, untidy = None, config.shares_devices
+            if not untidy:
+                trainer.tidy()
+
+
+def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
+    """Give the device back or take it, and say so."""
+    began, before = time.time(), device_memory.look(trainer.device)
+    awake = isinstance(order, p.Wake)
+    now = trainer.take_device() if awake else trainer.give_device_back()
+    mailbox.send(COORDINATOR, p.DeviceChanged(mailbox.rank, order.turn, awake, time.time() - began,
+                                              abs(now.given_since(before)), now.free, now.total))
+    mailbox.flush(FLUSH_S)

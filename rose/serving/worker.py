@@ -54,6 +54,8 @@ class BorrowedWorker(RolloutWorker):
     """A rollout worker that may leave, and outlives its coordinator. `board`: where the scheduler of an engine that
     shares its device publishes its state. `on_version(version)`: the engine holds these weights."""
 
+    dedicated = False
+
     def __init__(self, config: Config, name: str, recorder: NullRecorder, board: Path | None = None,
                  on_version: Callable[[int], object] = lambda version: None) -> None:
         super().__init__(config, name, None, recorder)

@@ -173,6 +173,11 @@ class DeepSpeedEngine:
             raise NonFiniteGradient("the gradient is not finite")
         return norm
 
+    def forget_gathered(self) -> None:
+        """Give back what ZeRO-3 gathered of other ranks' shares."""
+        if self.settings.zero_stage == 3:
+            self.engine.empty_partition_cache()
+
     def save(self, folder: Path) -> None:
         """Model, optimizer, update count and random states into `folder`; whole when every rank has returned."""
         self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)

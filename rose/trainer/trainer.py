@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rose import protocol
 from rose.config import Config
+from rose.device_memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
@@ -27,6 +28,7 @@ from rose.trainer.collate import MicroBatch, collate
 from rose.trainer.deepspeed_engine import (
     DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
 from rose.trainer.prefix_tree import obstacle
+from rose.trainer.offload import Offload
 from rose.trainer.importance import importance_weights, mismatch
 from rose.trainer.shards import ShardReader
 from rose.transfer import codec
@@ -111,6 +113,22 @@ class Trainer:
         """Continue from `save`'s folder; in float32 with deterministic=true bit for bit."""
         with self.recorder.timed("load"):
             self.engine.load(Path(folder))
+
+    def share_device(self, folder: Path) -> None:
+        """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of `folder`."""
+        self._offload = Offload(self.device, folder)
+
+    def give_device_back(self) -> DeviceMemory:
+        """All memory on the device that can go to the host goes there; until `take_device` only `tidy` is allowed.
+        Returns the device's memory afterwards."""
+        with self.recorder.timed("offload"):
+            self.engine.forget_gathered()
+            return self._offload.give_back()
+
+    def take_device(self) -> DeviceMemory:
+        """What `give_device_back` moved is on the device again. Raises `RuntimeError` when there is too little room."""
+        with self.recorder.timed("reload"):
+            return self._offload.take()
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
