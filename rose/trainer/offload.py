@@ -24,7 +24,7 @@ from rose import device_memory
 from rose.device_memory import GIB, DeviceMemory
 
 SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps
-SMALLEST_CPU = 2**16
+SMALLEST_CPU = 2**12  # a page
 CHUNK = 2**30  # bytes of host memory taken at once
 CHUNK_CPU = 2**26
 
@@ -49,7 +49,6 @@ class Offload:
             for storage, _ in self._gone:
                 storage.resize_(0)
             self.away = True
-        gc.collect()
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

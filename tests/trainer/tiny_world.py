@@ -117,7 +117,8 @@ def settings(job: dict):
 
 
 def main(job: dict, rank: int) -> None:
-    """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to publish or nothing], ["publish", version], ["save"], ["load"]."""
+    """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to publish or nothing], ["publish", version], ["save"], ["load"],
+    ["turn"]: the device is given back and taken again."""
     from rose import protocol as p
     from rose.config import read_shape
     from rose.engine import layout
@@ -145,6 +146,11 @@ def main(job: dict, rank: int) -> None:
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()
+        elif action == "turn":
+            trainer.share_device(folder)
+            trainer.give_device_back()
+            report.setdefault("gone", []).append(trainer._offload.nbytes)
+            trainer.take_device()
         elif action == "save":
             trainer.save(folder / "checkpoint")
         elif action == "load":
