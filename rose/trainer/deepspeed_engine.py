@@ -173,6 +173,15 @@ class DeepSpeedEngine:
             raise NonFiniteGradient("the gradient is not finite")
         return norm
 
+    def states(self) -> Iterator[torch.Tensor]:
+        """Weights, and what the optimizer updates and keeps."""
+        yield from self.policy.parameters()
+        optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)  # torch's, within ZeRO's
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
     def forget_gathered(self) -> None:
         """Give back what ZeRO-3 gathered of other ranks' shares."""
         if self.settings.zero_stage == 3:

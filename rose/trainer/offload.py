@@ -14,13 +14,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rose import device_memory
+from rose.coserving import pages
 from rose.device_memory import GIB, DeviceMemory
 
 SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps
@@ -30,10 +31,11 @@ CHUNK_CPU = 2**26
 
 
 class Offload:
-    """Of `device`. `folder`: for the file, on a CPU."""
+    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer uses, even if their
+    memory is not torch's (a model's file mapped into memory, a checkpoint's)."""
 
-    def __init__(self, device: torch.device, folder: Path | str):
-        self._device, self._folder = device, Path(folder)
+    def __init__(self, device: torch.device, folder: Path | str, own: Callable[[], Iterable[Tensor]] = tuple):
+        self._device, self._folder, self._own = device, Path(folder), own
         self._chunk_bytes, self._smallest = (CHUNK, SMALLEST) if device.type == "cuda" else (CHUNK_CPU, SMALLEST_CPU)
         self._chunks: list[Tensor] = []
         self._gone: list[tuple[torch.UntypedStorage, int]] = []  # with their bytes, in the order of the chunks
@@ -46,8 +48,11 @@ class Offload:
             for host, on_device in self._pieces():
                 host.copy_(on_device, non_blocking=True)
             self._settle()
-            for storage, _ in self._gone:
-                storage.resize_(0)
+            for storage, nbytes in self._gone:
+                if storage.resizable():
+                    storage.resize_(0)
+                else:  # on a CPU only
+                    pages.give_back([(storage.data_ptr(), nbytes)])
             self.away = True
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
@@ -63,7 +68,8 @@ class Offload:
         if self.away:
             try:
                 for storage, nbytes in self._gone:
-                    storage.resize_(nbytes)
+                    if storage.nbytes() != nbytes:
+                        storage.resize_(nbytes)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 found = device_memory.look(self._device)
                 raise RuntimeError(
@@ -85,18 +91,20 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those on the device, once each. A storage whose memory another library shares (NumPy's views) can't shrink."""
-        ours = {chunk.data_ptr() for chunk in self._chunks}
-        seen: set[int] = set()
+        """Those on the device, once each. What can't shrink others may share (NumPy's views): it stays, unless it is the
+        trainer's own."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
+        seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():
             if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            if address in seen or address in ours or not storage.resizable() or storage.nbytes() < self._smallest:
+            if address in seen or storage.nbytes() < self._smallest:
                 continue
             seen.add(address)
-            yield storage
+            if storage.resizable() or address in own:
+                yield storage
 
     @staticmethod
     def _tensors() -> Iterator[Tensor]:

@@ -116,7 +116,7 @@ class Trainer:
 
     def share_device(self, folder: Path) -> None:
         """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of `folder`."""
-        self._offload = Offload(self.device, folder)
+        self._offload = Offload(self.device, folder, self.engine.states)
 
     def give_device_back(self) -> DeviceMemory:
         """All memory on the device that can go to the host goes there; until `take_device` only `tidy` is allowed.

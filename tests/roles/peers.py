@@ -3,6 +3,8 @@
 Words of one rank stay in order, as MPI keeps them; whose word comes next is drawn. The trainer is slow: while others
 have something to say its word is rarely the next, so that rollouts may go on while it trains. What a word says of
 weights is decided when it is heard: a version may come in the middle of a turn.
+
+Where devices are shared, a rank holds its device from the order on, and until its answer is heard: never both roles.
 """
 
 import asyncio
@@ -38,12 +40,20 @@ class Peers:
         self.seed_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
+        self.awake = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER} if config.colocate else None
+        self.orders = []  # (role, its name), where devices are shared
+        self.turns_asleep = 0  # that engines got
+        self.late = {}  # rank -> LoadVersion that waits for its turn
+        self.incarnation = {}  # of engines
+        self.dead = set()  # engines that died asleep
         for rank in ranks[1:]:
             self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
             if rank.role is p.Role.TRAINER:
                 self.say(rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing"))
+            elif rank.role is p.Role.ROLLOUT and config.colocate:
+                self.dead.add(rank.rank)  # its first turn starts it
             elif rank.role is p.Role.ROLLOUT:
-                self.say(rank.rank, p.WorkerReady(f"rollout-{rank.index}", 1, 4242, 4, 10_000, -1, "cpu"))
+                self.say(rank.rank, self.ready(rank, 1))
 
     # ----------------------------------------------------------------- the mailbox
 
@@ -66,6 +76,38 @@ class Peers:
 
     def say(self, rank, message, about=None):
         self.words[rank].append((about, message if callable(message) else lambda: message))
+
+    def ready(self, rank, incarnation):
+        return p.WorkerReady(f"rollout-{rank.index}", incarnation, 4242, 4, 10_000, -1, "cpu")
+
+    # ----------------------------------------------------------------- a shared device
+
+    def _Wake(self, rank, m):
+        self.awake.add(rank)
+        assert len({self.role[r].role for r in self.awake}) == 1, "trainer and engines are awake at once"
+        self.orders.append((self.role[rank].role, "wake"))
+        if rank in self.dead:
+            self.dead.discard(rank)
+            self.incarnation[rank] = self.incarnation.get(rank, 0) + 1
+            self.version[rank] = -1
+            self.late.pop(rank, None)
+            self.say(rank, self.ready(self.role[rank], self.incarnation[rank]))
+        elif rank in self.late:
+            self._LoadVersion(rank, self.late.pop(rank))
+        self.say(rank, p.DeviceChanged(rank, m.turn, True, 0.2, 3.0, 1.0, 24.0))
+
+    def _Sleep(self, rank, m):
+        def slept():
+            self.awake.discard(rank)
+            return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
+
+        self.orders.append((self.role[rank].role, "sleep"))
+        self.say(rank, slept)
+
+    def dies(self, rank):
+        """The engine of a rank, now."""
+        self.dead.add(rank)
+        self.say(rank, p.WorkerDown(f"rollout-{self.role[rank].index}", self.incarnation[rank], "killed", True))
 
     # ----------------------------------------------------------------- environment host
 
@@ -107,6 +149,9 @@ class Peers:
     # ----------------------------------------------------------------- engines
 
     def _GenerateTurn(self, rank, m):
+        if self.awake is not None and rank not in self.awake:
+            self.turns_asleep += 1  # they wait in the engine
+            return
         self.turns_in_training += self.training and m.turn.startswith("g")
         count = m.sampling.max_new_tokens
         about = (m.turn, m.attempt)
@@ -124,13 +169,19 @@ class Peers:
     def _LoadVersion(self, rank, m):
         def load():
             self.version[rank] = m.version
-            return p.VersionLoaded(f"rollout-{self.role[rank].index}", 1, m.version, 0.1, 0.01, 10)
+            return p.VersionLoaded(f"rollout-{self.role[rank].index}", self.incarnation.get(rank, 1), m.version, 0.1,
+                                   0.01, 10)
+
+        if self.awake is not None and rank not in self.awake:
+            self.late[rank] = m
+            return
 
         self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (None, load))
 
     # ----------------------------------------------------------------- trainer
 
     def _TrainStep(self, rank, m):
+        assert self.awake is None or rank in self.awake
         self.training, self.trained[m.step] = True, []
 
     def _TrainPart(self, rank, m):
@@ -143,6 +194,7 @@ class Peers:
         self.say(rank, done)
 
     def _SaveCheckpoint(self, rank, m):
+        assert self.awake is None or rank in self.awake
         self.say(rank, p.CheckpointSaved(m.step, 0))
 
 

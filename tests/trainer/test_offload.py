@@ -61,8 +61,20 @@ def test_what_numpy_shares_stays_where_it_is(share):
     share.take()
 
 
+def test_the_trainers_own_memory_goes_also_where_it_is_not_torchs(tmp_path):
+    mapped = torch.from_numpy(np.arange(50_000.0))
+    share = Offload(CPU, tmp_path, lambda: [mapped])
+    share.give_back()
+    assert share.nbytes >= 400_000 and mapped[10_000:40_000].sum() == 0, "its pages are given back"
+    share.take()
+    assert torch.equal(mapped, torch.arange(50_000, dtype=torch.float64))
+
+
 def test_a_device_without_room_is_named_with_what_is_wanted(share):
     class Full:
+        def nbytes(self):
+            return 0
+
         def resize_(self, nbytes):
             raise RuntimeError("out of memory")
 

@@ -135,8 +135,8 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_nothing_applied(world):
 
 def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(world):
     reports = world.run(RESUMED)
-    for report in reports:  # a share of weights and of Adam's two moments, in float32; the norms' are less than a page
-        assert min(report["gone"]) > 0.98 * 12 * report["parameters"] / world.ranks
+    for report in reports:  # of weights and Adam's two moments, in float32; the smallest tensors are less than a page
+        assert min(report["gone"]) > 0.8 * 12 * report["parameters"] / world.ranks
     expected, resumed = world.version(4), world.version(4, "resumed")
     assert all(expected[name].tobytes() == resumed[name].tobytes() for name in expected)
     for key in ("loss", "grad_norm", "entropy", "lr"):
