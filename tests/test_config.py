@@ -116,6 +116,29 @@ def test_a_replay_has_no_engines_and_no_environment_hosts_to_count(make_config):
         make_config("rollout.replay=earlier", "trainer.ranks=2", "cluster.gpus=1")
 
 
+GPU = ("cluster=gpus", "cluster.gpus=1", "trainer.ranks=1", "rollout.workers=1")
+
+
+def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
+    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 .* share them in turn: colocate=true"):
+        make_config(*GPU)
+    make_config(*GPU, "colocate=true")
+    make_config(*GPU, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.tensor_parallel=4")
+    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines"):
+        make_config(*GPU, "colocate=true", "rollout.workers=2")
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (["scheduler/batching=bounded_staleness"], ["scheduler.batching.name='bounded_staleness'", "synchronous"]),
+    (["cluster=slurm", "cluster.gpus=8"], ["cluster.kind='slurm'", "one_node.sbatch"]),
+    (["transfer.broadcast=nccl"], ["transfer.broadcast='nccl'", "two ranks on one GPU"]),
+])
+def test_what_needs_both_sides_at_once_cannot_share_devices(make_config, overrides, words):
+    with pytest.raises(ConfigError) as refused:
+        make_config(*GPU, "colocate=true", *overrides)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
 def test_shape_comes_from_the_models_folder(tmp_path):
     raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
            "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True}

@@ -142,7 +142,7 @@ def _check_machine(c: Config, need: Need) -> None:
     if c.deterministic:
         need(engines <= 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
-    _check_gpus(c, engines * c.rollout.tensor_parallel, need)
+    _check_gpus(c, engines, need)
     _check_colocation(c, need)
     ranks = 1 + hosts + c.trainer.ranks + engines
     need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
@@ -162,11 +162,12 @@ def _check_machine(c: Config, need: Need) -> None:
         _check_slurm(c, engines, need)
 
 
-def _check_gpus(c: Config, of_engines: int, need: Need) -> None:
+def _check_gpus(c: Config, engines: int, need: Need) -> None:
     """Trainer ranks and engines beside each other, or in turn on the same GPUs."""
-    ranks, shared = c.trainer.ranks, c.shares_devices
+    ranks, of_engines, shared = c.trainer.ranks, engines * c.rollout.tensor_parallel, c.shares_devices
     gpus = max(ranks, of_engines) if shared else ranks + of_engines
-    parts = f"trainer.ranks={ranks} {'or' if shared else '+'} {of_engines} of engines"
+    parts = (f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x rollout.tensor_parallel="
+             f"{c.rollout.tensor_parallel}")
     remedy = "raise it or run fewer"
     if not shared and of_engines and max(ranks, of_engines) <= c.cluster.gpus:
         remedy += ", or share them in turn: colocate=true"

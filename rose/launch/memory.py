@@ -28,6 +28,7 @@ from rose.config import Config, ModelShape
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
+ASLEEP_GIB = 1.5  # that a process keeps on a GPU in the other's turn: CUDA's context, NCCL, an engine's graphs
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default stage3_max_live_parameters
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -77,6 +78,13 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
     return Estimate(items, firm, int(cache * GIB / per_token))
+
+
+def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
+    """Of all ranks together, in host memory where devices are shared: the trainer's states in the engines' turn, and
+    the engines' weights in the trainer's; on CPUs these never move."""
+    engines = c.rollout.workers * c.rollout.tensor_parallel if c.cluster.gpus else 0
+    return c.trainer.ranks * trainer.firm, engines * rollout.items["weights"]
 
 
 def _activations(c: Config, shape: ModelShape, size: int) -> float:

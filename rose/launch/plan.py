@@ -29,7 +29,8 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return sum(len(rank.gpus) for rank in self.ranks)
+        """Different ones: where devices are shared, two ranks have the same."""
+        return len({(rank.component, rank.node, gpu) for rank in self.ranks for gpu in rank.gpus})
 
 
 def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
@@ -58,6 +59,9 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
+    if c.shares_devices:
+        limit -= memory.ASLEEP_GIB
+        _check_share(c)
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
@@ -65,10 +69,20 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
             f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or set "
             "trainer.offload_optimizer=true")
     if Role.ROLLOUT in estimates:
-        _check_engines(c, estimates[Role.ROLLOUT], limit * c.rollout.gpu_memory_utilization)
+        _check_engines(c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization)
     if trainer.total > limit:
         yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; lower trainer.micro_batch_tokens="
                f"{c.trainer.micro_batch_tokens} or set trainer.gradient_checkpointing=true")
+
+
+def _check_share(c: Config) -> None:
+    """vLLM starts if its share is free, beside what the trainer's process keeps asleep."""
+    most = 1 - memory.ASLEEP_GIB / c.cluster.gpu_memory_gib
+    if c.rollout.gpu_memory_utilization > most:
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true leaves an engine "
+            f"{most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the trainer's process keeps "
+            f"{memory.ASLEEP_GIB:g} GiB there in the engine's turn")
 
 
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
@@ -99,6 +113,11 @@ def show(plan: Plan, console: Console) -> None:
     say(console, f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
                  f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
                  f"ZeRO stage {c.trainer.zero_stage}, {source}")
+    if c.shares_devices and plan.memory:
+        states, weights = memory.waiting_gib(c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT])
+        say(console, f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; in host "
+                     f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} GiB of the "
+                     "engines' weights while the trainer trains")
     for warning in plan.warnings:
         say(console, warning, label="[yellow]warning:[/]")
 

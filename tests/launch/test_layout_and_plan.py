@@ -29,6 +29,32 @@ def test_ranks_are_numbered_by_role_and_each_gpu_belongs_to_one_rank(make_config
     assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2, 3), (4, 5), (6, 7)]
 
 
+def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_config):
+    c = make_config(*QWEN3_8B, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.workers=2",
+                    "rollout.tensor_parallel=2", "rollout.environment_hosts=1", "trainer.offload_optimizer=true")
+    ranks = layout(c)
+    assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
+    made = plan.make(c, c.model.shape)
+    assert made.gpus == 4
+    said = " ".join(printed(made).split())
+    firm, weights = memory.trainer(c, c.model.shape).firm, memory.rollout(c, c.model.shape).items["weights"]
+    assert f"in host memory wait {4 * firm:.1f} GiB of the trainer" in said
+    assert f"{4 * weights:.1f} GiB of the engines' weights" in said
+
+
+def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):
+    c = make_config(*QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99")
+    with pytest.raises(ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a GPU's 80 GiB"):
+        plan.make(c, c.model.shape)
+
+
+def test_the_experiment_for_one_gpu_of_24_gb_fits(make_config):
+    c = make_config("+experiment=qwen3_0_6b")
+    made = plan.make(c, c.model.shape)
+    assert made.gpus == 1 and c.colocate
+    assert memory.trainer(c, c.model.shape).firm < 12
+
+
 def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
     trainer = next(r for r in layout(make_config("trainer.threads=3")) if r.role is Role.TRAINER)
     assert trainer.environment == {"OMP_NUM_THREADS": "3"}
