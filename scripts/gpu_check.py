@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_check_coserving  # noqa: E402
 import gpu_check_engine  # noqa: E402
+import gpu_check_jobs  # noqa: E402
 import gpu_check_machine  # noqa: E402
 import gpu_check_model  # noqa: E402
 import gpu_check_trainer  # noqa: E402
@@ -40,7 +41,7 @@ from rose.processes import adopt_orphans  # noqa: E402
 
 CHECKS = {check.name: check for check in (
     *gpu_check_machine.FIRST, gpu_check_model.MODEL, *gpu_check_trainer.CHECKS, *gpu_check_engine.CHECKS,
-    *gpu_check_coserving.CHECKS, *gpu_check_machine.LAST)}
+    *gpu_check_coserving.CHECKS, *gpu_check_jobs.CHECKS, *gpu_check_machine.LAST)}
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_S = 60.0
 TORCH = "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, sep=',') " \

@@ -39,12 +39,14 @@ class Engines(msgspec.Struct):
     scored: int  # turns compared with the trainer's forward
     scored_new: int
     given_back: float = 0.0  # of the memory, by one that sleeps
+    tensor_parallel: int = 1
 
 
 GPU = Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 64, 1024, 0.02, 16, 96)
 CPU = Engines("cpu", "bfloat16", 0.9, 4, 16, 8, 8, 2, 300, 0.2, 4, 24)
 NARROW = Engines("gpu", "float32", 0.3, 0, 64, 0, 0, 2, 256, 0.02, 16, 96)
 NARROW_CPU = Engines("cpu", "float32", 0.9, 0, 16, 0, 0, 2, 300, 0.02, 4, 24)
+BOTH = Engines("gpu", "bfloat16", 0.5, 0, 64, 0, 0, 4, 512, 0.02, 16, 96, 0.0, 2)
 SLEEPS = Engines("gpu", "bfloat16", 0.6, 4, 256, 64, 0, 0, 0, 0.25, 0, 0, 0.8)
 SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 
@@ -55,7 +57,8 @@ def settings(report: Report, *overrides: str):
 
     sizes, gpus = report.sizes, report.gpus
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
-    words = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if gpus else []
+    words = ["cluster=gpus", f"cluster.gpus={1 + sizes.tensor_parallel}", "trainer.ranks=1",
+             f"rollout.tensor_parallel={sizes.tensor_parallel}"] if gpus else []
     return configuration.from_dict(compose(
         f"rollout={sizes.rollout}", "rollout.workers=1", *words, "model.source=folder", f"model.path={folder(report)}",
         f"model.dtype={sizes.dtype}", f"model.max_context={context}", f"trainer.micro_batch_tokens={max(2048, context)}",
@@ -202,12 +205,16 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
 
 
 def precision(report: Report) -> None:
-    asyncio.run(_precision(report))
-
-
-async def _precision(report: Report) -> None:
     """float32: everything that is not rounding shows."""
-    config = settings(report, "rollout.enforce_eager=true")
+    asyncio.run(_weights(report, "rollout.enforce_eager=true"))
+
+
+def tensor_parallel(report: Report) -> None:
+    asyncio.run(_weights(report))
+
+
+async def _weights(report: Report, *overrides: str) -> None:
+    config = settings(report, *overrides)
     running = await start(report, config)
     try:
         *_, versions = await flip_under_traffic(report, running, config)
@@ -279,6 +286,10 @@ CHECKS = (
           "engine.utilization=0.8"),
     Check("precision", "the same weights in float32, where only TF32 may differ", precision,
           {"cuda": NARROW, "cpu": NARROW_CPU}, 180.0, "python scripts/bench_mismatch.py --gpus compares both dtypes"),
+    Check("tp2", "an engine over two GPUs takes a version while turns run", tensor_parallel,
+          {"cuda": BOTH, "cpu": NARROW_CPU}, 240.0,
+          "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 goes around a "
+          "broken link", least_gpus=2, on_cpu=False),
     Check("sleep", "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version", sleep,
           {"cuda": SLEEPS, "cpu": SLEEPS_CPU}, 180.0,
           "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has none"),

@@ -38,6 +38,11 @@ class Machine(msgspec.Struct):
     disk_gib: float
 
 
+class Ranks(msgspec.Struct):
+    backend: str
+    ranks: int | None  # null: all GPUs
+
+
 class Two(msgspec.Struct):
     nbytes: int  # that each of the two processes holds
     seconds: float  # that both compute
@@ -179,6 +184,20 @@ def _synchronize(torch, device) -> None:
         torch.cuda.synchronize(device)
 
 
+def nccl(report: Report) -> None:
+    """The doctor's all-reduce, a GPU per rank: the sum is checked, then it is timed."""
+    from rose.doctor.finding import run
+
+    ranks = report.sizes.ranks or report.setup.gpus
+    done = run([sys.executable, "-m", "rose.doctor.all_reduce", report.sizes.backend, str(ranks)])
+    told = [event["gib_per_s"] for event in done.events() if event["what"] == "all-reduce"]
+    print(done.out, done.err)
+    if done.code or not told:
+        raise RuntimeError(done.last)
+    report.figure(f"all-reduce between {ranks}, bus bandwidth", told[0], "GiB/s", least=1.0 if report.gpus else None,
+                  remedy="nvidia-smi topo -m shows the links; without NVLink PCIe gives 5 to 20")
+
+
 # --------------------------------------------------------------------------- two processes on one device
 
 
@@ -239,6 +258,9 @@ FIRST = (Check(
     {"cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB), "cpu": Machine(2**24, 256, 1, 0.1, 0.5)}, 150.0,
     "python -m rose.doctor cluster=gpus says more of packages and driver", least_gpus=0, needs_model=False),)
 LAST = (
+    Check("nccl", "an all-reduce between all GPUs", nccl, {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)}, 90.0,
+          "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in cluster.env goes around "
+          "a broken one", least_gpus=2, needs_model=False),
     Check("two", "two processes compute on one device", two,
           {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)}, 90.0,
           "engine and trainer share a device where colocate=true: the compute mode must be Default, MIG off",

@@ -18,6 +18,8 @@ import numpy as np
 from gpu_check_frame import REPOSITORY, Check, Report
 
 DEVIATION = 0.02  # of the weights; norms are ones
+AT_ONCE = 2**24  # values that are drawn at once
+TOKENIZER_STEPS = 63  # of the tiny model's recipe: enough conversations for its tokenizer, and a quarter of the time
 FOLDER = "model"  # of the scratch folder
 
 
@@ -66,7 +68,8 @@ def model(report: Report) -> None:
     elif given:
         target.symlink_to(Path(given).resolve())
     else:
-        tiny = models.resolve(configuration.from_dict(compose()).model)
+        recipe = [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
+        tiny = models.resolve(configuration.from_dict(compose(*recipe)).model)
         if report.sizes.hidden_size is None:
             target.symlink_to(tiny)
         else:
@@ -157,12 +160,14 @@ class Versions:
         """So large a share of the values, drawn at random, is moved by a deviation of its tensor; the new version."""
         import torch
 
+        there = {"generator": self._generator, "device": self._device}
         for name, tensor in self.tensors.items():
-            there = {"generator": self._generator, "device": self._device}
-            moved = torch.rand(tensor.shape, **there) < share
-            noise = torch.randn(tensor.shape, **there) * DEVIATION
-            old = tensor.to(self._device).float()
-            self.tensors[name] = torch.where(moved, old + noise, old).to(tensor.dtype).cpu()
+            parts = []
+            for part in tensor.reshape(-1).split(AT_ONCE):  # an engine leaves little of the device
+                old = part.to(self._device).float()
+                new = old + torch.randn(old.shape, **there) * DEVIATION
+                parts.append(torch.where(torch.rand(old.shape, **there) < share, new, old).to(tensor.dtype).cpu())
+            self.tensors[name] = torch.cat(parts).reshape(tensor.shape)
         self.version += 1
         self._publisher.publish(self.version)
         return self.version
