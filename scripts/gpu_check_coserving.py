@@ -1,16 +1,54 @@
-"""gpu_check.py, co-serving: the page pool that lends KV memory on the device."""
+"""gpu_check.py, co-serving: the page pool that lends KV memory; the profile; an online server and a rollout engine on
+one device, of which the memory and the steps change hands.
+
+Imports vLLM only within the checks.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import msgspec
-from gpu_check_frame import Check, Report
+import numpy as np
+from gpu_check_frame import REPOSITORY, Check, Report
+from gpu_check_model import compose, folder
+
+GIB = 2**30
+LOOK_S = 0.02
+STOP_S = 5.0
+BEYOND = 0.15  # of the KV budget, by which lending may raise what is in use: pages that both sides need a part of
 
 
 class Pages(msgspec.Struct):
     nbytes: int
+
+
+class Pair(msgspec.Struct):
+    rollout: str  # file of conf/rollout
+    dtype: str
+    profile: str | None  # a file of an earlier call; null: it is measured
+    profile_s: float  # of measuring, behind the start of both engines
+    kv_gib: float  # of the device, for both engines
+    context: int
+    turns: int  # of R at a time
+    turn: tuple[int, int]  # prompt and new tokens of one
+    clients: int  # of S at a time
+    request: tuple[int, int]
+    phase_s: float  # R alone; both; R again after it was stopped
+    slo: list[float]  # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
+    within: float  # the targets' share of online requests, at least
+    given_back: float  # of what R had mapped, the share that the device has again when it is stopped, at least
 
 
 def pool(report: Report) -> None:
@@ -56,9 +94,258 @@ def page_pool(pool, free: Callable[[], int]) -> str:
     return ", ".join(told)
 
 
+# --------------------------------------------------------------------------- profile
+
+
+def overrides(report: Report) -> list[str]:
+    """Of a run whose engine is lent beside an online server of the same model."""
+    sizes = report.sizes
+    gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
+    slo = ", ".join(f"{name}: {value}" for name, value in zip(
+        ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), sizes.slo, strict=True))
+    return [*gpus, f"rollout={sizes.rollout}", "rollout.workers=1", f"rollout.max_sequences={max(32, sizes.turns)}",
+            f"model.dtype={sizes.dtype}", f"model.max_context={sizes.context}",
+            f"trainer.micro_batch_tokens={max(2048, sizes.context)}", f"serving.online.model={folder(report)}",
+            f"serving.online.dtype={sizes.dtype}", f"serving.online.max_context={sizes.context}",
+            f"serving.online.kv_cache_gib={sizes.kv_gib}", "serving.online.port=0",
+            f"serving.online.slo={{{slo}}}", "serving.lending.priority=normal"]
+
+
+def profile(report: Report) -> None:
+    """The documented first step of an operator, as he calls it."""
+    out = report.folder / "profile.json"
+    if out.exists():  # another check has measured it
+        out.unlink()
+    words = [sys.executable, "-m", "rose.serving.profile", f"out={out}", f"seconds={report.sizes.profile_s:g}",
+             f"model={folder(report)}", *overrides(report)]
+    began = time.monotonic()
+    done = subprocess.run(words, cwd=REPOSITORY, env=_environment(report), stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"rose.serving.profile ended with {done.returncode}; its words are in the log")
+    report.figure("the whole command", time.monotonic() - began, "s")
+    found = json.loads(out.read_text())
+    for side in ("online", "rollout"):
+        predictor = found[side]["predictor"]
+        report.figure(f"{side}: steps measured", predictor["samples"], least=1)
+        report.figure(f"{side}: mean error of predicted steps", 100 * predictor["mape"], "%", most=60.0,
+                      remedy="other work on the device, or too short: --set profile.profile_s=60")
+    report.figure("a rollout step holds a concurrent online step up, P99", 100 * found["interference"]["hold_p99"],
+                  "% of its time")
+
+
+def _environment(report: Report) -> dict[str, str]:
+    """vLLM finds ROSE's plugin, whether or not ROSE is installed."""
+    from bench_coserving_engines import plugin_folder
+
+    given = filter(None, [str(REPOSITORY), str(plugin_folder(report.folder)), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(given)}
+
+
+# --------------------------------------------------------------------------- an online server and a rollout engine
+
+
+def coserving(report: Report) -> None:
+    path = Path(report.sizes.profile or report.folder / "profile.json")
+    if not path.exists():
+        report.say("no profile yet: it is measured")
+        profile(report)
+    os.environ.update(_environment(report))
+    asyncio.run(_coserving(report, json.loads(path.read_text())))
+
+
+class Both:
+    """S, R and the operator's board, all of this process."""
+
+    def __init__(self, report: Report, config, measured: dict[str, Any]) -> None:
+        from rose.coserving import board, device
+        from rose.serving.control import ControlBoard
+        from rose.serving.server import OnlineServer
+
+        self.report, self.config = report, config
+        self.boards = board.folder(f"gpu-check-{os.getpid()}")
+        self.variables = device.describe(self.boards, config.serving, measured)
+        self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
+        self.server = OnlineServer(config.serving, self.boards, report.folder / "online.log", report.gpus,
+                                   None if report.gpus else 1)
+        self.tasks: list[asyncio.Task] = []
+        self.engine: Any = None
+        self.made = self.evicted = 0  # tokens and turns of R
+        self.latencies: list[float] = []  # of S's requests, seconds
+        self.refused: list[str] = []
+
+    async def start(self) -> None:
+        """S, then R, as rose.serving.operate starts them."""
+        from rose.engine.vllm_engine import Engine
+        from rose.serving import operate
+        from rose.serving.server import FREE_SHARE
+
+        self.tasks = [asyncio.create_task(work) for work in (self.control.beat(), self.server.run(self.report.say))]
+        await self.until(lambda: self.server.up, self.config.serving.online.start_timeout_s, "the online server")
+        self.report.say("the online server is up")
+        own = {"kv_cache_gib": self.report.sizes.kv_gib, "engine_args": {"scheduler_cls": operate.SCHEDULER}}
+        if self.report.gpus:
+            own["gpu_memory_utilization"] = FREE_SHARE
+        os.environ.update(self.variables)
+        self.engine = await Engine.start(folder(self.report), msgspec.structs.replace(self.config.rollout, **own),
+                                         self.config.model, gpus=self.report.gpus, seed=1)
+        self.report.say("the rollout engine is up beside it")
+
+    async def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
+        """Seconds until it held. Raises `RuntimeError` after `seconds`, and what a task raised."""
+        began = time.monotonic()
+        while not condition():
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            if time.monotonic() - began > seconds:
+                raise RuntimeError(f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's board: "
+                                   f"{self.board('rollout')}")
+            await asyncio.sleep(LOOK_S)
+        return time.monotonic() - began
+
+    def board(self, name: str) -> Any:
+        from rose.coserving import metrics
+
+        return getattr(metrics.read(self.boards), name)
+
+    async def mapped(self) -> int:
+        """Bytes of R's KV cache that have memory."""
+        return (await self.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
+
+    async def rollouts(self, number: int) -> None:
+        """Turns one after the other; what was given back is begun anew, as elsewhere."""
+        from rose import protocol
+
+        dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
+        at = 0
+        while True:
+            at += 1
+            tokens, finish = dice.integers(0, self.vocabulary, prompt), None
+            async for chunk in self.engine.generate(f"r{number}.{at}", protocol.pack_tokens(tokens),
+                                                    protocol.Sampling(max_new_tokens=new)):
+                self.made, finish = self.made + len(chunk.tokens), chunk.finish
+            if finish is protocol.FinishReason.ABORT:
+                self.evicted += 1
+                await asyncio.sleep(LOOK_S)
+
+    async def requests(self, number: int, client: aiohttp.ClientSession) -> None:
+        """An online user's, one after the other with as long a rest."""
+        dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
+        while True:
+            began = time.monotonic()
+            body = {"model": self.config.serving.online.model, "prompt": dice.integers(0, self.vocabulary, prompt).tolist(),
+                    "max_tokens": new, "ignore_eos": True}
+            async with client.post(f"{self.server.url}/v1/completions", json=body) as answer:
+                said = await answer.json()
+                if answer.status != 200 or said["usage"]["completion_tokens"] != new:
+                    self.refused.append(f"{answer.status}: {str(said)[:200]}")
+            self.latencies.append(time.monotonic() - began)
+            await asyncio.sleep(self.latencies[-1])
+
+    @property
+    def vocabulary(self) -> int:
+        from rose.config import read_shape
+
+        return read_shape(folder(self.report)).vocab
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.shutdown()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks, timeout=STOP_S)
+        await self.server.stop()
+        self.control.close()
+        shutil.rmtree(self.boards, ignore_errors=True)
+
+
+async def _coserving(report: Report, measured: dict[str, Any]) -> None:
+    from rose import config as configuration
+
+    sizes = report.sizes
+    config = configuration.from_dict(compose(*overrides(report), "model.source=folder", f"model.path={folder(report)}"))
+    both = Both(report, config, measured)
+    try:
+        await both.start()
+        both.tasks += [asyncio.create_task(both.rollouts(number)) for number in range(sizes.turns)]
+        took = await both.until(lambda: both.made, 60.0, "the first token of R: is anything lent?")
+        report.figure("first token of R after", took, "s")
+        alone = await _rate(both, sizes.phase_s)
+        report.figure("R, S idle", alone, "token/s")
+        report.figure("lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib)
+        report.figure("mapped by R", await both.mapped() / GIB, "GiB")
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as client:
+            users = [asyncio.create_task(both.requests(number, client)) for number in range(sizes.clients)]
+            both.tasks += users
+            report.figure("R beside S's users", await _rate(both, sizes.phase_s), "token/s")
+            await _stopped(report, both)
+            report.figure("R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0)
+            await both.until(lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers")
+            online = both.board("online")
+            for task in users:
+                both.tasks.remove(task)
+                task.cancel()
+            await asyncio.wait(users, timeout=STOP_S)
+        report.figure("users' requests answered", len(both.latencies), least=sizes.clients)
+        report.figure("users' requests refused or short", len(both.refused), most=0, remedy="; ".join(both.refused[:2]))
+        report.figure("users' requests, median", float(np.median(both.latencies)), "s")
+        report.figure("within their targets", online.met / max(1.0, online.finished), least=sizes.within,
+                      remedy="the profile is of another load: measure it longer; docs/serving.md")
+        report.figure("turns given back by R", both.evicted)
+        report.figure("the online server started", both.server.starts, "times", equal=1,
+                      remedy="lending ended the online server: its log is online.log in the scratch folder")
+    finally:
+        with suppress(asyncio.CancelledError):
+            await both.close()
+
+
+async def _rate(both: Both, seconds: float) -> float:
+    before, began = both.made, time.monotonic()
+    with suppress(RuntimeError):
+        await both.until(lambda: time.monotonic() - began > seconds, seconds + 1, "")
+    return (both.made - before) / (time.monotonic() - began)
+
+
+async def _stopped(report: Report, both: Both) -> None:
+    """The operator stops lending under load: R is off within its time, and the device has the memory again."""
+    revoke_s = both.config.serving.lending.revoke_after_s
+    had, lent = await both.mapped(), _used()
+    both.control.stop("gpu_check")
+    took = await both.until(lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
+                            2 * revoke_s + 5, "R to stop")
+    report.figure("R is off, told under load, after", took, "s", most=revoke_s, source="serving.lending.revoke_after_s")
+    await both.until(lambda: both.board("online").kv_held >= both.board("online").kv_total, 2 * revoke_s + 5,
+                     "S to have all of its memory again")
+    left = await both.mapped()
+    report.figure("KV memory that R has given back", (had - left) / GIB, "GiB", least=report.sizes.given_back * had / GIB,
+                  source="what it had mapped")
+    if lent is not None:  # one budget: what R has S has not
+        report.figure("the device's memory in use, lent and not, differs by", (lent - _used()) / GIB, "GiB",
+                      most=BEYOND * report.sizes.kv_gib,
+                      remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC")
+    both.control.start("gpu_check")
+
+
+def _used() -> int | None:
+    """Bytes of the device that are in use, as cuMemGetInfo says."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+GPU = Pair("gpu", "bfloat16", None, 15.0, 8.0, 2048, 64, (512, 256), 8, (512, 32), 5.0, [0.5, 1.0, 0.1, 0.2], 0.5, 0.9)
+CPU = Pair("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4), 1.5, [2.0, 5.0, 0.5, 1.0], 0.2, 0.9)
 CHECKS = (
     Check("pool", "the page pool that lends KV memory: mapped, released, and seen by the device", pool,
           {"cuda": Pages(2**30), "cpu": Pages(0)}, 90.0,
           "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack them",
           on_cpu=False, needs_model=False),
+    Check("profile", "python -m rose.serving.profile: step times of both engines, alone and together", profile,
+          {"cuda": GPU, "cpu": CPU}, 240.0, "the log has both engines' words; memory: --set profile.kv_gib=2"),
+    Check("coserving", "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
+          coserving, {"cuda": GPU, "cpu": CPU}, 300.0,
+          "the log and online.log beside it have the engines' words; docs/serving.md"),
 )
