@@ -1,7 +1,7 @@
-"""Where the model is: a folder or hub id as it stands, or a recipe of scripts/ made once in the user's cache.
+"""Where the model is: a folder as it stands, a hub's snapshot (rose/hub.py), or a recipe of scripts/ made once
+in the user's cache.
 
-Recipes run as processes of their own, so nothing of torch is imported here. Left out: downloading from
-a hub (transformers and vLLM do that from the id).
+Recipes run as processes of their own, so nothing of torch is imported here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose import locks, processes
+from rose import hub, locks, processes
 from rose.config import ConfigError, Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,20 +32,37 @@ RECIPES = {
 
 
 def resolve(model: Model) -> Path:
-    """The HF folder to load, made first if its recipe has not run yet; or the hub id (as a Path: str() gives it back).
+    """The HF folder to load: made first if its recipe has not run yet, downloaded if no launcher has (the ranks of a
+    run find `model.snapshot` in its configuration).
 
-    Raises `ConfigError` when a folder is missing or incomplete, or when a recipe fails.
+    Raises `ConfigError` when a folder is missing or incomplete, when a recipe fails, or a hub can't give the model.
     """
     if model.source == "hub":
-        if not model.path:
-            raise ConfigError("model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct")
-        return Path(model.path)
+        return _snapshot(model)
     if model.source == "folder" or model.path:
         return check_folder(Path(model.path).expanduser())
     folder = recipe_folder(model.source, model.recipe)
     if not folder.exists():
         build(model.source, model.recipe, folder)
     return check_folder(folder)
+
+
+def _snapshot(model: Model) -> Path:
+    if model.snapshot is None:
+        return hub.snapshot(hub_id(model), model.revision)
+    folder = Path(model.snapshot)
+    if not folder.is_dir():
+        raise ConfigError(f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the launcher "
+                          f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that every "
+                          "node sees")
+    return check_folder(folder)
+
+
+def hub_id(model: Model) -> str:
+    """`model.path` of a hub's model. Raises `ConfigError` when it is null."""
+    if not model.path:
+        raise ConfigError("model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct")
+    return model.path
 
 
 def check_folder(folder: Path) -> Path:

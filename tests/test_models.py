@@ -1,9 +1,11 @@
 """Where the model is: folders are checked, recipes run once, and a failing recipe is named."""
 
 import multiprocessing
+import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose import models
@@ -44,8 +46,21 @@ def test_a_complete_folder_is_taken_as_it_is(tmp_path):
     assert models.resolve(model(path=str(folder))) == folder
 
 
-def test_a_hub_id_is_handed_on():
-    assert str(models.resolve(model("hub", "Qwen/Qwen2.5-7B-Instruct"))) == "Qwen/Qwen2.5-7B-Instruct"
+def test_a_rank_takes_the_snapshot_that_the_launcher_found(tmp_path):
+    folder = fill(tmp_path / "snapshots" / ("a" * 40), "config.json", "tokenizer_config.json")
+    found = msgspec.structs.replace(model("hub", "acme/tiny"), snapshot=str(folder))
+    assert models.resolve(found) == folder
+
+
+def test_a_rank_that_cannot_see_the_snapshot_says_where_it_is_and_what_to_do(tmp_path):
+    lost = msgspec.structs.replace(model("hub", "acme/tiny"), snapshot=str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match=f"model.snapshot=.*elsewhere.*{socket.gethostname()}.*HF_HOME"):
+        models.resolve(lost)
+
+
+def test_a_hub_model_needs_its_id():
+    with pytest.raises(ConfigError, match="model.path=None: the hub id is needed"):
+        models.resolve(model("hub"))
 
 
 @pytest.mark.parametrize("names, missing", [((), "config.json"), (("config.json",), "tokenizer_config.json")])

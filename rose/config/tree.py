@@ -40,8 +40,9 @@ class ModelShape(Section):
 
 class Model(Section):
     """`path` is an HF folder or hub id. `source` says how to get it if it is absent: `folder` (it must
-    be there), `hub` (transformers downloads it), or the name of a recipe in scripts/ that makes it in
-    the user's cache (`tiny`, `smollm2`), with `recipe` as its arguments."""
+    be there), `hub` (the launcher downloads `revision`, a branch, tag or commit), or the name of a recipe in scripts/
+    that makes it in the user's cache (`tiny`, `smollm2`), with `recipe` as its arguments. `snapshot` is the folder
+    that the launcher found for a hub id; it is no key of conf/."""
 
     name: str
     source: Literal["folder", "hub", "tiny", "smollm2"]
@@ -51,6 +52,8 @@ class Model(Section):
     max_context: Count
     shape: ModelShape | None
     chat_template_args: dict[str, Any]
+    revision: str | None = None
+    snapshot: str | None = None
 
 
 class Env(Section):

@@ -11,7 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from rose.config import Model, Rollout
+import msgspec
+
+from rose import hub
+from rose.config import Model, Online, Rollout
 
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
 UNREADABLE = "llvmlite.binding.ffi"  # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
@@ -39,7 +42,7 @@ class Latest:
 def environment(gpus: bool, threads: int | None) -> dict[str, str]:
     """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-              "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false"}
+              "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false", **hub.OFFLINE}
     if gpus:
         # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can be given back.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if os.environ.get("ROSE_COSERVING") else {}
@@ -55,13 +58,20 @@ def environment(gpus: bool, threads: int | None) -> dict[str, str]:
     return common | cpu
 
 
-def local_folder(model: str | Path) -> Path:
-    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging Face cache."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
+def online_folder(online: Online) -> Online:
+    """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises `ConfigError`."""
+    if online.model is None or Path(online.model).expanduser().is_dir() or online.model.startswith(("/", ".", "~")):
+        return online
+    folder = hub.snapshot(online.model, key="serving.online.model")
+    return msgspec.structs.replace(online, model=str(folder), served_name=online.served_name or online.model)
 
-    return Path(snapshot_download(str(model)))
+
+def local_folder(model: str | Path, key: str = "serving.online.model") -> Path:
+    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging Face cache. Raises
+    `ConfigError`, which names `key`."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    return hub.snapshot(str(model), key=key)
 
 
 def stop_tokens(folder: Path) -> list[int]:

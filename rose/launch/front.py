@@ -176,6 +176,9 @@ def launch(made: plan.Plan, console: Console) -> int:
                          "fresh=true to start over")
             terminal.final_table(c.run_dir, console)
             return 0
+        c = model.fetch(c, c.run_dir / "config.json")
+        if c.model != made.config.model:  # what a hub has, and not what conf/ says of it, is what is planned
+            made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
         if c.cluster.kind == "slurm":
             slurm.submit(c, made.ranks, console)

@@ -21,7 +21,7 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import processes, storage
+from rose import hub, processes, storage
 from rose.config import Config, ConfigError
 from rose.launch import gpus, logs
 from rose.launch.layout import Rank
@@ -62,9 +62,8 @@ def find_mpiexec() -> str:
 def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    offline = {} if c.model.source == "hub" else {"HF_HUB_OFFLINE": "1"}
     threads = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy loads before a rank knows its own share of the cores
-    return os.environ | {"PYTHONPATH": path} | threads | offline | c.cluster.env | c.cluster.mpi.env
+    return os.environ | {"PYTHONPATH": path} | threads | hub.OFFLINE | c.cluster.env | c.cluster.mpi.env
 
 
 @contextmanager

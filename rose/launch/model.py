@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from rose import models
+from rose import config as configuration
+from rose import hub, models
 from rose.config import Config, ConfigError, ModelShape, read_shape
 
 
@@ -18,10 +19,12 @@ def shape(c: Config) -> ModelShape | None:
     loads nothing. Raises `ConfigError` when the folder should be there and isn't (a dry run with model.shape does
     without it), and for a recipe's unknown option."""
     if c.model.source == "hub":
-        models.resolve(c.model)
+        if folder := _in_cache(c):
+            hub.check_trainable(folder, f"model.path={c.model.path!r}")
+            return read_shape(folder)
         if c.model.shape is None:
-            raise ConfigError(f"model.shape=None: model.source=hub needs it to plan; copy it from the config.json "
-                              f"of {c.model.path}")
+            raise ConfigError(f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its shape: "
+                              f"copy it from its config.json, or run `hf download {c.model.path}` first")
         return c.model.shape
     if c.model.source in models.RECIPES:
         models.check_recipe(c.model.source, c.model.recipe)
@@ -39,11 +42,46 @@ def known(c: Config) -> Config:
     return msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=found))
 
 
+def _in_cache(c: Config) -> Path | None:
+    """The folder with the model's config.json, if it needs no download."""
+    models.hub_id(c.model)
+    if c.model.snapshot is not None:
+        folder = models.resolve(c.model)
+    else:
+        folder = hub.cached(c.model.path, c.model.revision)
+    return folder if folder is not None and (folder / "config.json").is_file() else None
+
+
+def fetch(c: Config, stored: Path) -> Config:
+    """A hub's model is found or downloaded now, once, on the machine that has the network; any other model is left
+    as it is. A run that continues (`stored`, its config.json, is there) takes the commit that it began with.
+
+    Raises `ConfigError` when the hub can't give it, or it can't be trained.
+    """
+    if c.model.source != "hub":
+        return c
+    commit = _commit_of(stored, c)
+    folder = hub.snapshot(models.hub_id(c.model), commit or c.model.revision)
+    hub.check_trainable(folder, f"model.path={c.model.path!r}")
+    found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+    return msgspec.structs.replace(c, model=found)
+
+
+def _commit_of(stored: Path, c: Config) -> str | None:
+    """The commit that the run of this name trains, unless it starts over."""
+    if c.fresh or not stored.exists():
+        return None
+    before = configuration.load(stored).model
+    return Path(before.snapshot).name if before.snapshot and before.path == c.model.path else None
+
+
 def prepare(c: Config) -> Config:
     """Make the model if a recipe has to; the configuration with its absolute path and its shape. Raises
-    `ConfigError` when the recipe fails."""
+    `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
+    folder = models.resolve(c.model)
     if c.model.source == "hub":
-        return c
-    folder = models.resolve(c.model).resolve()
+        found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+        return msgspec.structs.replace(c, model=found)
+    folder = folder.resolve()
     made = msgspec.structs.replace(c.model, path=str(folder), shape=read_shape(folder))
     return msgspec.structs.replace(c, model=made)

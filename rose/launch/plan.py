@@ -26,6 +26,7 @@ class Plan:
     ranks: tuple[Rank, ...]
     memory: dict[Role, memory.Estimate]  # of the roles that load the model; empty without its shape
     warnings: tuple[str, ...]
+    doubts: tuple[str, ...] = ()  # those of the warnings that were given
 
     @property
     def gpus(self) -> int:
@@ -38,12 +39,12 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     doubts = (*doubts, *_check_container(c))
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
-        return Plan(c, None, layout(c), {}, (*doubts, doubt))
+        return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
     check_model(c, shape)
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
-    return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)))
+    return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
 
 
 def _check_container(c: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ MAY_CHANGE = (
     "eval.every", "fresh", "output_dir", "transfer.*", "serving.*", "rollout.workers", "rollout.threads",
     "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
-    "model.shape", "model.shape.*", "sim", "sim.*",
+    "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",
 )
 RECIPES_MAY_CHANGE = ("model.path",)  # where the cache is; the model is named by the recipe's arguments
 

@@ -24,8 +24,11 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from rose.config import ConfigError
 from rose.coserving import names
+from rose.engine import start
 from rose.serving import operate, settings
 from rose.serving.lender import Lender
 
@@ -51,6 +54,7 @@ def main(arguments: list[str]) -> int:
             from rose.serving import profile
 
             measured = profile.load(serving.lending.profile)
+        serving = msgspec.structs.replace(serving, online=start.online_folder(serving.online))
         return operate.Operator(run_dir, overrides, serving, measured).run()
     except ConfigError as error:
         print(f"rose.serving: {error}", file=sys.stderr)

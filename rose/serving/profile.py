@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from rose import config as configuration
@@ -177,6 +178,8 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
         raise ConfigError("name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER")
     if config.serving.online.model is None:
         raise ConfigError("serving.online.model=None: the folder of the model that the online engine serves is needed")
+    online = start.online_folder(config.serving.online)
+    config = msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, online=online))
     model = models.resolve(config.model)
     fingerprint(config, model)
     return config, model

@@ -1,0 +1,134 @@
+"""Models of a Hugging Face hub: resolved once, by the launcher, to a folder that every rank loads.
+
+A hub id names a moving target: two ranks that resolve it by themselves can get two revisions, and
+compute nodes often have no network. So the launcher downloads one commit (or takes it from the
+cache), notes its folder in the run's configuration, and the ranks run with `HF_HUB_OFFLINE=1`.
+Left out: data sets, and weights that are not safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rose.config.errors import ConfigError
+
+# What trainer and engines read; the same weights as .bin, .gguf, .onnx or consolidated files are left out.
+WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # of everything that the launcher starts
+
+
+def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
+    """The absolute folder of one commit of `repository`, downloaded if it is not in the cache.
+
+    `revision`: a branch, tag or commit; null: the default branch. `key`: the configuration key that
+    gave the id, for errors. Its last component is the commit's hash. The hub's progress bars go to stderr.
+
+    Raises `ConfigError` when neither the hub nor the cache has it, or not all of it.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    named = f"{key}={repository!r}" + (f", revision {revision!r}" if revision else "")
+    cache = constants.HF_HUB_CACHE
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{named}: the hub gives it only to accounts that accepted its terms; accept them on "
+            "its page, then `hf auth login` or HF_TOKEN=... for this launch"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(
+            f"{named}: the hub has no such revision; give a branch, a tag or a commit"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{named}: the hub has no such model, or this account may not see it (HF_TOKEN); a "
+            f"folder on disk is {key}=/folder" + _as_folder(key)
+        ) from None
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
+            f"({_first_line(error)}). On a machine with network: `hf download {repository}"
+            f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
+            f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
+        ) from None
+    folder = Path(found).absolute()  # not resolved: its name is the commit, its files link to blobs
+    check_whole(folder, named)
+    print(f"{repository}: commit {folder.name[:12]} in {folder}", file=sys.stderr, flush=True)
+    return folder
+
+
+def cached(repository: str, revision: str | None) -> Path | None:
+    """The folder of the commit that the cache has for `revision`, asking nobody; null if none."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        found = snapshot_download(repository, revision=revision, local_files_only=True,
+                                  allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError):
+        return None
+    return Path(found).absolute()
+
+
+def check_whole(folder: Path, named: str) -> None:
+    """Raises `ConfigError` when a file that trainer or engines need is absent or a broken link."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{named}: {folder} has no {name}; {_again(folder)}")
+    index = folder / "model.safetensors.index.json"
+    shards = ["model.safetensors"]
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{named}: {index} is unreadable ({error!r}); {_again(folder)}") from None
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"{named}: {folder} has no {missing[0]}{more}; if the download broke off: {_again(folder)}; "
+            "if the model has no safetensors weights, convert them with save_pretrained"
+        )
+
+
+def check_trainable(folder: Path, named: str) -> None:
+    """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
+    raw = json.loads((folder / "config.json").read_text())
+    kind = (raw.get("architectures") or ["unknown"])[0]
+    experts = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(k)), None)
+    if experts:
+        raise ConfigError(f"{named}: {kind} is a mixture of experts ({experts}={raw[experts]}); ROSE "
+                          "trains dense Qwen2, Qwen3 and Llama decoders")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(f"{named}: its weights are quantised ({method}); give the unquantised model")
+    if kind not in TRAINABLE:
+        raise ConfigError(f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}")
+
+
+TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+
+
+def _as_folder(key: str) -> str:
+    return " model.source=folder" if key == "model.path" else ""
+
+
+def _again(folder: Path) -> str:
+    return f"remove {folder} and start again with network"
+
+
+def _first_line(error: Exception) -> str:
+    offline = "HF_HUB_OFFLINE=1 is set; " if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON") else ""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{offline}{type(error).__name__}: {text[:200]}"

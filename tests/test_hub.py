@@ -1,0 +1,140 @@
+"""Models of a hub: one commit for all ranks, from the network or the cache, or one clear error before anything starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hub_cache
+import pytest
+
+from rose import config as configuration
+from rose import hub
+from rose.config import ConfigError
+from rose.launch import local, model
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+OTHER = "f" * 40
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty hub cache, and no network."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A model's folder: files enough to be looked at, none to be loaded."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def config(tree, tmp_path, *overrides):
+    return configuration.from_dict(tree("model=qwen3_8b", "model.path=acme/tiny", f"output_dir={tmp_path}",
+                                        "model.max_context=512", *overrides))
+
+
+def test_the_cache_is_used_without_a_network_and_the_commit_is_the_folders_name(cache, files):
+    snapshot = hub_cache.add(cache, "acme/tiny", files)
+    assert hub.snapshot("acme/tiny") == snapshot
+    assert hub.snapshot("acme/tiny").name == hub_cache.COMMIT
+
+
+def test_a_revision_is_a_branch_or_a_commit(cache, files):
+    hub_cache.add(cache, "acme/tiny", files)
+    second = hub_cache.add(cache, "acme/tiny", files, commit=OTHER, ref="v2")
+    assert hub.snapshot("acme/tiny", "v2") == hub.snapshot("acme/tiny", OTHER) == second
+
+
+def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
+    with pytest.raises(ConfigError) as caught:
+        hub.snapshot("acme/none", "v1")
+    text = str(caught.value)
+    for part in ("model.path='acme/none'", "revision 'v1'", str(cache), "hf download acme/none --revision v1",
+                 "HF_HOME", "model.path=/folder model.source=folder"):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_snapshot_with_a_broken_link_is_refused_with_what_it_lacks(cache, files, name):
+    snapshot = hub_cache.add(cache, "acme/tiny", files)
+    (snapshot / name).resolve().unlink()
+    with pytest.raises(ConfigError, match=f"has no {name}.*start again with network"):
+        hub.snapshot("acme/tiny")
+
+
+def test_a_missing_shard_is_named_with_how_many_more(cache, files):
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    (files / "model.safetensors").rename(files / shards[0])
+    (files / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {f"w{s}": s for s in shards}}))
+    hub_cache.add(cache, "acme/tiny", files)
+    with pytest.raises(ConfigError, match=f"has no {shards[1]} and 1 more"):
+        hub.snapshot("acme/tiny")
+
+
+def test_what_is_no_id_is_said_to_be_none(cache):
+    with pytest.raises(ConfigError, match="no hub id, which is owner/name"):
+        hub.snapshot("a/b/c/d")
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"num_experts": 128, "architectures": ["Qwen3MoeForCausalLM"]}, r"mixture of experts \(num_experts=128\)"),
+    ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+    ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM; ROSE trains Qwen2ForCausalLM"),
+])
+def test_a_model_that_cannot_be_trained_is_refused_when_it_is_planned(cache, files, tree, tmp_path, change, said):
+    hub_cache.add(cache, "acme/tiny", files, **change)
+    with pytest.raises(ConfigError, match=f"model.path='acme/tiny': .*{said}"):
+        model.shape(config(tree, tmp_path))
+
+
+def test_the_real_shape_wins_over_that_of_conf(cache, files, tree, tmp_path):
+    hub_cache.add(cache, "acme/tiny", files)
+    c = config(tree, tmp_path)
+    fetched = model.fetch(c, c.run_dir / "config.json")
+    assert c.model.shape.layers == 36 and fetched.model.shape.layers == model.shape(c).layers == 2
+
+
+def test_a_run_keeps_its_commit_though_the_branch_has_moved(cache, files, tree, tmp_path):
+    first = hub_cache.add(cache, "acme/tiny", files)
+    c = config(tree, tmp_path)
+    local.write_config(model.fetch(c, c.run_dir / "config.json"), made(c.run_dir))
+    second = hub_cache.add(cache, "acme/tiny", files, commit=OTHER)
+    assert model.fetch(c, c.run_dir / "config.json").model.snapshot == str(first)
+    over = config(tree, tmp_path, "fresh=true")
+    assert model.fetch(over, c.run_dir / "config.json").model.snapshot == str(second)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_ranks_never_ask_the_hub(tree, tmp_path):
+    found = local.environment(config(tree, tmp_path))
+    assert found["HF_HUB_OFFLINE"] == found["TRANSFORMERS_OFFLINE"] == "1"
+
+
+def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
+    """As a user starts it, on a machine with neither network nor cache."""
+    said = subprocess.run(
+        [sys.executable, str(REPOSITORY / "launch.py"), "+experiment=qwen7b", "cluster=local", "cluster.gpus=0",
+         f"output_dir={tmp_path}"], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"})
+    assert said.returncode == 2, said.stdout + said.stderr
+    assert "Qwen/Qwen2.5-7B-Instruct" in said.stderr and "hf download" in said.stderr
+    assert not (tmp_path / "qwen7b" / "config.json").exists()
