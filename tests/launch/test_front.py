@@ -64,7 +64,7 @@ def launch(tmp_path, monkeypatch, capsys):
     (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
     (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
     (["cluster.slots=3"], ["cluster.slots=3", "5 ranks"]),
-    (["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=2"],
+    (["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=1"],
      ["rollout.tensor_parallel=3", "28 attention"]),
     (["trainer.steps=3", "seed=1,2"], ["seed=1,2", "add -m", "'seed=\"1,2\"'"]),
     (["seed=range(1,3)"], ["seed=range(1,3)", "add -m"]),
