@@ -10,7 +10,8 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Pool(Protocol):
     def map(self, ranges: Ranges) -> None: ...
 
     def release(self, ranges: Ranges) -> None: ...
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Every page may be touched meanwhile; what is written to those without memory is lost."""
 
 
 class Layout(NamedTuple):
@@ -134,6 +138,13 @@ class BlockMemory:
         if self._suspended:
             self.pool.map(_ranges(np.flatnonzero(self._spans), self.pool.page))
             self._suspended = False
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of it."""
+        with self.pool.scratch():
+            yield
+        self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
 
     def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
         """[low, high) of neighbouring ids among those that are held, or are not."""

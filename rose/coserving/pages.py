@@ -12,6 +12,7 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rose.coserving.blocks import Ranges
@@ -37,6 +38,10 @@ class HostPages:
     def release(self, ranges: Ranges) -> None:
         for low, high in ranges:
             self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Nothing: the system gives memory to whatever is touched."""
+        return nullcontext()
 
     def tensor(self):
         """int8, (nbytes,): the pool's own memory, which lives as long as the tensor does."""

@@ -13,6 +13,8 @@ stable C interface: the same library that CUDA itself comes with, and no package
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rose.coserving.blocks import Ranges
@@ -22,6 +24,7 @@ _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream
 
 
 class CudaError(RuntimeError):
@@ -36,8 +39,9 @@ class Driver(Protocol):
     """The calls of CUDA's driver that the pool needs, on one device. Each raises `CudaError`.
 
     CUDA's rules: sizes and addresses are multiples of `granularity`; a page of addresses is mapped at most once, and
-    is accessible only after `allow`; an unmap takes back exactly what one map mapped, with no kernel using it; memory
-    is free once it is unmapped and its handle released; addresses are freed with nothing mapped in them.
+    is accessible only after `allow`; one handle may be mapped at several pages, which then show the same bytes; an
+    unmap takes back exactly what one map mapped, with no kernel using it; memory is free once it is unmapped everywhere
+    and its handle released; addresses are freed with nothing mapped in them.
     """
 
     granularity: int  # bytes
@@ -57,13 +61,22 @@ class Driver(Protocol):
 
     def unmap(self, address: int) -> None: ...
 
-    def zero(self, address: int, nbytes: int) -> None: ...
+    def zero(self, address: int, nbytes: int) -> None:
+        """Done when it returns; doesn't wait for what else the device does."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was submitted to it, on all streams."""
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first."""
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first.
+
+    When a page may be unmapped: after every kernel that was given its address, which `release` waits for by itself. So
+    whoever calls it must have submitted those kernels. vLLM's scheduler plans a step while the last one runs, and frees
+    the blocks of a request that has ended though that step still writes to them; but it hands each step to the workers
+    before it plans the next, and they do what they are told in that order. A release out of `schedule` is therefore
+    behind all steps planned so far.
+    """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver, self.page = driver, driver.granularity
@@ -90,13 +103,8 @@ class PagePool:
                 for first, end in _runs(new, self.page):
                     self._driver.allow(self.address + first, end - first)
                     self._driver.zero(self.address + first, end - first)
-            self._driver.synchronize()  # other streams may use the pages at once
-        except CudaError as error:
+        except (CudaError, MemoryError):
             self._drop(fresh)
-            if error.code == OUT_OF_MEMORY:
-                wanted = sum(high - low for low, high in ranges)
-                raise MemoryError(f"no GPU memory for {wanted} bytes of KV cache ({self.mapped_bytes} of {self.nbytes} "
-                                  f"are mapped): {error}") from error
             raise
 
     def release(self, ranges: Ranges) -> None:
@@ -106,6 +114,27 @@ class PagePool:
                 if offset in self._handles]
         if gone:
             self._drop(gone)
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Every page may be touched meanwhile: those without memory share one page of it, and what is written there is
+        lost. Raises `MemoryError`, `CudaError`."""
+        bare = [offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles]
+        shared, shown = self._create(), []
+        try:
+            for offset in bare:
+                self._driver.map(self.address + offset, shared)
+                shown.append(offset)
+            for first, end in _runs(shown, self.page):
+                self._driver.allow(self.address + first, end - first)
+            if shown:
+                self._driver.zero(self.address + shown[0], self.page)  # not what another process left: it may be NaN
+            yield
+        finally:
+            self._driver.synchronize()
+            for offset in shown:
+                self._driver.unmap(self.address + offset)
+            self._driver.release(shared)
 
     def tensor(self):
         """int8, (nbytes,) on the current CUDA device; the pool must outlive it, as must the pages that it touches.
@@ -128,7 +157,7 @@ class PagePool:
         self._driver.free(self.address, self.nbytes)
 
     def _back(self, offset: int) -> None:
-        handle = self._driver.create()
+        handle = self._create()
         try:
             self._driver.map(self.address + offset, handle)
         except CudaError:
@@ -136,7 +165,18 @@ class PagePool:
             raise
         self._handles[offset] = handle
 
+    def _create(self) -> int:
+        try:
+            return self._driver.create()
+        except CudaError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            raise MemoryError(f"no GPU memory for another page of {self.page} bytes of KV cache ({self.mapped_bytes} of "
+                              f"{self.nbytes} are mapped): {error}") from error
+
     def _drop(self, offsets: list[int]) -> None:
+        if not offsets:
+            return
         self._driver.synchronize()
         for offset in offsets:
             self._driver.unmap(self.address + offset)
@@ -190,7 +230,9 @@ _CALLS = {
     "cuMemMap": (_WORD, _SIZE, _SIZE, _WORD, _WORD),
     "cuMemUnmap": (_WORD, _SIZE),
     "cuMemSetAccess": (_WORD, _SIZE, _POINTER, _SIZE),
-    "cuMemsetD8_v2": (_WORD, ctypes.c_ubyte, _SIZE),
+    "cuStreamCreate": (_POINTER, ctypes.c_uint),
+    "cuStreamSynchronize": (_POINTER,),
+    "cuMemsetD8Async": (_WORD, ctypes.c_ubyte, _SIZE, _POINTER),
 }
 
 
@@ -210,6 +252,8 @@ class CudaDriver:
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number.value)
         self._context = context
+        self._stream = ctypes.c_void_p()
+        self._in_context("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
         location = _Location(_DEVICE, number.value)
         self._properties = _AllocationProperties(type=_PINNED, location=location)
         self._access = _Access(location, _READ_WRITE)
@@ -221,31 +265,32 @@ class CudaDriver:
         return self._new(ctypes.c_ulonglong(), "cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def free(self, address: int, nbytes: int) -> None:
-        self._call("cuMemAddressFree", address, nbytes)
+        self._in_context("cuMemAddressFree", address, nbytes)
 
     def create(self) -> int:
         return self._new(ctypes.c_ulonglong(), "cuMemCreate", self.granularity, ctypes.byref(self._properties), 0)
 
     def release(self, handle: int) -> None:
-        self._call("cuMemRelease", handle)
+        self._in_context("cuMemRelease", handle)
 
     def map(self, address: int, handle: int) -> None:
-        self._call("cuMemMap", address, self.granularity, 0, handle, 0)
+        self._in_context("cuMemMap", address, self.granularity, 0, handle, 0)
 
     def allow(self, address: int, nbytes: int) -> None:
-        self._call("cuMemSetAccess", address, nbytes, ctypes.byref(self._access), 1)
+        self._in_context("cuMemSetAccess", address, nbytes, ctypes.byref(self._access), 1)
 
     def unmap(self, address: int) -> None:
-        self._call("cuMemUnmap", address, self.granularity)
+        self._in_context("cuMemUnmap", address, self.granularity)
 
     def zero(self, address: int, nbytes: int) -> None:
-        self._in_context("cuMemsetD8_v2", address, 0, nbytes)
+        self._in_context("cuMemsetD8Async", address, 0, nbytes, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
 
     def synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")
 
     def _new(self, value, call: str, *arguments) -> int:
-        self._call(call, ctypes.byref(value), *arguments)
+        self._in_context(call, ctypes.byref(value), *arguments)
         return value.value
 
     def _in_context(self, call: str, *arguments) -> None:

@@ -3,7 +3,10 @@
 In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes from a page pool,
 `rose.coserving.pages` on a CPU and `rose.coserving.vmm` on a GPU. vLLM has a context around that allocation, for its
 sleep mode and for KV connectors; here a `TorchFunctionMode` takes its place, which answers the one `torch.zeros`. At
-first only block 0 has memory, vLLM's null block: the scheduler maps what it means to use. Importing this imports vLLM.
+first only block 0 has memory, vLLM's null block: the scheduler maps what it means to use. Before there is a scheduler
+vLLM warms up its kernels with real steps on blocks 1, 2, ... (v1/worker/gpu/warmup.py), which share one page of memory
+meanwhile: nobody reads what these steps make. All else that runs without a scheduler - the profile run, the capture of
+CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads block 0. Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.coserving.blocks import BlockMemory, layout_of
+from rose.coserving.blocks import BlockMemory, Pool, layout_of
 from rose.coserving.pages import HostPages
 from rose.coserving.vmm import CudaDriver, PagePool
 
@@ -33,8 +36,8 @@ class KvAllocation(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.zeros or (kwargs or {}).get("dtype") is not torch.int8:
             return func(*args, **(kwargs or {}))
-        nbytes, device = args[0], torch.device(kwargs["device"])
-        pool = HostPages(nbytes) if device.type == "cpu" else PagePool(CudaDriver(torch.cuda.current_device()), nbytes)
+        nbytes = args[0]
+        pool = new_pool(nbytes, torch.device(kwargs["device"]))
         self._pools.append(pool)
         return pool.tensor()[:nbytes]
 
@@ -49,6 +52,22 @@ class KvAllocation(TorchFunctionMode):
         layout = layout_of(worker.model_runner.kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout().name)
         worker.rose_kv = BlockMemory(self._pools[0], layout)
         worker.rose_kv.map([0])
+        _warm_up_in_scratch(worker)
+
+
+def new_pool(nbytes: int, device: torch.device) -> Pool:
+    return HostPages(nbytes) if device.type == "cpu" else PagePool(CudaDriver(torch.cuda.current_device()), nbytes)
+
+
+def _warm_up_in_scratch(worker: Worker) -> None:
+    """On the instance, as vLLM's classes for GPUs and CPUs each have their own."""
+    warm_up = worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model():
+        with worker.rose_kv.scratch():
+            return warm_up()
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 def _context(worker: Worker, tag: str):

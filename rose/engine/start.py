@@ -39,13 +39,14 @@ class Latest:
         self.scheduler = stats or self.scheduler
 
 
-def environment(gpus: bool, threads: int | None) -> dict[str, str]:
-    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set."""
+def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
+    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set. `shares_device`: with
+    another engine, to which it lends KV memory."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
               "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false", **hub.OFFLINE}
     if gpus:
         # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can be given back.
-        lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if os.environ.get("ROSE_COSERVING") else {}
+        lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
         return common | lent
     cpu = {
         "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations

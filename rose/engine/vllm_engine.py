@@ -119,7 +119,8 @@ class Engine(Activation):
         """
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
-        for name, value in environment(gpus, 1 if deterministic else rollout.threads).items():
+        shares = names.FOLDER in os.environ
+        for name, value in environment(gpus, 1 if deterministic else rollout.threads, shares).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(

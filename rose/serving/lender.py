@@ -15,6 +15,7 @@ from pathlib import Path
 from rose import processes
 from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
+from rose.coserving import names
 from rose.engine import start
 from rose.launch import gpus, resume
 from rose.serving import member, settings
@@ -125,7 +126,8 @@ class Lender:
         it reads at its import must be as this run wants it, so for another run this process begins anew. Raises
         `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
-        wanted = start.environment(config.cluster.gpus > 0, threads) | config.cluster.env
+        shares = names.FOLDER in os.environ
+        wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus and not member.shares_engine(config):
             count = config.rollout.tensor_parallel
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", self.environ)

@@ -77,6 +77,16 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     os.environ.update(gpus.of_task(wanted[key], f"{key}={wanted[key]}"))
 
 
+def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
+    """What the rollout engine's settings are beside an online engine on its device, where the command line, `overrides`,
+    leaves them open."""
+    own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}  # the most that is ever lent
+    if on_gpu:
+        own["rollout.gpu_memory_utilization"] = FREE_SHARE
+    given = parse(overrides)
+    return [f"{key}={value}" for key, value in own.items() if key not in given]
+
+
 def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
     """Why nothing can be lent with these settings; "" if something can."""
     if profile is None:
@@ -178,17 +188,12 @@ class Operator:
 
     def lender_command(self) -> list[str]:
         """Where both sides serve the same weights it starts no engine: it takes turns for the server's."""
-        lending, online = self.serving.lending, self.serving.online
         command = [sys.executable, "-u", "-m", "rose.serving", f"name={self.run_dir.name}",
                    f"output_dir={self.run_dir.parent}", *self.overrides]
-        if lending.same_weights:
+        if self.serving.lending.same_weights:
             return command
-        own = {"rollout.kv_cache_gib": lending.kv_gib or online.kv_cache_gib}  # the most that is ever lent
-        if self.server.gpus:
-            own["rollout.gpu_memory_utilization"] = FREE_SHARE
-        given = parse(self.overrides)
-        words = [f"{key}={value}" for key, value in own.items() if key not in given]
-        return [*command, *words, f"rollout.engine_args.scheduler_cls={SCHEDULER}"]
+        own = beside_online(self.serving, self.server.gpus, self.overrides)
+        return [*command, *own, f"rollout.engine_args.scheduler_cls={SCHEDULER}"]
 
     async def _leave(self) -> None:
         """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2 after its turns."""

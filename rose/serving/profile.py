@@ -41,6 +41,7 @@ FORMAT = 1
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
 ALONE = 0.3  # of them for each engine; the rest for both together
+SPARE = 2.2  # times one request's KV cache at 2 bytes an element: for blocks that are not full, and float32
 STOLEN = 0.05  # of the time: more is said
 AGAIN = "measure again with python -m rose.serving.profile"
 
@@ -167,15 +168,9 @@ def _seconds(given: dict[str, Any]) -> float:
 def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
     """The configuration of both engines and the rollout engine's folder. Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
-    if "name" in given:
-        if "model" in given:
-            raise ConfigError(f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them")
-        run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
-        config = settings.of_run(run_dir, overrides)
-    elif "model" in given:
-        config = _composed([*overrides, "model.source=folder", f"model.path={given['model']}"])
-    else:
-        raise ConfigError("name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER")
+    config = _configured(overrides, given)
+    own = operate.beside_online(config.serving, config.cluster.gpus > 0, overrides)  # as the lender starts it
+    config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
         raise ConfigError("serving.online.model=None: the folder of the model that the online engine serves is needed")
     online = start.online_folder(config.serving.online)
@@ -183,6 +178,17 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
     model = models.resolve(config.model)
     fingerprint(config, model)
     return config, model
+
+
+def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
+    if "name" in given:
+        if "model" in given:
+            raise ConfigError(f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them")
+        run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
+        return settings.of_run(run_dir, overrides)
+    if "model" in given:
+        return _composed([*overrides, "model.source=folder", f"model.path={given['model']}"])
+    raise ConfigError("name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER")
 
 
 def _composed(overrides: list[str]) -> Config:
@@ -204,7 +210,8 @@ def measure(config: Config, model: Path, seconds: float, threads: int | None = N
     """The profile, without the time that it took; `threads`: of the online engine, null: as many as there are cores.
     Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
-    os.environ.update(start.environment(gpus, threads) | config.cluster.env)
+    # both as on a shared device: KV caches of that layout, though here each keeps its own
+    os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
     os.environ.pop(names.FOLDER, None)  # an engine that finds boards asks before each step
     say("importing vLLM")
     start.preload()
@@ -261,7 +268,11 @@ def online_side(config: Config):
     args = {name: value for name, value in args.items() if value is not None}
     args |= dict(model=str(folder), skip_tokenizer_init=True, use_tqdm_on_load=False, weight_transfer_config=None,
                  scheduler_cls=server.SCHEDULER)  # which shares no device here, as that of both sides must
-    return Side("online", args, {}, configuration.read_shape(folder).vocab, None)
+    shape = configuration.read_shape(folder)
+    if config.cluster.gpus > 0 and not config.serving.lending.same_weights:
+        args["kv_cache_memory_bytes"] = kv_part(config, shape, args["kv_cache_memory_bytes"],
+                                                config.serving.online.max_context)
+    return Side("online", args, {}, shape.vocab, None)
 
 
 def rollout_side(config: Config, model: Path):
@@ -270,9 +281,20 @@ def rollout_side(config: Config, model: Path):
 
     folder = start.local_folder(model)
     args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
-    environment = start.environment(config.cluster.gpus > 0, config.rollout.threads)
-    return Side("rollout", args | {"scheduler_cls": operate.SCHEDULER}, environment,
-                configuration.read_shape(folder).vocab, 0)
+    environment = start.environment(config.cluster.gpus > 0, config.rollout.threads, shares_device=True)
+    shape = configuration.read_shape(folder)
+    if config.cluster.gpus > 0:
+        args["kv_cache_memory_bytes"] = kv_part(config, shape, args["kv_cache_memory_bytes"], config.model.max_context)
+    return Side("rollout", args | {"scheduler_cls": operate.SCHEDULER}, environment, shape.vocab, 0)
+
+
+def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_context: int) -> int:
+    """Bytes of KV cache for one of the engines while a GPU is measured, whose memory both take for good: half of the
+    budget that they will share, but what one request needs; never more than its `own`."""
+    lending, online = config.serving.lending, config.serving.online
+    half = int((lending.kv_gib or online.kv_cache_gib) * 2**30) // 2
+    one = SPARE * shape.kv_bytes_per_token * max_context
+    return min(own, max(half, int(one)))
 
 
 def table(found: dict[str, Any]) -> str:

@@ -106,7 +106,8 @@ class OnlineServer:
                 *(word for name, value in arguments.items() for word in _option(name, value))]
 
     def environment(self) -> dict[str, str]:
-        found = start.environment(self.gpus, self.threads) | os.environ | {names.FOLDER: str(self.folder)}
+        found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
+        found[names.FOLDER] = str(self.folder)
         if self.same_weights:
             found["VLLM_PLUGINS"] = _plugins(found.get("VLLM_PLUGINS"))
         return found

@@ -50,7 +50,7 @@ class StrictDriver:
 
     def map(self, address, handle):
         self._aligned(address)
-        assert handle in self.created and address not in self.mapped and handle not in self.mapped.values()
+        assert handle in self.created and address not in self.mapped
         assert any(low <= address < low + nbytes for low, nbytes in self.reserved.items())
         self.mapped[address] = handle
         self.memory[address] = 255
@@ -133,7 +133,13 @@ CUresult cuMemSetAccess(CUdeviceptr p, size_t n, const CUmemAccessDesc *a, size_
 CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
     return mmap((void *)p, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == (void *)p
         ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuMemsetD8_v2(CUdeviceptr p, unsigned char value, size_t n) {
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    if (current != (CUcontext)0x7ffff0001234 || flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
+    *stream = (CUstream)0x7ffff0005678; return CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(CUstream stream) {
+    return stream == (CUstream)0x7ffff0005678 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream stream) {
+    if (stream != (CUstream)0x7ffff0005678) return CUDA_ERROR_INVALID_VALUE;
     memset((void *)p, value, n); return CUDA_SUCCESS; }
 """
 

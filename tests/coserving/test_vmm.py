@@ -72,7 +72,7 @@ def test_a_device_out_of_memory_is_said_and_leaves_everything_as_it_was():
     layout = Layout(8 * PAGE, 8, (0,), (PAGE,))
     memory = BlockMemory(PagePool(driver, layout.nbytes), layout)
     memory.map([0, 1, 2])
-    with pytest.raises(MemoryError, match="no GPU memory for 16384 bytes"):
+    with pytest.raises(MemoryError, match="no GPU memory for another page of 4096 bytes of KV cache .20480 of 32768"):
         memory.map([2, 3, 4, 5, 6])
     assert len(driver.created) == 3 and memory.held == 3 and memory.mapped_bytes == 3 * PAGE
     assert memory.map([3, 4]) == 2 * PAGE

@@ -14,4 +14,4 @@ def test_an_engine_that_shares_a_gpu_can_give_back_its_weights(
     if lent:
         monkeypatch.setenv("ROSE_COSERVING", str(tmp_path))
     assert engine_args(Path("m"), rollout, model_config, False, 0, gpus).get("enable_sleep_mode") is expected
-    assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1)) is bool(expected)
+    assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)

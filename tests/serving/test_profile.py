@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rose import config as configuration
 from rose.config import ConfigError
 from rose.coserving.predictor import Predictor, Work
 from rose.engine.start import EngineError
-from rose.serving import profile
+from rose.serving import operate, profile
 from rose.serving.measure import FEWEST, LEAST_HOLD, Step, interference
 
 DECODE = Work((), 1, 100)
@@ -137,6 +138,42 @@ def test_it_is_a_share_of_the_time_that_they_overlap():
 def test_too_few_steps_of_either_kind_are_an_error():
     with pytest.raises(EngineError, match=f"{FEWEST} of each"):
         interference(*made(2.0, 2 * FEWEST - 2), PREDICTOR, PREDICTOR)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder with the shape of a decoder: 8 KiB of KV cache a token."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({
+        "num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300}))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_the_rollout_engine_is_measured_with_what_a_lender_starts_it_with(tiny, monkeypatch):
+    monkeypatch.setattr(profile, "_device", lambda gpus: {"gpu": "H"})
+    gpu = [f"serving.online.model={tiny}", "cluster=gpus", "rollout=gpu", "trainer=zero3_gpu", "rollout.workers=1",
+           "trainer.ranks=1", "serving.online.kv_cache_gib=8", "serving.lending.kv_gib=10", "model.max_context=2048"]
+    config, _ = profile.configured(gpu, {"model": str(tiny)})
+    assert config.rollout.kv_cache_gib == 10 and config.rollout.gpu_memory_utilization == operate.FREE_SHARE
+    online, rollout = profile.online_side(config), profile.rollout_side(config, tiny)
+    assert online.args["gpu_memory_utilization"] == rollout.args["gpu_memory_utilization"] == operate.FREE_SHARE
+    # both take their memory for good here, and have no more than the budget that they will share
+    assert online.args["kv_cache_memory_bytes"] == rollout.args["kv_cache_memory_bytes"] == 5 * 2**30
+    assert rollout.environment["VLLM_KV_CACHE_LAYOUT"] == "BLHNC"
+    mine, _ = profile.configured([*gpu, "rollout.kv_cache_gib=2"], {"model": str(tiny)})
+    assert profile.rollout_side(mine, tiny).args["kv_cache_memory_bytes"] == 2 * 2**30
+
+
+def test_one_request_fits_into_either_engine_also_where_the_budget_is_small(config, tiny):
+    shape = configuration.read_shape(tiny)
+    assert profile.kv_part(config, shape, 2**40, 2048) == 2**29  # half of 1 GiB
+    assert profile.kv_part(config, shape, 2**40, 2**20) >= 8192 * 2**20
+    assert profile.kv_part(config, shape, 2**28, 2048) == 2**28
 
 
 # ---------------------------------------------------------------------- the command

@@ -212,7 +212,17 @@ def test_settings_become_arguments_and_engine_args_go_over_them(make):
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"] and words.count("--max-num-seqs") == 1
     assert words[words.index("--max-num-seqs") + 1] == "3" and words[words.index("--seed") + 1] == "1"
     assert words[words.index("--scheduler-cls") + 1] == "rose.coserving.online.scheduler"
+    assert "VLLM_KV_CACHE_LAYOUT" not in made.environment()
     assert made.environment()["ROSE_COSERVING"] == str(made.folder) and made.environment()["OMP_NUM_THREADS"] == "1"
+
+
+def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monkeypatch):
+    """So that pages of it can be given back. Its operator's environment says nothing of a shared device."""
+    monkeypatch.delenv("ROSE_COSERVING", raising=False)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    made = make(kind=OnlineServer)
+    made.gpus = True
+    assert made.environment()["VLLM_KV_CACHE_LAYOUT"] == "BLHNC"
 
 
 def test_a_vllm_that_does_not_know_rose_is_refused(make, monkeypatch):
