@@ -35,6 +35,7 @@ class Activation:
     `_activations` counts both: what was cached before one never matches after it."""
 
     active, asleep, _activations = True, False, 0
+    _weights_here = True  # false from `sleep` to `wake_weights`
 
     async def sleep(self) -> Moved:
         """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host memory. Turns that run
@@ -45,6 +46,7 @@ class Activation:
         self._check_sleep_mode()
         async with self._loading:
             self._check_active()
+            self._weights_here = False
             if not self.asleep:
                 self.asleep, self._activations = True, self._activations + 1
                 self._open.clear()
@@ -56,13 +58,17 @@ class Activation:
     async def wake_weights(self) -> Moved:
         """First half of waking: afterwards `load_version` is possible. Raises `EngineDied`."""
         async with self._loading:
-            return _moved(await self._worker_or_death("rose_wake", "weights"))
+            moved = _moved(await self._worker_or_death("rose_wake", "weights"))
+            self._weights_here = True
+            return moved
 
     async def wake(self) -> Moved:
         """The KV cache's memory too; serve again. Raises `EngineDied`."""
         async with self._loading:
             if not self.asleep:
                 return NOTHING
+            if not self._weights_here:
+                raise EngineError(f"engine process {self.pid} has no weights: wake_weights() first")
             moved = _moved(await self._worker_or_death("rose_wake", "kv_cache"))
             await self._call(self._llm.engine_core.resume_scheduler_async(), RPC_TIMEOUT_S)
             self.asleep = False
@@ -119,6 +125,11 @@ class Activation:
     def _check_active(self) -> None:
         if not self.active:
             raise EngineError(f"engine process {self.pid} is inactive: activate() first")
+
+    def _check_weights(self) -> None:
+        self._check_active()
+        if not self._weights_here:
+            raise EngineError(f"engine process {self.pid} is asleep: wake_weights() first")
 
 
 def _moved(found: list[list[float]]) -> Moved:

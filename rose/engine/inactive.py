@@ -18,6 +18,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from rose import device_memory
 from rose.coserving.pages import give_back
 
+SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping engine gives back
+
 
 class InactiveWorker:
     """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
@@ -63,12 +65,12 @@ class InactiveWorker:
         free on the device afterwards, and in all. Asleep already: nothing happens."""
         before = device_memory.look(self.device)
         if self.device.type != "cpu":
-            if not self._rose_asleep:
+            if self._rose_asleep != SLEEPS:
                 self.sleep(level=1)
         else:
             give_back(_storages(self.model_runner.kv_caches))
             ctypes.CDLL(None).malloc_trim(0)
-        self._rose_asleep = {"weights", "kv_cache"}
+        self._rose_asleep = set(SLEEPS)
         return self._rose_moved(before)
 
     def rose_wake(self, tag: str) -> tuple[float, float, float]:

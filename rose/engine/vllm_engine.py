@@ -260,7 +260,7 @@ class Engine(Activation):
         start = time.monotonic()
         timeout_s = transfer.load_timeout_s
         async with self._loading:
-            self._check_active()
+            self._check_weights()
             update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
                       "threads": transfer.threads or self._threads,
                       "dense_bytes": int(transfer.stage_gib * 2**30), "timeout_s": timeout_s}
@@ -344,7 +344,7 @@ class Engine(Activation):
 
     async def checksum(self) -> list[dict[str, str]]:
         """xxh3-128 of every live parameter, one dictionary per tensor-parallel rank."""
-        self._check_active()
+        self._check_weights()
         return await self._worker("rose_checksum", RPC_TIMEOUT_S)
 
     # ------------------------------------------------------------------ state

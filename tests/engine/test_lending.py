@@ -6,13 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config.tree import Serving
 from rose.coserving import device
 from rose.coserving.pages import resident_bytes
 from rose.engine.vllm_engine import EngineDied, EngineError
-from tests.engine.test_vllm_engine import CONF, PROMPTS, perturbed, publish, settings, turn, turns
+from tests.engine.test_vllm_engine import (
+    CONF, PROMPTS, agrees, perturbed, publish, reference, settings, turn, turns)
 
 pytestmark = pytest.mark.slow
 MiB = 2**20
@@ -61,6 +63,50 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
             assert tokens(changed) != tokens(made) and {v for r in changed for v in r["versions"]} == {version}
             assert loop.run_until_complete(engine.checksum()) != before
     assert full - small > 200 * MiB  # its KV cache is 256 MiB, its model less than one
+
+
+async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int, int]:
+    """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile, resident bytes
+    before and in its sleep)."""
+    before, sampling = engine.stats().generated_tokens, protocol.Sampling(max_new_tokens=200, temperature=0.0)
+    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], sampling))
+    while engine.stats().generated_tokens < before + 20:
+        await asyncio.sleep(0.005)
+    full = resident_bytes(pid)
+    moved = await engine.sleep()
+    small = resident_bytes(pid)
+    assert moved.gib * 2**30 > 0.5 * (full - small) and moved.total_gib > moved.free_gib > 0
+    await engine.sleep()  # asked again, as after an order that broke off
+    for call in (engine.load_version(1, store, settings()), engine.checksum(), engine.wake()):
+        with pytest.raises(EngineError, match="wake_weights"):
+            await call
+    late = asyncio.ensure_future(turn(engine, "late", PROMPTS[3]))
+    await engine.wake_weights()
+    await engine.load_version(1, store, settings())
+    assert not running.done() and not late.done() and not engine.open, "it has no KV cache yet"
+    await engine.wake()
+    return await running, await late, full, small
+
+
+def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weights_that_came_meanwhile(
+        start, loop, folders, tmp_path):
+    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientScheduler"})
+    folder, new = folders["Qwen3"], perturbed(folders["Qwen3"])
+    store = publish(tmp_path / "store", folder, 1, new)
+    loop.run_until_complete(turns(engine, PROMPTS[:4]))  # fills some of the cache
+    result, late, full, small = loop.run_until_complete(
+        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), 120))
+    assert full - small > 200 * MiB, "rollout.kv_cache_gib=0.25"
+    cut = result["versions"].index(1)
+    assert len(result["tokens"]) == 200 and cut >= 20 and set(late["versions"]) == {1}
+    agrees(new, [late], [PROMPTS[3]])
+    old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
+        assert result["tokens"][part] == reference(model, PROMPTS[2], result["tokens"])[0][part]
+    loop.run_until_complete(engine.sleep())
+    engine._process.kill()
+    with pytest.raises(EngineDied):  # a turn that waits for an engine which will not wake
+        loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), 60))
 
 
 def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(start, loop, monkeypatch):
