@@ -17,7 +17,7 @@ from rose.config import Config, ConfigError
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
 MAY_CHANGE = (
     "trainer.steps", "trainer.threads", "trainer.checkpoint_*", "observe.*", "cluster.*", "eval.episodes",
-    "eval.every", "fresh", "output_dir", "transfer.*", "serving.*", "rollout.workers", "rollout.threads",
+    "eval.every", "fresh", "colocate", "output_dir", "transfer.*", "serving.*", "rollout.workers", "rollout.threads",
     "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
     "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",

@@ -143,4 +143,8 @@ class Offload:
         if int(code) != 0:
             print(f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see ulimit -l): the "
                   "turns take longer", flush=True)
+            try:  # CUDA would tell of it once more, at the next kernel
+                torch.zeros(1, device=self._device)
+            except RuntimeError:
+                pass
         return chunk
