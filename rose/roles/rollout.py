@@ -157,8 +157,9 @@ class RolloutWorker:
             if engine is not None and engine.alive:
                 try:
                     return await engine.sleep()
-                except EngineDied:
-                    pass
+                except Exception:
+                    if not await self._died(engine):
+                        raise
         return NOTHING
 
     async def _wake(self) -> Moved:
@@ -174,9 +175,10 @@ class RolloutWorker:
                 if self._loads:
                     await asyncio.wait(self._loads)
                 moved += await engine.wake()
-        except EngineDied:  # another is started
-            self._has_device.set()
-            await self._died(engine)
+        except Exception:
+            if not await self._died(engine):
+                raise
+            self._has_device.set()  # another is started
         await self._up.wait()
         return moved
 

@@ -66,6 +66,7 @@ def test_in_turn_it_learns_the_same_bit_for_bit_through_a_killed_engine_a_stop_a
     assert again.steps()[-1]["engine_restarts"] == 1 and again.orphans() == []
     for expected, got in zip(alone.steps(), again.steps(), strict=True):
         assert {k: got[k] for k in TIMELESS} == {k: expected[k] for k in TIMELESS}
-        assert got["version"] == got["step"] and got["rollout_sleep_gib"] > 0
+        assert got["version"] == got["step"]
+        assert got["rollout_sleep_gib"] > 0 or got["step"] == 2, "an engine that is dead has nothing to give"
     assert ([row["eval_successes"] for row in rows_of(read_metrics(again.run), "eval")]
             == [row["eval_successes"] for row in rows_of(read_metrics(alone.run), "eval")])

@@ -199,3 +199,20 @@ def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(make
         worker._asked_to_leave.cancel()
 
     asyncio.run(scene())
+
+
+def test_an_engine_whose_death_vllm_sees_first_is_asleep_all_the_same(play, monkeypatch):
+    async def dies(engine):
+        asyncio.get_running_loop().call_later(0.001, engine.die)
+        raise RuntimeError("EngineCore encountered an issue")  # as vLLM's own client says it
+
+    async def scene(world):
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        monkeypatch.setattr(FakeEngine, "sleep", dies)
+        monkeypatch.setattr(rollout, "DEATH_NOTICE_S", DEADLINE_S)
+        world.tell(p.Sleep)
+        changed = await world.told(p.DeviceChanged, 2)
+        assert not changed.awake and changed.moved_gib == 0.0
+
+    play(scene)
