@@ -19,14 +19,14 @@ from rose.config.errors import ConfigError
 from rose.config.sim import Sim, SimPool, SimServing, SimSystem
 from rose.config.tree import (
     Algorithm, Cluster, Component, Config, Container, Env, Eval, Lending, Model, ModelShape, Mpi, Observe, Online, Optimizer,
-    Rollout, Serving, Slo, Slurm, Trainer, Transfer, nodes_of,
+    Rollout, Serving, Slo, Slurm, Trainer, Transfer, cpus_of, nodes_of,
 )
 from rose.storage import write_whole
 
 __all__ = [
     "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Container", "Env", "Eval", "Lending", "Model", "ModelShape",
     "Mpi", "Observe", "Online", "Optimizer", "Policy", "Rollout", "Scheduler", "Serving", "Sim", "SimPool",
-    "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer", "check_model", "from_dict", "hours_of", "keys",
+    "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer", "check_model", "cpus_of", "from_dict", "hours_of", "keys",
     "load", "nodes_of", "read_shape", "save", "serving_from_dict", "to_dict",
 ]
 

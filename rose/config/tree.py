@@ -221,7 +221,7 @@ class Component(Section):
 
     nodes: Count | None  # null: as few as its GPUs need; 1 without GPUs
     gpus_per_node: Count  # that the nodes have; used when cluster.gpus > 0
-    cpus_per_task: Count
+    cpus_per_task: Count | None  # null: of an engine, 8 and 2 for each of its GPUs
     partition: str | None
     account: str | None
     qos: str | None
@@ -320,6 +320,12 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
+
+
+def cpus_of(component: Component, rollout: Rollout) -> int:
+    """CPUs of each rank of a component. An engine has its scheduler, its tokens' way out and the threads that stage new
+    weights, and for each GPU a worker process with its copying threads."""
+    return component.cpus_per_task or 8 + 2 * rollout.tensor_parallel
 
 
 def nodes_of(component: Component, gpus: int, on_gpu: bool) -> int:

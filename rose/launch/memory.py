@@ -1,20 +1,31 @@
 """How much memory each role needs on one device, item by item, in GiB. Pure.
 
-P parameters, N trainer ranks, b bytes per element of the role's dtype, T = trainer.micro_batch_tokens.
+P parameters, N trainer ranks, b bytes per element of the role's dtype, T = trainer.micro_batch_tokens, E = vocab x
+hidden, the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by scripts/check_memory.py (with
+bfloat16; in float32 stages 1 and 2 need up to 8 P more).
 
-Trainer (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
+Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
-- gradients: b P, shared from stage 2
-- optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared from stage 1;
-  0 with offload_optimizer (it is then in host memory)
-- gathered parameters: stage 3 only, at most 1e9 at a time (DeepSpeed's stage3_max_live_parameters)
-- activations: with e = 4 h + 2 heads d + 2 kv_heads d + 4 i elements kept per token and layer (the two norms'
-  inputs and outputs, q, k, v, attention output, the gated MLP's four; attention matrices are never stored):
-  b T e layers, or with gradient_checkpointing b T (h layers + e) (arXiv 2205.05198, section 5, for this block)
-- logits: T vocab (b + 8): as computed, then in fp32, and their gradient
+- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 P, shared from stage 2 (which frees them after the
+  update); on the host with offload_optimizer, from stage 2
+- optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared from stage 1; on the host
+  with offload_optimizer
+- reduction bucket: fp32, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET); stage 3 keeps it
+Trainer, at the worst moment of a pass, more:
+- gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's stage3_max_live_parameters)
+- fresh gradients: stage 1 adds the dtype's to the accumulated ones when a pass has ended, b P
+- activations: kept for the backward pass. With e elements per token and layer (the two norms' inputs in fp32 and outputs,
+  q, k, v, attention output, the gated MLP's four; attention matrices are never stored), b T e layers; with
+  gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block)
+- and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being reduced; a chunk of logits
+  (LOGIT_ELEMENTS, whose fp32 values are there three times), with the output matrix's gradient twice, since chunks are
+  added up; that gradient as it is reduced, in the dtype and in fp32
+Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 elements of this rank's.
+The larger of both moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex attention).
 Rollout (vLLM), per device of a tensor-parallel group of size tp:
 - weights: b P / tp
-- activations of max_batched_tokens: b T' (2 h + 3 i / tp) and fp32 logits of max_sequences / tp
+- activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the dtype, in fp32 and sorted
+- CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at least
   one device, so tp > kv_heads replicates
 Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's context.
@@ -22,24 +33,33 @@ Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rose.config import Config, ModelShape
+from rose.trainer.batching import LOGIT_ELEMENTS
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
+GRAPHS_GIB = 0.5  # of an engine's CUDA graphs; vLLM says at its start what they took
 ASLEEP_GIB = 1.5  # that a process keeps on a GPU in the other's turn: CUDA's context, NCCL, an engine's graphs
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default stage3_max_live_parameters
+GROUP_PARAMETERS = 10**9  # and sub_group_size
+BUCKET_ELEMENTS = 2 * 10**8  # rose/trainer/deepspeed_engine.py's LARGEST_BUCKET
 BYTES = {"float32": 4, "bfloat16": 2}
+LOGIT_COPIES = 3  # in fp32, of the chunk at work: log-probabilities, their exponentials, and gradient or product
+
+Items = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB on one device by item; `firm` is the part that no batch size changes."""
+    """GiB on one device by item; `firm` is the part that no batch size changes; `host`: GiB of the rank's host memory,
+    without what every Python process takes."""
 
-    items: dict[str, float]
+    items: Items
     firm: float
     kv_tokens: int = 0  # rollout: tokens that the KV cache of one engine holds
+    host: Items = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -47,37 +67,107 @@ class Estimate:
 
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
+    resting, states = _resting(c, shape), ("weights", "gradients", "optimizer")
+    worst = max((_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values()))
+    size, share = BYTES[c.trainer.dtype], shape.parameters / c.trainer.ranks
+    host = {"last published version": size * share, "offloaded optimizer": _offloaded(c, shape)}
+    return Estimate(_gib(c, resting | worst), sum(resting[name] for name in states) / GIB,
+                    host={name: nbytes / GIB for name, nbytes in host.items() if nbytes})
+
+
+def moments(c: Config, shape: ModelShape) -> Items:
+    """Bytes on a trainer rank's device at each of the moments, without CUDA's context."""
+    items = _resting(c, shape)
+    resting = sum(items.values())
+    freed = items["gradients"] if c.trainer.zero_stage == 2 else 0.0
+    return {"forward and backward": resting + sum(_in_a_pass(c, shape).values()),
+            "update": resting + sum(_at_the_update(c, shape).values()), "between steps": resting - freed}
+
+
+def _shared(c: Config, stage: int) -> int:
+    """Among how many ranks that is divided which this stage divides."""
+    return c.trainer.ranks if c.trainer.zero_stage >= stage else 1
+
+
+def _resting(c: Config, shape: ModelShape) -> Items:
+    """Bytes, between two steps."""
     t, p, size = c.trainer, shape.parameters, BYTES[c.trainer.dtype]
-    share = {stage: (t.ranks if t.zero_stage >= stage else 1) for stage in (1, 2, 3)}
     state = 8 * p + (4 * p if size == 2 else 0)
-    items = {
-        "weights": size * p / share[3],
-        "gradients": size * p / share[2],
-        "optimizer": 0.0 if t.offload_optimizer else state / share[1],
-        "gathered parameters": size * min(p, LIVE_PARAMETERS) if t.zero_stage == 3 else 0.0,
-        "activations": _activations(c, shape, size),
-        "logits": float(t.micro_batch_tokens * shape.vocab * (size + 8)),
+    gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
+    return {
+        "weights": size * p / _shared(c, 3),
+        "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
+        "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
+        "reduction bucket": 4.0 * min(p, BUCKET_ELEMENTS) if t.zero_stage == 3 else 0.0,
     }
-    firm = (items["weights"] + items["gradients"] + items["optimizer"]) / GIB
-    return Estimate(_gib(c, items), firm)
+
+
+def _offloaded(c: Config, shape: ModelShape) -> float:
+    """Bytes of the host's: the optimizer's states, and fp32 gradients, which stage 3 keeps twice."""
+    t = c.trainer
+    if not t.offload_optimizer:
+        return 0.0
+    return (12 + (8 if t.zero_stage == 3 else 4)) * shape.parameters / _shared(c, 1)
+
+
+def _in_a_pass(c: Config, shape: ModelShape) -> Items:
+    """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
+    t, size = c.trainer, BYTES[c.trainer.dtype]
+    tokens, largest = t.micro_batch_tokens, shape.vocab * shape.hidden
+    bucket = 4 * min(shape.parameters, BUCKET_ELEMENTS)
+    elements = _elements(shape, size)
+    kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
+    layer = elements if t.gradient_checkpointing else 0
+    chunk = min(tokens, max(1, LOGIT_ELEMENTS // shape.vocab))
+    copies = 2 if chunk < tokens else 1
+    work = {
+        "a layer at work": size * tokens * (layer + 3 * shape.intermediate + 2 * shape.hidden) + bucket,
+        "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab + copies * size * largest,
+        "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
+    }
+    worst = max(work, key=work.__getitem__)
+    gathered = size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
+    fresh = size * shape.parameters if t.zero_stage == 1 and size == 2 else 0
+    return {"gathered parameters": float(gathered), "fresh gradients": float(fresh),
+            "activations": float(size * tokens * kept), worst: float(work[worst])}
+
+
+def _elements(shape: ModelShape, size: int) -> int:
+    """Of the dtype, kept for the backward pass by a layer, per token."""
+    norms = 2 * shape.hidden * (2 + 4 // size)
+    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    return norms + attention + 4 * shape.intermediate
+
+
+def _at_the_update(c: Config, shape: ModelShape) -> Items:
+    """Bytes beside the resting ones while the optimizer steps."""
+    if c.trainer.offload_optimizer:
+        return {"copy of gradients": 0.0}
+    return {"copy of gradients": 4.0 * min(shape.parameters / _shared(c, 1), GROUP_PARAMETERS)}
 
 
 def rollout(c: Config, shape: ModelShape) -> Estimate:
     r, size = c.rollout, BYTES[c.model.dtype]
     tp = r.tensor_parallel
     work = size * r.max_batched_tokens * (2 * shape.hidden + 3 * shape.intermediate // tp)
-    logits = 4 * r.max_sequences * shape.vocab // tp
+    logits = (size + 8) * r.max_sequences * shape.vocab
     items = _gib(c, {"weights": size * shape.parameters / tp, "activations": float(work + logits)})
     firm = items["weights"]
+    if c.cluster.gpus and not r.enforce_eager:
+        items["CUDA graphs"] = GRAPHS_GIB
+    second = RUNTIME_GIB if c.cluster.gpus and c.transfer.broadcast == "nccl" else 0.0
     if r.kv_cache_gib is not None:
         cache = r.kv_cache_gib
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
         cache = 0.0  # unknown: no budget is named
+    if second:
+        items["trainers' NCCL"] = second
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    return Estimate(items, firm, int(cache * GIB / per_token))
+    host = {"mirror of new versions": c.transfer.mirror_gib, "staged blocks": tp * c.transfer.stage_gib}
+    return Estimate(items, firm, int(cache * GIB / per_token), {name: gib for name, gib in host.items() if gib})
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
@@ -85,12 +175,6 @@ def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float,
     the engines' weights in the trainer's; on CPUs these never move."""
     engines = c.rollout.workers * c.rollout.tensor_parallel if c.cluster.gpus else 0
     return c.trainer.ranks * trainer.firm, engines * rollout.items["weights"]
-
-
-def _activations(c: Config, shape: ModelShape, size: int) -> float:
-    elements = (4 * shape.hidden + 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.intermediate)
-    kept = shape.hidden * shape.layers + elements if c.trainer.gradient_checkpointing else elements * shape.layers
-    return float(size * c.trainer.micro_batch_tokens * kept)
 
 
 def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from rose.config import Config, ConfigError, ModelShape, check_model
+from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import ASK_FOR_JOBS
 from rose.launch import memory
 from rose.launch.layout import Rank, layout
@@ -36,7 +36,7 @@ class Plan:
 
 def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become `Plan.warnings`."""
-    doubts = (*doubts, *_check_container(c))
+    doubts = (*doubts, *_check_container(c), *_check_threads(c))
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
@@ -45,6 +45,20 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
     return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
+
+
+def _check_threads(c: Config) -> Iterator[str]:
+    """Ranks of a Slurm job have the CPUs that their component asks for, and no others."""
+    if c.cluster.kind != "slurm":
+        return
+    wanted = {"trainer.threads": c.trainer.threads, "rollout.threads": c.rollout.threads,
+              "transfer.threads": c.transfer.threads}
+    for name, keys in (("trainer", ("trainer.threads", "transfer.threads")), ("rollout", ("rollout.threads", "transfer.threads"))):
+        cpus = cpus_of(getattr(c.cluster.slurm, name), c.rollout)
+        for key in keys:
+            if (wanted[key] or 0) > cpus:
+                yield (f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank (cluster.slurm.{name}.cpus_per_task): "
+                       f"threads wait for each other; {key}={cpus}, or more CPUs")
 
 
 def _check_container(c: Config) -> Iterator[str]:
@@ -72,8 +86,21 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     if Role.ROLLOUT in estimates:
         _check_engines(c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization)
     if trainer.total > limit:
-        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; lower trainer.micro_batch_tokens="
-               f"{c.trainer.micro_batch_tokens} or set trainer.gradient_checkpointing=true")
+        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; {' or '.join(_less_memory(c))}")
+
+
+def _less_memory(c: Config) -> Iterator[str]:
+    """What lowers the trainer's need and is not so yet."""
+    t = c.trainer
+    if not t.gradient_checkpointing:
+        yield "set trainer.gradient_checkpointing=true"
+    if t.micro_batch_tokens > c.model.max_context:
+        yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens}"
+    else:
+        yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with model.max_context={c.model.max_context}"
+    if t.zero_stage < 3 and t.ranks > 1:
+        yield f"raise trainer.zero_stage={t.zero_stage}"
+    yield "raise trainer.ranks" if t.offload_optimizer else "raise trainer.ranks, or set trainer.offload_optimizer=true"
 
 
 def _check_share(c: Config) -> None:
@@ -119,6 +146,10 @@ def show(plan: Plan, console: Console) -> None:
         say(console, f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; in host "
                      f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} GiB of the "
                      "engines' weights while the trainer trains")
+    if plan.gpus:
+        say(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
+    if c.cluster.kind == "slurm":
+        say(console, "; ".join(_nodes(plan)))
     for warning in plan.warnings:
         say(console, warning, label="[yellow]warning:[/]")
 
@@ -133,6 +164,28 @@ def _size(shape: ModelShape | None) -> str:
         return "not made yet"
     count = shape.parameters
     return f"{count / 1e9:.2f}B parameters" if count >= 1e9 else f"{count / 1e6:.2f}M parameters"
+
+
+def _nodes(plan: Plan) -> Iterator[str]:
+    """What each component asks of a node."""
+    c = plan.config
+    for number, name in enumerate(("trainer", "rollout")):
+        members = [rank for rank in plan.ranks if rank.component == number]
+        if not members:
+            continue
+        component, nodes = getattr(c.cluster.slurm, name), 1 + max(rank.node for rank in members)
+        each, cpus = len(members) // nodes, cpus_of(component, c.rollout)
+        memory_words = "the site's default" if component.mem is None else "all" if str(component.mem) == "0" else component.mem
+        yield (f"{name}: {nodes} node{'s' * (nodes > 1)} with {each} ranks x {cpus} CPUs = {each * cpus} CPUs and {memory_words} of "
+               "the memory")
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    """What a rank of each role may take of its host's memory, beside what its processes do."""
+    for role, estimate in plan.memory.items():
+        if estimate.host:
+            parts = " + ".join(f"{name} {gib:.1f}" for name, gib in estimate.host.items())
+            yield f"{role.value} {parts}"
 
 
 def _memory_cell(estimate: memory.Estimate | None) -> str:

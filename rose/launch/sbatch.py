@@ -15,7 +15,7 @@ from typing import Any
 
 from submitit.slurm import slurm as submitit_slurm
 
-from rose.config import Component, Config
+from rose.config import Component, Config, cpus_of
 from rose.launch import container
 from rose.launch.layout import Rank
 from rose.models import REPOSITORY
@@ -92,7 +92,9 @@ def _nodes(members: Sequence[Rank]) -> int:
 def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
     """What srun does not take over from its component of the job (Slurm 22.05 and later)."""
     taken = _options(c, members)
-    return [f"--{name}={taken[name]}" for name in ("cpus-per-task", "gpus-per-node", "mem") if name in taken]
+    if c.cluster.gpus:
+        taken["gpu-bind"] = "none"  # every rank finds its GPUs among all of the node's (rose/launch/gpus.py)
+    return [f"--{name}={taken[name]}" for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem") if name in taken]
 
 
 def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
 
 def _component_options(c: Config, component: Component, nodes: int, ranks_per_node: int) -> dict[str, Any]:
     options: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": ranks_per_node,
-                               "cpus-per-task": component.cpus_per_task}
+                               "cpus-per-task": cpus_of(component, c.rollout)}
     if c.cluster.gpus:
         options["gpus-per-node"] = component.gpus_per_node
     for name in ("partition", "account", "qos", "constraint", "mem", "time"):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 
-LOGIT_ELEMENTS = 2**25  # of one chunk: 128 MiB in float32; larger was no faster on CPU
 HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
 
 

@@ -24,6 +24,7 @@ GOLDEN = """#!/bin/bash
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name=qwen7b
 #SBATCH --mail-user='a b'
+#SBATCH --mem=0
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=11
 #SBATCH --open-mode=append
@@ -36,9 +37,10 @@ GOLDEN = """#!/bin/bash
 # setup
 #SBATCH hetjob
 #SBATCH --account=me
-#SBATCH --cpus-per-task=4
+#SBATCH --cpus-per-task=12
 #SBATCH --gpus-per-node=8
 #SBATCH --mail-user='a b'
+#SBATCH --mem=0
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
 #SBATCH --partition=small
@@ -66,9 +68,9 @@ def test_one_srun_over_both_components(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.mem=64G", "cluster.slurm.rollout.mem=null")
     assert " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 3, ["rank"])) == (
         "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 --distribution=block "
-        "--kill-on-bad-exit=0 --cpus-per-task=4 --gpus-per-node=8 --mem=64G rank --run /run --attempt 3 : "
+        "--kill-on-bad-exit=0 --cpus-per-task=8 --gpus-per-node=8 --gpu-bind=none --mem=64G rank --run /run --attempt 3 : "
         "--het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block --kill-on-bad-exit=0 "
-        "--cpus-per-task=4 --gpus-per-node=8 rank --run /run --attempt 3")
+        "--cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3")
 
 
 BOX = ("cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /usr/local/bin/python, "
@@ -81,9 +83,9 @@ def ends(argv):
 
 
 @pytest.mark.parametrize(("runtime", "begins"), [
-    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 apptainer exec --nv --bind {REPOSITORY},/run,/scratch:/data "
+    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind {REPOSITORY},/run,/scratch:/data "
                   "--no-home /shared/rose.sif /usr/local/bin/python -m rose.main --run /run --attempt 3"),
-    ("pyxis", "--cpus-per-task=4 --gpus-per-node=8 --container-image=/shared/rose.sif "
+    ("pyxis", "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 --container-image=/shared/rose.sif "
               f"--container-mounts={REPOSITORY}:{REPOSITORY},/run:/run,/scratch:/data --no-home "
               "/usr/local/bin/python -m rose.main --run /run --attempt 3")])
 def test_every_rank_starts_in_the_container(make_config, runtime, begins):
