@@ -1,4 +1,5 @@
-"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper.
+"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper. And how many
+threads a process may well have.
 
 Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need Linux anyway.
 """
@@ -11,6 +12,7 @@ import signal
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+MOST_THREADS = 8
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 
 
@@ -31,3 +33,10 @@ def die_with_parent(parent: int | None = None) -> None:
 def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process, so that it can find and end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def usable_threads() -> int:
+    """Threads for work on the side (encoding, staging) where no key says how many: the cores that this process may run
+    on, as Slurm or taskset bound it, and 8 at most. More would fight over Python's lock with what the process is for,
+    and each of them holds blocks in memory."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rose import config as configuration
-from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape
+from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
 
 
@@ -43,6 +43,7 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("transfer.relay=http://node7:7673", ["transfer.relay_token_file=None", "asks for its token"]),
     ("transfer.broadcast=nccl", ["transfer.broadcast='nccl'", "needs GPUs"]),
     ("transfer.in_flight=drop", ["transfer.in_flight", "drop"]),
+    ("+rollout.engine_args.quantization=fp8", ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"]),
     ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
     ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
     ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context="]),
@@ -61,6 +62,16 @@ def test_impossible_values_are_named_with_their_remedy(tree, override, words):
     with pytest.raises(ConfigError) as refused:
         from_dict(tree(override))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("batching, in_flight", [
+    ("synchronous", "recompute"), ("dapo", "recompute"), ("tail_batching", "recompute"), ("one_step_off", "keep"),
+    ("bounded_staleness", "keep"), ("trajectory_async", "keep"), ("carry_over", "keep")])
+def test_requests_keep_their_cache_where_versions_come_while_they_run(make_config, batching, in_flight):
+    chosen = make_config(f"scheduler/batching={batching}")
+    assert chosen.transfer.in_flight == in_flight
+    assert from_dict(to_dict(chosen)) == chosen
+    assert make_config(f"scheduler/batching={batching}", "transfer.in_flight=finish").transfer.in_flight == "finish"
 
 
 PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())

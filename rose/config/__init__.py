@@ -30,6 +30,8 @@ __all__ = [
     "load", "nodes_of", "read_shape", "save", "serving_from_dict", "to_dict",
 ]
 
+IN_STEP = ("synchronous", "dapo", "tail_batching")  # batching policies whose rollouts wait for each step's weights
+
 
 class _ServingSide(Section):
     serving: Serving
@@ -42,7 +44,16 @@ def from_dict(tree: dict[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(errors.explain(str(error), tree, Config)) from None
     check(config)
-    return config
+    return _resolved(config)
+
+
+def _resolved(config: Config) -> Config:
+    """With what a null leaves to the rest of the tree; so a run's stored configuration says what it was."""
+    if config.transfer.in_flight is not None:
+        return config
+    in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
+    return msgspec.structs.replace(
+        config, transfer=msgspec.structs.replace(config.transfer, in_flight=in_flight))
 
 
 def serving_from_dict(tree: dict[str, Any]) -> Serving:

@@ -18,6 +18,7 @@ Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
 OWN_ARGUMENTS = ("model", "host", "port", "served_model_name", "scheduler_cls", "worker_extension_cls",
                  "api_server_count", "data_parallel_size")  # of vLLM, which serving.online.engine_args may not set
+OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SHORTEST_STALE_S = 0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
 
@@ -63,6 +64,10 @@ def _check_values(c: Config, need: Need) -> None:
     need(len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
          "trainer.optimizer.betas", "two numbers in [0, 1)")
     need(c.rollout.temperature > 0, "rollout.temperature", "must be greater than 0: greedy rollouts teach nothing")
+    for name in c.rollout.engine_args:
+        need(name.replace("-", "_") not in OTHER_WEIGHTS, f"rollout.engine_args.{name}",
+             "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or otherwise converted ones "
+             "can't be updated")
     relay = c.transfer.relay
     need(relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None, "transfer.relay",
          "must be http://host:port, as `python -m rose.relay` prints it, or null")

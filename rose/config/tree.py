@@ -138,10 +138,12 @@ class Transfer(Section):
     keep_versions: Count  # that readers may still be on their way to
     tensor_parallel: list[Count]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: nccl on GPUs, else mpi
-    in_flight: Literal["recompute", "keep", "finish"]  # what requests do that run when new weights come
+    # What requests do that run when new weights come. Null only until the tree is checked: keep with asynchronous
+    # batching, as making every context's KV cache anew costs a prefill of all of them per version; else recompute.
+    in_flight: Literal["recompute", "keep", "finish"] | None
     relay: str | None  # http://host:port of a relay that this process reads versions from; null: the shared folder
     relay_token_file: str | None
-    threads: Count | None  # that encode or decode; null: the trainer's or the engine's, or all cores
+    threads: Count | None  # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
     mirror_gib: Positive  # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
     stage_gib: NotNegative  # of blocks that change so much that they are staged whole, per engine rank
     load_timeout_s: Positive

@@ -16,6 +16,7 @@ import time
 from rose.coserving import names
 from rose.engine.start import Latest, local_folder
 from rose.engine.vllm_engine import LAST_LOOK_S, RPC_TIMEOUT_S, Engine, EngineError
+from rose.processes import usable_threads
 
 TURN_TIMEOUT_S = 600.0  # until a run says its own
 
@@ -31,8 +32,8 @@ class SharedEngine(Engine):
         model = llm.vllm_config.model_config
         await asyncio.wait_for(llm.get_supported_tasks(), RPC_TIMEOUT_S)
         folder = await asyncio.to_thread(local_folder, model.model)
-        threads = int(os.environ.get("ROSE_ENGINE_THREADS") or os.cpu_count())
-        made = cls(llm, Latest(), folder, model.max_model_len, TURN_TIMEOUT_S, threads)
+        made = cls(llm, Latest(), folder, model.max_model_len, TURN_TIMEOUT_S,
+                   int(os.environ.get("ROSE_ENGINE_THREADS") or usable_threads()))
         made._listen(llm.output_processor)
         return made
 

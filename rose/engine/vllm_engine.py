@@ -36,6 +36,7 @@ from rose.coserving import names
 from rose.engine.activation import Activation
 from rose.engine.start import (RPC_TIMEOUT_S, EngineDied, EngineError, Latest, build, engine_args, environment,
                                local_folder, stop_tokens)
+from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
@@ -140,7 +141,7 @@ class Engine(Activation):
             if isinstance(error, Exception):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
-        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, rollout.threads or os.cpu_count())
+        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, rollout.threads or usable_threads())
 
     # ------------------------------------------------------------------ turns
 

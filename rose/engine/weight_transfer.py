@@ -23,7 +23,7 @@ from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.errors import TransferError
 from rose.transfer.receive import Receiver
-from rose.transfer.stage import Live, Place, Staged, place_blocks
+from rose.transfer.stage import Live, Place, Staged, check_type, place_blocks
 from rose.transfer.store import INITIAL, Plan
 
 NAME = "rose"
@@ -52,7 +52,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        # vLLM constructs it right after the model is loaded; quantization would have made other parameters of it
+        for name, parameter in model.named_parameters():  # vLLM constructs this right after the model is loaded
+            check_type(name, parameter)
         self._live: Live | None = None
         self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
         self._thread: threading.Thread | None = None

@@ -8,7 +8,6 @@ the size of the whole batch's and gradient clipping means the same.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from rose import protocol
 from rose.config import Config
 from rose.device_memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
+from rose.processes import usable_threads
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.collate import MicroBatch, collate
@@ -91,7 +91,7 @@ class Trainer:
         blocks = cut(shards.tensors, {t.name: cuts(t.name, t.shape) for t in shards.tensors}, shards.shards, self.world)
         self._publisher = Publisher(
             folder, Plan(FORMAT, "", self.world, shards.tensors, blocks), _Peers(self.index, self.world, self.device),
-            shards.read, c.transfer.threads or c.trainer.threads or os.cpu_count(), c.transfer.full_every,
+            shards.read, c.transfer.threads or c.trainer.threads or usable_threads(), c.transfer.full_every,
             c.transfer.keep_versions, c.trainer.step_timeout_s)
 
     def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:

@@ -1,6 +1,6 @@
 """Policy versions: from the trainer's shards to the engines' live weights, exactly, and with few bytes (docs/format.md).
 
-    blocks, codec (payload, rice; codec_torch)      what is sent: differences of blocks as bytes
+    blocks, codec (payload, rice)                   what is sent: differences of blocks as bytes
     store, edge, route, source                      where it lies, and by which way a reader gets to a version
     publish                                         the trainer's side
     receive, stage                                  the reader's side

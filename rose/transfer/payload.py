@@ -1,7 +1,6 @@
 """The layout of a payload (docs/format.md): its header, where each bit stream starts, and the choices of parameters.
 
-Shared by the codec on CPU (`rose.transfer.codec`) and on GPU (`rose.transfer.codec_torch`), which is why their bytes
-are the same: both measure the values in their own way, and everything that is decided from the measures is here.
+Everything that is decided from what the codec (`rose.transfer.codec`) measured of the values is here.
 """
 
 from __future__ import annotations

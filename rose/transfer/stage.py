@@ -31,6 +31,7 @@ from rose.transfer.store import Plan
 BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
 BATCH_BLOCKS = 256
 DENSE = 1 / 4  # share of changed values from which a block is kept whole: an index takes 8 bytes, two values 4
+TYPES = (torch.bfloat16, torch.float32, torch.int16, torch.int32)
 PATTERNS = {2: torch.int16, 4: torch.int32}
 
 
@@ -45,6 +46,14 @@ class Place(NamedTuple):
     rectangles: list[Rectangle]
 
 
+def check_type(name: str, tensor: torch.Tensor) -> None:
+    """Raises `TransferError` for a parameter of a type that no version has."""
+    if tensor.dtype not in TYPES:
+        raise TransferError(f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
+                            "quantised engine can't be brought to them; start it with the unquantised model, without "
+                            "rollout.engine_args.quantization")
+
+
 class Live:
     """The live parameters of one engine rank as integer matrices.
 
@@ -56,6 +65,7 @@ class Live:
         devices = {tensor.device for tensor in parameters.values() if tensor.device.type == "cuda"}
         self._aside = torch.cuda.Stream(devices.pop()) if devices else None
         for name, tensor in parameters.items():
+            check_type(name, tensor)
             if not tensor.is_contiguous():
                 raise TransferError(f"live parameter {name} is not contiguous in memory")
             patterns = tensor.detach().view(PATTERNS[tensor.element_size()])

@@ -72,7 +72,7 @@ def publish(store, folder, version: int, model) -> str:
 
 def settings(**changes) -> config.Transfer:
     made = msgspec.convert(yaml.safe_load((CONF / "transfer/sparse.yaml").read_text()), config.Transfer)
-    return msgspec.structs.replace(made, **({"threads": 1} | changes))
+    return msgspec.structs.replace(made, **({"threads": 1, "in_flight": "recompute"} | changes))
 
 
 def perturbed(folder):

@@ -248,6 +248,8 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
     wrong = zeros() | {"embed": torch.zeros(49, 12, dtype=torch.bfloat16)}
     with pytest.raises(TransferError, match=r"'embed' \(50, 12\) doesn't fit the engine's parameter embed \(49, 12\)"):
         place_blocks(world.plan, whole_tensor, Live(wrong))
+    with pytest.raises(TransferError, match="live parameter embed is torch.float8_e4m3fn: .* quantised engine"):
+        Live({"embed": torch.zeros(50, 12).to(torch.float8_e4m3fn)})
     with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
         Live({"embed": torch.zeros(12, 50).t()})
 
