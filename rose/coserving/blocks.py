@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
@@ -44,10 +43,6 @@ class Layout(NamedTuple):
     @property
     def block_bytes(self) -> int:
         return sum(self.strides)
-
-    def adjacent(self, page: int) -> int:
-        """How many neighbouring blocks make whole pages in every region, when they begin at a multiple of that."""
-        return math.lcm(*(math.lcm(stride, page) // stride for stride in self.strides))
 
 
 def layout_of(kv_cache, name: str) -> Layout:

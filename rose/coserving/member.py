@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from rose.coserving import board, device
+from rose.coserving.blocks import Layout
 from rose.coserving.board import Peer
-from rose.coserving.pool import Pool
+from rose.coserving.pool import Call, Pool
 from rose.coserving.steps import Timed
 
 BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
@@ -50,10 +51,14 @@ class Member(Timed):
         except Exception as error:
             raise ValueError("this engine's workers can't give memory back: start it with worker_extension_cls="
                              f"rose.engine.kv_worker.KvWorker ({error})") from error
-        self.pool.begin(lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
-                        layout["adjacent"])
+        self.begin(lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
+                   Layout(*(layout[name] for name in Layout._fields)), layout["page_bytes"])
         self._publish()
         self._beats.start()
+
+    def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
+        """See `Pool.begin`."""
+        self.pool.begin(call, layout, page)
 
     def has_requests(self) -> bool:
         return self._due or super().has_requests()

@@ -14,9 +14,11 @@ import time
 from dataclasses import dataclass
 
 from rose.coserving import board
+from rose.coserving.blocks import Layout
 from rose.coserving.board import Peer
 from rose.coserving.heap import Ahead
 from rose.coserving.member import Member, vllm_scheduler
+from rose.coserving.pool import Call
 from rose.coserving.predictor import Predictor, Work
 from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
@@ -62,13 +64,17 @@ class OnlineScheduler(Member):
         self._step_bytes = min(self._blocks(self._most), MOST_KEPT * self.device.kv_bytes)
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
-        self.state.kv_held = self.pool.limit_bytes
+        self.state.kv_held = self.device.kv_bytes  # until the workers say what they took
 
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
             self._heap = Ahead()
             self._heap.catch_up(HEAP_START_S)
         super().attach(core)
+
+    def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
+        super().begin(call, layout, page)
+        self._share_memory()
 
     def _publish(self) -> None:
         if self._promptness is not None:
@@ -150,7 +156,7 @@ class OnlineScheduler(Member):
             if step_ends is not None:
                 s.step_ends = step_ends
             s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
-            s.kv_used, s.kv_held = self.pool.used, self.pool.limit_bytes
+            s.kv_used, s.kv_held = self.pool.used, self.pool.mapped
             self._board.write()
 
     def _hold_until(self) -> float:
@@ -240,7 +246,7 @@ class OnlineScheduler(Member):
         """Bytes that the rollout engine may be using."""
         rollout = self._rollout.read()
         if rollout is None:  # none yet, gone, or its board is damaged: then what was lent may still be in use
-            return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.limit_bytes)
+            return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
         return rollout.kv_budget if board.is_alive(rollout) else 0.0
 
     def _share_memory(self) -> None:
@@ -248,11 +254,12 @@ class OnlineScheduler(Member):
         so that the two never count the same bytes."""
         needed = self._needed()
         hold = self._to_hold(needed) if self._lends() else self.pool.total
+        grows = hold > self.pool.limit_bytes
         with self._writing:
-            self.state.kv_wanted = needed
-            self.state.kv_held = max(self.pool.limit_bytes, hold)
+            self.state.kv_wanted = needed + self.pool.overhead
+            self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped  # in between; it may be any part
             self._board.write()
-        reached = self.pool.limit(min(hold, self.device.kv_bytes - self._lent()))
+        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent())
         with self._writing:
             self.state.kv_held = reached
             self._board.write()
@@ -267,8 +274,8 @@ class OnlineScheduler(Member):
         """A rollout engine that keeps what online requests wait for is given the core to let go of it, and ended if it
         doesn't in time."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
-        if rollout is not None and self.waiting:
-            wanted = min(self.pool.used + self._to_come(), self.pool.total)
+        if rollout is not None and self.waiting and self._to_come() > self.pool.free:
+            wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead
             missing = wanted - (self.device.kv_bytes - rollout.kv_budget)
         if missing < self.pool.block_bytes or not board.is_alive(rollout):
             self._asked_at = None
@@ -282,6 +289,7 @@ class OnlineScheduler(Member):
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():
             return False  # each step looks anyway
-        hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
-        hold = min(hold, self.device.kv_bytes - self._lent())
-        return abs(hold - self.pool.limit_bytes) >= self.pool.block_bytes
+        hold, now = self._to_hold(self._needed()) if self._lends() else self.pool.total, self.pool.limit_bytes
+        room = self.device.kv_bytes - self._lent() - self.pool.mapped
+        return room < 0 or self.pool.strewn or hold <= now - self.pool.block_bytes or (
+            hold >= now + self.pool.block_bytes and room >= self.pool.grain and self.pool.can_map)

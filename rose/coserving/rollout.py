@@ -51,7 +51,6 @@ class RolloutScheduler(Evicting, Member):
         self._beside: deque[float | None] = deque()  # of the steps under way: `_online_idle` when they began
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
-        self.pool.limit(0)  # nothing is ours before it was lent
         self.state.shut_by = float(Reason.CONTROL_SILENT)
 
     def attach(self, core) -> None:
@@ -116,7 +115,11 @@ class RolloutScheduler(Evicting, Member):
 
     def _memory_moves(self, budget: Budget) -> bool:
         """Whether a block or more is to change hands."""
-        return abs(self._target(budget) - self.pool.limit_bytes) >= self.pool.block_bytes
+        return self._moves(self._target(budget))
+
+    def _moves(self, target: float) -> bool:
+        held = self.pool.mapped
+        return target < held or target - held >= self.pool.grain and self.pool.can_map
 
     def _note(self, reason: Reason, now: float) -> None:
         """Time at the gate counts while requests want to pass it."""
@@ -159,15 +162,17 @@ class RolloutScheduler(Evicting, Member):
     # ------------------------------------------------------------------ memory
 
     def _fit_memory(self) -> None:
-        target = self._target(self._budget)
-        held = self.pool.limit_bytes
-        if target > held:
+        target, held = self._target(self._budget), self.pool.mapped
+        if not self._moves(target):
+            target = held
+        elif target > held:
             # Said before it is looked once more whether it is free: the online engine does it the same way round.
             self._say_budget(target)
             target = max(held, min(target, self._room()))
-        elif self.pool.excess(target):
-            self.evict_blocks(self.pool.excess(target), self.running)
-        self._say_budget(self.pool.limit(target))
+        else:
+            running = sorted(self.running, key=lambda request: request.num_computed_tokens)  # who loses least
+            self.evict(running[:self.pool.excess(target, [request.request_id for request in running])])
+        self._say_budget(self.pool.limit(self.pool.total, target))
         self._give_up_on_large()
         self.state.frozen = float(self._budget.frozen)
 
@@ -184,9 +189,9 @@ class RolloutScheduler(Evicting, Member):
             self.evict(large)
 
     def _target(self, budget: Budget) -> float:
-        """Bytes: the budget, but no more than the online engine has let go of."""
+        """Bytes of pages: the budget, but no more than the online engine has let go of."""
         target = min(budget.update(time.monotonic(), self._online.read(), self.control.read()), self.pool.total)
-        held = self.pool.limit_bytes
+        held = self.pool.mapped
         return target if target <= held else max(held, min(target, self._room()))
 
     def _room(self) -> float:

@@ -111,8 +111,9 @@ class SharedScheduler(Evicting, OnlineScheduler):
 
     def _share_memory(self) -> None:
         """There is nobody else's: blocks change hands inside of one pool."""
+        held = self.pool.limit(self.pool.total)
         with self._writing:
-            self.state.kv_wanted = self.state.kv_held = self.pool.limit_bytes
+            self.state.kv_wanted = self.state.kv_held = held
 
     def _wants_turn(self) -> bool:
         return False

@@ -15,11 +15,15 @@ import os
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.coserving.blocks import BlockMemory, Pool, layout_of
 from rose.coserving.pages import HostPages
-from rose.coserving.vmm import CudaDriver, PagePool
+from rose.coserving.pool import FAILED
+from rose.coserving.vmm import CudaDriver, CudaError, PagePool
+
+logger = init_logger(__name__)
 
 
 class KvAllocation(TorchFunctionMode):
@@ -84,20 +88,25 @@ class KvWorker:
 
     rose_kv: BlockMemory | None = None
 
-    def rose_kv_layout(self) -> dict[str, int]:
-        """`blocks`; `block_bytes`, over all layers; `page_bytes` of the system or the GPU; `adjacent`: so many
-        neighbouring blocks, from a multiple of it on, make whole pages; `held` blocks; `mapped_bytes`."""
+    def rose_kv_layout(self) -> dict:
+        """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`, `strides` of `blocks.Layout`;
+        `page_bytes` of the system or the GPU; `held` blocks; `mapped_bytes`."""
         kv = self._rose_lent()
-        return {"blocks": kv.layout.blocks, "block_bytes": kv.layout.block_bytes, "page_bytes": kv.pool.page,
-                "adjacent": kv.layout.adjacent(kv.pool.page), "held": kv.held, "mapped_bytes": kv.mapped_bytes}
+        return kv.layout._asdict() | {"block_bytes": kv.layout.block_bytes, "page_bytes": kv.pool.page,
+                                      "held": kv.held, "mapped_bytes": kv.mapped_bytes}
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
-        """Before these blocks are used. Returns the bytes that this took from the system; see `BlockMemory.map`."""
-        return self._rose_lent().map(block_ids)
+        """Before these blocks are used. Returns the bytes that this took from the system, see `BlockMemory.map`; FAILED
+        when it has not so many, and then none of them has memory that hadn't before."""
+        try:
+            return self._rose_lent().map(block_ids)
+        except (MemoryError, CudaError) as error:
+            logger.warning("%d blocks of KV cache stay withheld: %s", len(block_ids), error)
+            return FAILED
 
     def rose_release_blocks(self, block_ids: list[int]) -> int:
         """What is in these blocks is lost. Returns the bytes that the system got; see `BlockMemory.release`. On a GPU
-        this waits for the step that runs."""
+        this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
 
     def _rose_lent(self) -> BlockMemory:

@@ -133,12 +133,6 @@ def test_the_null_block_is_never_given_back():
     assert memory.held == 2
 
 
-def test_adjacent_blocks_that_share_no_page_with_others_are_counted():
-    assert Layout(2**30, 8, (0, 2**29), (65536, 65536)).adjacent(2 * MiB) == 32
-    assert Layout(2**20, 8, (0,), (4096,)).adjacent(4096) == 1
-    assert Layout(2**20, 8, (0, 2**19), (4096, 6144)).adjacent(4096) == 2
-
-
 def test_memory_of_others_is_given_back_by_whole_pages():
     tensor = torch.full((4 * MiB,), 5, dtype=torch.uint8)
     inner = tensor[100:-100]

@@ -129,7 +129,11 @@ class Driven:
         self.made = {}  # request -> tokens
         scheduler._core = SimpleNamespace(input_queue=queue.Queue())
         if scheduler.device is not None:
-            scheduler.pool.begin(lambda method, ids: self.calls.append((method, ids)))
+            scheduler.begin(self._call)
+
+    def _call(self, method, ids):
+        self.calls.append((method, ids))
+        return [BLOCK_BYTES * len(ids)]
 
     def add(self, name, prompt=32, tokens=32, priority=0):
         from vllm import SamplingParams
