@@ -20,10 +20,14 @@ ANSWER_S = 60.0  # for a word to get through, beside what the work itself may ta
 class DeviceTurns:
     """`ranks`: role -> index -> rank. `until(ready, deadline_s, what)` waits, see `Changes.until`."""
 
-    def __init__(self, config: Config, ranks: dict[p.Role, dict[int, int]], send: Callable[[int, p.Message], None],
+    def __init__(self, config: Config, ranks: dict[p.Role, dict[int, int]],
+                 send: Callable[[int, p.Message], None],
                  until: Callable[..., Awaitable[None]], recorder: NullRecorder) -> None:
         self.shared = config.shares_devices
-        self._config, self._ranks, self._send, self._until = config, ranks, send, until
+        self._config = config
+        self._ranks = ranks
+        self._send = send
+        self._until = until
         self._recorder = recorder
         self.holder: p.Role | None = p.Role.TRAINER  # None: nobody, or an order broke off
         self._turn = 0
@@ -31,8 +35,9 @@ class DeviceTurns:
         self._figures: dict[str, float] = {}  # since `take_figures`
 
     async def to(self, role: p.Role) -> None:
-        """The devices are `role`'s when this returns, and nobody else's before. Broken off by a cancellation it can be
-        asked again, for either role. Raises `RunFailed` with the ranks that did not answer."""
+        """The devices are `role`'s when this returns, and nobody else's before. Broken off by a
+        cancellation it can be asked again, for either role. Raises `RunFailed` with the ranks that did
+        not answer."""
         if not self.shared or self.holder is role:
             return
         other = p.Role.ROLLOUT if role is p.Role.TRAINER else p.Role.TRAINER
@@ -48,8 +53,8 @@ class DeviceTurns:
             self._answers[answer.rank] = answer
 
     def take_figures(self) -> dict[str, float]:
-        """For the step's row: seconds that the orders took, and the memory that the slowest rank of each role had and
-        gave; empty unless devices are shared."""
+        """For the step's row: seconds that the orders took, and the least memory that a rank of each role
+        moved and had free afterwards; empty unless devices are shared."""
         taken, self._figures = self._figures, {}
         return taken
 

@@ -1,12 +1,13 @@
 """A trainer rank's share of its device, given back whole and taken again.
 
-DeepSpeed's own `offload_states` knows each state by name, and in ZeRO-3 wants DeepSpeed's FusedAdam. Here no state is
-known: every storage of some size that any tensor of this process has on the device goes to host memory and is shrunk to
-nothing, as FSDP does with parameters. Tensors, views and flat buffers stay the same objects and see their values again
-once the storages have grown and been filled. Nothing may run on the device between the two calls.
+DeepSpeed's own `offload_states` knows each state by name, and in ZeRO-3 wants DeepSpeed's FusedAdam.
+Here no state is known: every storage of some size that any tensor of this process has on the device
+goes to host memory and is shrunk to nothing, as FSDP does with parameters. Tensors, views and flat
+buffers stay the same objects and see their values again once the storages have grown and been filled.
+Nothing may run on the device between the two calls.
 
-Host memory: on a GPU page-locked, in chunks that are kept; on a CPU, where host memory is what is given back, a file
-without a name.
+Host memory: on a GPU page-locked, in chunks that are kept; on a CPU, where host memory is what is
+given back, a file without a name.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ CHUNK_CPU = 2**26
 
 
 class Offload:
-    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer uses, even if their
-    memory is not torch's (a model's file mapped into memory, a checkpoint's)."""
+    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer uses,
+    even if their memory is not torch's (a model's file mapped into memory, a checkpoint's)."""
 
-    def __init__(self, device: torch.device, folder: Path | str, own: Callable[[], Iterable[Tensor]] = tuple):
-        self._device, self._folder, self._own = device, Path(folder), own
-        self._chunk_bytes, self._smallest = (CHUNK, SMALLEST) if device.type == "cuda" else (CHUNK_CPU, SMALLEST_CPU)
+    def __init__(self, device: torch.device, folder: Path | str,
+                 own: Callable[[], Iterable[Tensor]] = tuple):
+        self._device = device
+        self._folder = Path(folder)
+        self._own = own
+        on_gpu = device.type == "cuda"
+        self._chunk_bytes = CHUNK if on_gpu else CHUNK_CPU
+        self._smallest = SMALLEST if on_gpu else SMALLEST_CPU
         self._chunks: list[Tensor] = []
-        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # with their bytes, in the order of the chunks
+        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # with their bytes, in order
         self.away = False
 
     def give_back(self) -> DeviceMemory:
-        """Everything to the host; the device's memory afterwards. Raises `RuntimeError` without host memory."""
+        """Everything to the host; the device's memory afterwards. Raises `RuntimeError` when there is
+        too little host memory."""
         if not self.away:
             self._gone = [(storage, storage.nbytes()) for storage in self._storages()]
             for host, on_device in self._pieces():
@@ -73,8 +80,9 @@ class Offload:
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 found = device_memory.look(self._device)
                 raise RuntimeError(
-                    f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, which has "
-                    f"{found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: {error}") from error
+                    f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, which "
+                    f"has {found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: "
+                    f"{error}") from error
             for host, on_device in self._pieces():
                 on_device.copy_(host, non_blocking=True)
             self._settle()
@@ -91,8 +99,8 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those on the device, once each. What can't shrink others may share (NumPy's views): it stays, unless it is the
-        trainer's own."""
+        """Those on the device, once each. What can't shrink others may share (NumPy's views): it stays,
+        unless it is the trainer's own."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
         seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():
@@ -111,8 +119,8 @@ class Offload:
         """Of this process, those that Python knows, and their gradients."""
         gc.collect()
         for found in gc.get_objects():
-            # not isinstance: it asks lazily loaded modules, which would load
-            if issubclass(type(found), Tensor) and not issubclass(type(found), torch._subclasses.FakeTensor):
+            kind = type(found)  # not isinstance: it asks lazily loaded modules, which would load
+            if issubclass(kind, Tensor) and not issubclass(kind, torch._subclasses.FakeTensor):
                 yield found
                 if found.is_leaf and found.grad is not None:
                     yield found.grad
@@ -136,13 +144,14 @@ class Offload:
         """(bytes,) uint8 of host memory."""
         if self._device.type == "cpu":
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix="offload-") as file:
-                return torch.from_file(file.name, shared=True, size=self._chunk_bytes, dtype=torch.uint8)
+                return torch.from_file(file.name, shared=True, size=self._chunk_bytes,
+                                       dtype=torch.uint8)
         chunk = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         # torch's own page-locked memory comes in powers of two
         code = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self._chunk_bytes, 0)
         if int(code) != 0:
-            print(f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see ulimit -l): the "
-                  "turns take longer", flush=True)
+            print(f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see "
+                  "ulimit -l): the turns take longer", flush=True)
             try:  # CUDA would tell of it once more, at the next kernel
                 torch.zeros(1, device=self._device)
             except RuntimeError:
