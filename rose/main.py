@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rose import config as cfg
 from rose import protocol as p
+from rose.comm import address
 from rose.launch import guard
 from rose.launch.layout import Rank, layout
 
@@ -33,6 +34,8 @@ def main() -> None:
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it ends the run in order
+    config = cfg.load(run_dir / "config.json")
+    address.check_interface(config.cluster.interface)  # MPI, which uses it, too, would not name it
     from mpi4py import MPI  # initialises MPI
 
     from rose.comm import shared_memory
@@ -48,7 +51,6 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
     if me.rank != COORDINATOR:
         mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
-    config = cfg.load(run_dir / "config.json")
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:
         # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -72,10 +74,11 @@ def make_broadcast(config: cfg.Config, world):
 
     ranks = layout(config)
     trainers, rollouts = ([r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT))
-    kind = config.transfer.broadcast
-    if kind == "auto":
-        kind = "nccl" if config.cluster.gpus and not config.colocate else "mpi"
-    return broadcast.make_broadcast(kind, world, trainers, rollouts, config.transfer.load_timeout_s)
+    # What is sent is differences, which are wanted in host memory: over NCCL they would go through both GPUs, for a
+    # CUDA context and a communicator per trainer rank on each engine's device.
+    kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
+    return broadcast.make_broadcast(kind, world, trainers, rollouts, config.transfer.load_timeout_s,
+                                    config.cluster.interface)
 
 
 def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers, broadcast,

@@ -230,10 +230,11 @@ def started(report: Report, config, rank: int, world: int, port: int):
     """The rank's `Trainer`, with its store open."""
     from rose.config import read_shape
     from rose.engine import layout
+    from rose.comm.address import local_place
     from rose.observe.recorder import NullRecorder
     from rose.trainer.trainer import Trainer
 
-    made = Trainer(config, rank, world, "127.0.0.1", port, folder(report), NullRecorder())
+    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
     shape = read_shape(folder(report))
     made.open_store(report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
     return made

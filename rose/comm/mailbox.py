@@ -127,6 +127,28 @@ def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
     return buffer.tobytes().decode()
 
 
+def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> list[str]:
+    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which says `what` was gathered, when a rank
+    does not come within `deadline_s` seconds."""
+    import numpy as np
+
+    mine = np.frombuffer(text.encode(), dtype=np.uint8)
+    sizes = np.zeros(comm.Get_size(), dtype=np.int64)
+    end = time.monotonic() + deadline_s
+    _wait(comm.Iallgather(np.array([mine.size], dtype=np.int64), sizes), end, what)
+    found = np.empty(int(sizes.sum()), dtype=np.uint8)
+    starts = np.concatenate(([0], np.cumsum(sizes)))
+    _wait(comm.Iallgatherv(mine.copy(), [found, (sizes, starts[:-1]), MPI.BYTE]), end, what)
+    return [found[a:b].tobytes().decode() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def _wait(request: MPI.Request, end: float, what: str) -> None:
+    while not request.Test():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not every rank came for {what}")
+        time.sleep(0.001)
+
+
 def split_by_role(comm: MPI.Comm, role: Role) -> MPI.Comm:
     """The communicator of the ranks of one role; its rank is the role's index. Collective."""
     return comm.Split(color=list(Role).index(role), key=comm.Get_rank())

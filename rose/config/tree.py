@@ -137,7 +137,7 @@ class Transfer(Section):
     full_every: Count  # versions from one that needs no base to the next; between them are differences
     keep_versions: Count  # that readers may still be on their way to
     tensor_parallel: list[Count]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
-    broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: nccl on GPUs, else mpi
+    broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
     # What requests do that run when new weights come. Null only until the tree is checked: keep with asynchronous
     # batching, as making every context's KV cache anew costs a prefill of all of them per version; else recompute.
     in_flight: Literal["recompute", "keep", "finish"] | None
@@ -263,9 +263,17 @@ class Cluster(Section):
     gpu_memory_gib: Positive | None  # of each; null: memory is not checked
     start_timeout_s: Positive
     stop_timeout_s: Positive
+    interface: str | None  # of the network that all hosts share, for MPI, gloo and NCCL; null: found by trying
+    cache_dir: str | None  # of compiled kernels, on a disk of the node; null: TMPDIR/rose-UID under Slurm
     env: dict[str, str]
     mpi: Mpi
     slurm: Slurm | None  # with kind=slurm
+
+    @property
+    def of_interface(self) -> dict[str, str]:
+        """Variables by which gloo, NCCL and libfabric's tcp provider take `interface`."""
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FI_TCP_IFACE")
+        return dict.fromkeys(names, self.interface) if self.interface else {}
 
 
 class Observe(Section):

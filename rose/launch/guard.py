@@ -20,7 +20,8 @@ import msgspec
 
 from rose import config as configuration
 from rose import processes
-from rose.launch import gpus, logs, rank_status
+from rose.config import Cluster
+from rose.launch import caches, gpus, logs, rank_status
 from rose.launch.layout import Rank, layout
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
@@ -51,14 +52,16 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     if child:
         os._exit(_watch(run_dir, attempt, number, child))
     processes.die_with_parent(guard)
-    os._exit(_body(run_dir, attempt, me, config.cluster.kind, body))
+    os._exit(_body(run_dir, attempt, me, config.cluster, body))
 
 
-def _use(me: Rank, kind: str) -> None:
+def _use(me: Rank, cluster: Cluster) -> None:
     """Take what only this rank has in its environment. mpiexec has given it its GPUs; srun gives one list to all ranks
     of a node."""
     os.environ.update(me.environment)
-    if me.gpus and kind == "slurm":
+    if me.gpus:
+        os.environ.update(caches.variables(cluster, os.environ))
+    if me.gpus and cluster.kind == "slurm":
         who = f"rank {me.rank} ({me.role.value} {me.index}, component {me.component}, node {me.node})"
         os.environ[gpus.VARIABLE] = gpus.of_step(me.gpus, os.environ.get(gpus.VARIABLE), who)
 
@@ -75,13 +78,13 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _body(run_dir: Path, attempt: int, me: Rank, kind: str, body: Callable[[Rank], None]) -> int:
+def _body(run_dir: Path, attempt: int, me: Rank, cluster: Cluster, body: Callable[[Rank], None]) -> int:
     status = rank_status.RankStatus(rank=me.rank, role=me.role, index=me.index, pid=os.getpid(),
                                     host=socket.gethostname(), state="running")
     code = 0
     try:
         rank_status.write(run_dir, attempt, status)
-        _use(me, kind)
+        _use(me, cluster)
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

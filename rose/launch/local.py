@@ -63,7 +63,7 @@ def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     threads = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy loads before a rank knows its own share of the cores
-    return os.environ | {"PYTHONPATH": path} | threads | hub.OFFLINE | c.cluster.env | c.cluster.mpi.env
+    return os.environ | {"PYTHONPATH": path} | threads | hub.OFFLINE | c.cluster.of_interface | c.cluster.env | c.cluster.mpi.env
 
 
 @contextmanager

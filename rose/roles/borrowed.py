@@ -53,7 +53,8 @@ class Borrowed:
     def __init__(self, config: Config, run_dir: Path, attempt: int, world_size: int, hub: Callable[[], TurnHub],
                  on_fault: Callable[[str, str], None], on_change: Callable[[str, str], None]) -> None:
         self._config, self._hub = config.serving, hub
-        self._mpi_env = config.cluster.mpi.env | config.cluster.mpi.join_env
+        cluster = config.cluster
+        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
         self._on_fault, self._on_change = on_fault, on_change
         self._patience_s = config.rollout.engine_start_timeout_s
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31

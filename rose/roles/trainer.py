@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from rose import device_memory
 from rose import protocol as p
-from rose.comm.address import rendezvous
-from rose.comm.mailbox import COORDINATOR, Mailbox, share_text
+from rose.comm import address
+from rose.comm.mailbox import COORDINATOR, Mailbox, gather_texts
 from rose.config import Config, read_shape
 from rose.engine import layout
 from rose.models import resolve
@@ -27,11 +27,12 @@ FLUSH_S = 5.0
 def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MPI.Comm, broadcast: Broadcast | None,
         recorder: NullRecorder, resume_from: Path | None) -> None:
     """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
-    its own from the first of them. `broadcast` leads to the dedicated rollout ranks."""
+    its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
-    address, _, port = share_text(peers, rendezvous(peers)).rpartition(":")  # the first rank's counts
+    place = address.meet(lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"), index,
+                         config.cluster.interface)
     model = resolve(config.model)
-    trainer = Trainer(config, index, world, address, int(port), model, recorder)
+    trainer = Trainer(config, index, world, place, model, recorder)
     store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
     if index == 0:
         shutil.rmtree(store.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch
 
 from rose import config as configuration
 from rose import locks
+from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
@@ -68,16 +70,35 @@ def use_device(gpus: int, index: int) -> torch.device:
     return torch.device("cpu")
 
 
-def join_world(device: torch.device, rank: int, world: int, address: str, port: int, timeout_s: float) -> None:
-    """torch.distributed with explicit coordinates; a collective that takes over `timeout_s` seconds fails."""
+def join_world(device: torch.device, rank: int, world: int, place: Place, timeout_s: float) -> None:
+    """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after that, a collective
+    that takes over `timeout_s` seconds fails.
+
+    Raises `RendezvousError`, which names all hosts and addresses.
+    """
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 
-    # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed on one machine.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed on one machine.
+        # Not on a GPU: there this look-up makes DeepSpeed try the compilers for all of its CUDA operators.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # where DeepSpeed looks for its device
-    torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://{address}:{port}", rank=rank,
-        world_size=world, timeout=timedelta(seconds=timeout_s))
+    backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
+    place.use_interface()
+    try:
+        store = torch.distributed.TCPStore(place.address, place.port, world, is_master=rank == 0, timeout=first,
+                                           master_listen_fd=place.claim())
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=first)
+        met = torch.ones(1, device=device)
+        torch.distributed.all_reduce(met)  # NCCL connects at the first collective
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
+        raise RendezvousError(f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
+                              f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
+                              f"{place.listing()}") from error
+    # The default group's own, as for groups made later; there is no public call for it.
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rose import protocol
+from rose.comm.address import Place
 from rose.config import Config
 from rose.device_memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
@@ -46,9 +47,9 @@ class TrainingDiverged(ArithmeticError):
 
 class Trainer:
     """Rank `index` of `world`; all must be made, and each method called, together. torch.distributed meets
-    at `address`:`port`, which rank 0 opens."""
+    at `place`, where rank 0 listens."""
 
-    def __init__(self, config: Config, index: int, world: int, address: str, port: int, folder: Path | str,
+    def __init__(self, config: Config, index: int, world: int, place: Place, folder: Path | str,
                  recorder: NullRecorder):
         self.config, self.index, self.world, self.recorder = config, index, world, recorder
         if config.trainer.threads:
@@ -57,7 +58,7 @@ class Trainer:
             make_deterministic()
         torch.manual_seed(config.seed)
         self.device = use_device(config.cluster.gpus, index)
-        join_world(self.device, index, world, address, port, config.trainer.step_timeout_s)
+        join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device)
         self._publisher: Publisher | None = None

@@ -120,9 +120,9 @@ class Broadcast(ABC):
 
 
 def make_broadcast(kind: str, world, trainers: Sequence[int], rollouts: Sequence[int],
-                   deadline_s: float) -> Broadcast | None:
+                   deadline_s: float, interface: str | None = None) -> Broadcast | None:
     """This rank's end of the broadcast from the MPI ranks `trainers` to `rollouts` of `world` (an `MPI.Comm`), each in
-    the order of its role's indices. None for kind "none", without rollout ranks, and on a rank that is neither.
+    the order of its role's indices; `interface` (cluster.interface) is for NCCL's. None for kind "none", without rollout ranks, and on a rank that is neither.
 
     Collective over those ranks, and only those. Raises `TransferError` on another kind than "mpi", "nccl" or "none",
     and for "nccl" where this process sees no GPU.
@@ -143,7 +143,8 @@ def make_broadcast(kind: str, world, trainers: Sequence[int], rollouts: Sequence
                             "'mpi' needs neither")
     from rose.transfer.broadcast_nccl import TorchBroadcast
 
-    return TorchBroadcast(world, trainers, rollouts, deadline_s, torch.device("cuda", torch.cuda.current_device()))
+    return TorchBroadcast(world, trainers, rollouts, deadline_s, torch.device("cuda", torch.cuda.current_device()),
+                          interface)
 
 
 class Stream:

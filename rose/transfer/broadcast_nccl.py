@@ -20,8 +20,8 @@ import torch
 from mpi4py import MPI
 from torch import distributed
 
-from rose.comm.address import rendezvous
-from rose.comm.mailbox import share_text
+from rose.comm import address
+from rose.comm.mailbox import gather_texts
 from rose.transfer.broadcast import FRAME_BYTES, HEADER_BYTES, Frame, Header, Transit
 from rose.transfer.broadcast_mpi import MpiBroadcast
 
@@ -41,14 +41,17 @@ class TorchBroadcast(MpiBroadcast):
     gloo. Every trainer and rollout rank needs a GPU that it shares with no other."""
 
     def __init__(self, world: MPI.Comm, trainers: Sequence[int], rollouts: Sequence[int], deadline_s: float,
-                 device: torch.device = torch.device("cpu")) -> None:
+                 device: torch.device = torch.device("cpu"), interface: str | None = None) -> None:
         super().__init__(world, trainers, rollouts, deadline_s)
         self._device = device
         self._stream_of_copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         first = self._comm.Get_rank() == 0
-        address, _, port = share_text(self._comm, rendezvous(self._comm)).rpartition(":")
+        place = address.meet(lambda text: gather_texts(self._comm, text, address.MEET_S, "the broadcast's addresses"),
+                             self._comm.Get_rank(), interface)
+        place.use_interface()
         timeout = timedelta(seconds=2 * deadline_s)  # ours, which says more, comes first
-        self._store = distributed.TCPStore(address, int(port), is_master=first, timeout=timeout, wait_for_workers=False)
+        self._store = distributed.TCPStore(place.address, place.port, is_master=first, timeout=timeout,
+                                           wait_for_workers=False, master_listen_fd=place.claim())
         self._groups = {}  # by root
         for root in range(len(trainers)) if self.root is None else [self.root]:
             rank = 0 if self.root is not None else 1 + self.receiver

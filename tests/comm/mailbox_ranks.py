@@ -1,6 +1,7 @@
 """Three real MPI ranks exchange messages of many sizes; run by test_mailbox.py under mpiexec."""
 
 import asyncio
+import functools
 import os
 import sys
 import time
@@ -8,9 +9,8 @@ import time
 from mpi4py import MPI
 
 from rose import protocol as p
-from rose.comm import shared_memory
-from rose.comm.address import rendezvous
-from rose.comm.mailbox import Mailbox, share_text, split_by_role
+from rose.comm import address, shared_memory
+from rose.comm.mailbox import Mailbox, gather_texts, share_text, split_by_role
 
 SIZES = [0, 1, 1000, 65_500, 65_536, 100_000, 3_000_000]
 BURST = 1000  # messages that all lie there before the first is taken
@@ -61,7 +61,10 @@ box = Mailbox(world)
 assert share_text(world, "résumé/step-1" if box.rank == 0 else None) == "résumé/step-1"
 peers = split_by_role(world, p.Role.COORDINATOR if box.rank == 0 else p.Role.TRAINER)
 assert peers.Get_size() == (1 if box.rank == 0 else 2)
-assert rendezvous(peers).startswith("127.0.0.1:")
+gather = functools.partial(gather_texts, peers, deadline_s=30.0, what="the test's addresses")
+assert gather("é" * (1 + peers.Get_rank())) == ["é" * (1 + rank) for rank in range(peers.Get_size())]
+place = address.meet(lambda text: gather(text), peers.Get_rank())
+assert place.address == "127.0.0.1" and (place.listener is None) == (peers.Get_rank() > 0)
 if box.rank == 0:
     take_burst(box)
     asyncio.run(serve(box, 2 * len(SIZES)))

@@ -119,6 +119,7 @@ def settings(job: dict):
 def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to publish or nothing], ["publish", version], ["save"], ["load"],
     ["turn"]: the device is given back and taken again."""
+    from rose.comm.address import local_place
     from rose import protocol as p
     from rose.config import read_shape
     from rose.engine import layout
@@ -126,7 +127,7 @@ def main(job: dict, rank: int) -> None:
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
-    trainer = Trainer(settings(job), rank, job["ranks"], "127.0.0.1", job["port"], folder / "model", NullRecorder())
+    trainer = Trainer(settings(job), rank, job["ranks"], local_place(job["port"]), folder / "model", NullRecorder())
     shape = read_shape(folder / "model")
     trainer.open_store(folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
     report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": []}

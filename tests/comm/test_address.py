@@ -1,0 +1,205 @@
+"""Where ranks meet: never at a loopback address of several hosts, at one that all have reached, and not for ever."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.comm import address
+from rose.comm.address import Host, RendezvousError
+
+RANKS = Path(__file__).with_name("address_ranks.py")
+DEADLINE_S = 240.0
+HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian, Ubuntu and DGX OS write it
+
+
+class Together:
+    """A collective gather for ranks that are threads."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=60)
+        self._texts = [""] * world
+
+    def of(self, rank: int):
+        def gather(text: str) -> list[str]:
+            self._texts[rank] = text
+            self._barrier.wait()
+            found = list(self._texts)
+            self._barrier.wait()
+            return found
+        return gather
+
+
+def meet_all(world: int, interface: str | None = None) -> list:
+    together = Together(world)
+    found: list = [None] * world
+
+    def rank(number: int) -> None:
+        try:
+            found[number] = address.meet(together.of(number), number, interface)
+        except RendezvousError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open():
+    first, *others = meet_all(3)
+    assert first.address == "127.0.0.1" and first.interface == "lo"
+    assert {(other.address, other.port, other.listener) for other in others} == {("127.0.0.1", first.port, None)}
+    with first.listener as listening:
+        assert listening.getsockname() == ("127.0.0.1", first.port)
+        with pytest.raises(OSError):
+            address._listen("127.0.0.1").bind(("127.0.0.1", first.port))
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(RendezvousError, match="cluster.interface='ib7'.*no such interface; it has .*lo"):
+        address.check_interface("ib7")
+
+
+def test_an_interface_of_ones_own_is_used():
+    assert {place.address for place in meet_all(2, "lo")} == {"127.0.0.1"}
+
+
+def test_nobody_meets_where_not_all_ranks_have_been(monkeypatch):
+    """Hosts that can't reach each other: every rank learns it, with all hosts and addresses."""
+    spaces = iter("abc")
+    monkeypatch.setattr(address, "_space", lambda: next(spaces))
+    monkeypatch.setattr(address, "_reach", lambda places, token: {})
+    for error in meet_all(3):
+        assert isinstance(error, RendezvousError)
+        assert "can be reached by all 3 ranks" in str(error) and "rank 2 on" in str(error)
+        assert "cluster.interface=NAME" in str(error)
+
+
+def test_another_service_at_that_address_is_not_the_first_rank():
+    """As where a bridge has one address on every host."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        def answer():
+            visitor, _ = other.accept()
+            visitor.sendall(b"220 another service, at your service")
+            visitor.close()
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert address._try(list(other.getsockname()), os.urandom(address.TOKEN_BYTES)) is None
+        thread.join(30)
+
+
+def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch):
+    hosts = [Host("a", "1", [("docker0", "172.17.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1")]),
+             Host("b", "2", [("ib0", "10.1.0.2")]), Host("b", "2", [("ib0", "10.1.0.2")])]
+    monkeypatch.setattr(address, "_source", lambda there: "10.1.0.1")
+    assert address._by_vote(hosts) == ["10.1.0.1", "172.17.0.1", "10.0.0.1"]
+    assert not [ip for _, ip in address._addresses(None) if ip.startswith("127.")]
+
+
+# ---------------------------------------------------------------- two hosts: network namespaces with a Debian hosts file
+
+class TwoHosts:
+    """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that both have alike."""
+
+    def __init__(self) -> None:
+        self.names = [f"rose-{os.getpid()}-{letter}" for letter in "ab"]
+        self.files = [Path("/etc/netns") / name for name in self.names]
+
+    def make(self) -> None:
+        for name, files in zip(self.names, self.files, strict=True):
+            files.mkdir(parents=True)
+            (files / "hosts").write_text(HOSTS.format(name=name))
+            self.ip("netns", "add", name)
+            self.inside(name, "ip", "link", "set", "lo", "up")
+            self.inside(name, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "port")
+            self.inside(name, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+            self.inside(name, "ip", "link", "set", "docker0", "up")
+            self.inside(name, "ip", "link", "set", "port", "up")
+        a, b = self.names
+        self.ip("link", "add", "wire", "netns", a, "type", "veth", "peer", "name", "wire", "netns", b)
+        for number, name in enumerate(self.names, 1):
+            self.inside(name, "ip", "address", "add", f"10.77.0.{number}/24", "dev", "wire")
+            self.inside(name, "ip", "link", "set", "wire", "up")
+
+    def remove(self) -> None:
+        for name, files in zip(self.names, self.files, strict=True):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            for file in files.glob("*"):
+                file.unlink()
+            if files.exists():
+                files.rmdir()
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    def inside(self, name: str, *command: str) -> None:
+        self.ip("netns", "exec", name, *command)
+
+    def ranks(self, folder: Path, *arguments: str) -> list[tuple[int, dict, str]]:
+        """One rank in each, with the host's own name set; (exit code, its words, its errors) of each."""
+        started = [subprocess.Popen(
+            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name,
+             sys.executable, str(RANKS), str(folder), str(rank), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_plain_environment())
+            for rank, name in enumerate(self.names)]
+        try:
+            ended = [process.communicate(timeout=DEADLINE_S) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        return [(process.returncode, json.loads(out or "{}"), errors)
+                for process, (out, errors) in zip(started, ended, strict=True)]
+
+
+def _plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    hosts = TwoHosts()
+    try:
+        hosts.make()
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+@pytest.mark.slow
+def test_two_hosts_whose_names_lead_to_loopback_meet_on_the_wire_between_them(two_hosts, tmp_path):
+    ended = two_hosts.ranks(tmp_path)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [words["address"] for _, words, _ in ended] == ["10.77.0.1"] * 2
+    assert [words["interface"] for _, words, _ in ended] == ["wire"] * 2
+    assert [words["sum"] for _, words, _ in ended] == [3.0, 3.0]
+    assert all(words["name_leads_to"] == "127.0.1.1" for _, words, _ in ended)
+
+
+@pytest.mark.slow
+def test_hosts_that_only_look_as_if_they_shared_a_network_are_named_within_the_minute(two_hosts, tmp_path):
+    for code, _, errors in two_hosts.ranks(tmp_path, "docker0"):
+        assert code == 1 and "RendezvousError" in errors
+        assert all(name in errors for name in two_hosts.names) and "172.17.0.1 (docker0)" in errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_connects_ends_the_others_with_the_place_and_all_hosts(two_hosts, tmp_path):
+    (code, _, errors), _ = two_hosts.ranks(tmp_path, "wire", "1")
+    assert code == 1 and "RendezvousError" in errors and "10.77.0.1:" in errors
+    assert all(name in errors for name in two_hosts.names)
+
+
+def test_nothing_of_it_is_left_here():
+    assert not [name for name in psutil.net_if_addrs() if name == "wire"]
