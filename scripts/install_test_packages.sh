@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that the programs which only the tests need are there: a Chromium, which opens report.html, and the Slurm
-# that slurm/dev_cluster.sh starts. Installs Debian's packages where it may (root); else says what is missing and fails.
+# that slurm/dev_cluster.sh starts, and iproute2. Installs Debian's packages where it may (root); else says what is missing and fails.
 set -eu
 
 find_browser() {
@@ -19,5 +19,13 @@ if ! find_browser; then
     echo "installing chromium, which the tests of report.html need"
     apt-get -qq update
     DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null
+fi
+if ! command -v ip >/dev/null 2>&1 && [ ! -x /usr/sbin/ip ]; then
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+        echo "make test: no ip found (iproute2), which makes the hosts of tests/comm/test_address.py." >&2
+        exit 2
+    fi
+    apt-get -qq update
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends iproute2 >/dev/null
 fi
 exec "$(dirname "$0")/../slurm/dev_cluster.sh" install

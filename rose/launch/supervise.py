@@ -27,7 +27,8 @@ from rose.launch import logs, rank_status
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
 
-POLL_S = 0.2
+POLL_S = 0.2  # between two looks at the ranks and their files
+POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, too
 SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
@@ -62,6 +63,10 @@ class Job:
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     lost: bool = False  # the dead rank that ends the job was killed, or vanished
+
+    @property
+    def _poll_s(self) -> float:
+        return POLL_SLURM_S if self.cluster.kind == "slurm" else POLL_S
 
     def statuses(self) -> dict[int, RankStatus]:
         return rank_status.read_all(self.run_dir, self.attempt)
@@ -100,7 +105,7 @@ class Job:
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
                     return Outcome(interrupted=self._interrupted())  # all is saved; the laggards are ended
-            time.sleep(POLL_S)
+            time.sleep(self._poll_s)
 
     def _interrupted(self) -> int:
         return self.signals[0] if self.signals else 0
@@ -196,7 +201,7 @@ class Job:
             self.process.terminate()
         deadline = time.monotonic() + grace_s
         while self.process.poll() is None and time.monotonic() < deadline and len(self.signals) < 2:
-            time.sleep(POLL_S)
+            time.sleep(self._poll_s)
 
 
 def _is_here(status: RankStatus) -> bool:

@@ -266,18 +266,28 @@ def commit(store: Path, plan: Plan, version: int, base: int | None, timeout_s: f
     deadline = time.monotonic() + timeout_s
     expected = {"format": FORMAT, "lineage": plan.lineage, "version": version,
                 "base": "" if base is None else str(base)}
-    files = []
-    for rank in range(plan.world):
-        path = target / f"rank-{rank:05d}.h5"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise TransferError(f"{path}: trainer rank {rank} did not write it within {timeout_s:g} s")
-            time.sleep(0.005)
-        files.append(_describe(path, expected | {"rank": rank}))
+    names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
+    pause = 0.005
+    # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a minute that a name,
+    # asked for too early, was not there.
+    while missing := sorted(set(names) - _listed(target)):
+        if time.monotonic() > deadline:
+            rank = names.index(missing[0])
+            raise TransferError(f"{target / missing[0]}: trainer rank {rank} did not write it within {timeout_s:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    files = [_describe(target / name, expected | {"rank": rank}) for rank, name in enumerate(names)]
     manifest = Manifest(FORMAT, plan.lineage, hash_of(seal(plan)), version, base, files)
     write_file(target / MANIFEST, seal(manifest))
     sync(target.parent)
     return target / MANIFEST
+
+
+def _listed(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:  # made by the first rank that writes
+        return set()
 
 
 def _describe(path: Path, expected: dict) -> RankFile:
