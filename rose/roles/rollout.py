@@ -71,7 +71,7 @@ class RolloutWorker:
         self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
         self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
         self._up = asyncio.Event()  # the coordinator knows the engine, which lives as far as we know
-        self._loads: set[asyncio.Task] = set()
+        self._load_tasks: set[asyncio.Task] = set()
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()
         self._ends = False
@@ -172,8 +172,8 @@ class RolloutWorker:
                 moved = await engine.wake_weights()
             self._has_device.set()
             if sleeps:
-                if self._loads:
-                    await asyncio.wait(self._loads)
+                if self._load_tasks:
+                    await asyncio.wait(self._load_tasks)
                 moved += await engine.wake()
         except Exception:
             if not await self._died(engine):
@@ -210,8 +210,8 @@ class RolloutWorker:
                         task.cancel()
                 case p.LoadVersion():
                     task = self._tasks.spawn(self._load(message))
-                    self._loads.add(task)
-                    task.add_done_callback(self._loads.discard)
+                    self._load_tasks.add(task)
+                    task.add_done_callback(self._load_tasks.discard)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
                 case p.Shutdown(reason):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
+from rose.comm.tasks import Tasks
 from rose.engine.activation import Moved
 from rose.engine.vllm_engine import EngineDied, Stats
 from rose.observe.recorder import NullRecorder
@@ -195,8 +196,22 @@ def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(make
 
     async def scene():
         worker = BorrowedWorker(make_config("colocate=true"), "borrowed-1", NullRecorder())
-        assert worker._has_device.is_set()
         worker._asked_to_leave.cancel()
+        loaded, words = [], [p.LoadVersion(3, "store"), p.Shutdown("over")]
+
+        async def receive():
+            await settle()
+            return 0, words.pop(0)
+
+        async def load_version(version, *_):
+            loaded.append(version)
+            return SimpleNamespace(nbytes=1, route=[], mirrored=0, pause_s=0.0)
+
+        worker.mailbox = SimpleNamespace(receive=receive, send=lambda *_: None)
+        worker.engine = SimpleNamespace(version=-1, load_version=load_version)
+        worker._tasks = Tasks()
+        await asyncio.wait_for(worker._receive(), DEADLINE_S)
+        assert loaded == [3]
 
     asyncio.run(scene())
 
