@@ -3,7 +3,8 @@
 A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h the interference
 measured by rose.serving.profile. It may begin if S, held up so long, still makes every target (now + h T <=
 hold_until), and if a request that arrives just after loses no more than step_share of its TTFT target, or less of it if
-that is what keeps the median TTFT (slo.Promptness). Anything unknown, silent, damaged or not a number shuts the gate.
+that is what keeps the median TTFT (slo.Promptness). vLLM plans a step while the one before runs: what is left of those
+that were let through already is part of T. Anything unknown, silent, damaged or not a number shuts the gate.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Gate:
             if not 0 <= self.hold < float("inf"):
                 raise ValueError(f"profile: interference.hold_p99={self.hold:g} must be a finite number >= 0")
 
-    def admit(self, now: float, online: Online | None, control: Control | None, demand: Work) -> Admission:
-        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks for one decode."""
+    def admit(self, now: float, online: Online | None, control: Control | None, demand: Work,
+              ahead: tuple[float, float] = (0.0, 0.0)) -> Admission:
+        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks for one decode.
+        `ahead`: seconds until R's steps in flight have ended, the mean and the P99."""
         if self.predictor is None:
             return Admission(0, Reason.NO_PROFILE)
         if self._slo is None:
@@ -68,7 +71,7 @@ class Gate:
         if reason := lent(now, online, control, self._lending):
             return Admission(0, reason)
         share = self._lending.step_share * self._slo.ttft_p99_s * online.prompt_share
-        slack = online.hold_until - now
+        share, slack = share - self.hold * ahead[0], online.hold_until - now - self.hold * ahead[1]
         demand = demand if demand.tokens else Work((), 1, 0)
         one = part(demand, 1)
         for fits, reason in ((self.hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),

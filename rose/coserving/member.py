@@ -11,6 +11,7 @@ from rose.coserving import board, device
 from rose.coserving.blocks import Layout
 from rose.coserving.board import Peer
 from rose.coserving.pool import Call, Pool
+from rose.coserving.predictor import Predictor
 from rose.coserving.steps import Timed
 
 BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
@@ -62,6 +63,10 @@ class Member(Timed):
 
     def has_requests(self) -> bool:
         return self._due or super().has_requests()
+
+    def _ends_at(self, predictor: Predictor | None) -> float:
+        """When all steps in flight will have ended at their P99; 0 without any, or without a predictor."""
+        return time.monotonic() + self._in_flight_s(predictor)[1] if predictor and self._in_flight else 0.0
 
     def _publish(self) -> None:
         with self._writing:

@@ -135,7 +135,7 @@ class OnlineScheduler(Member):
         if rollout is not None and (rollout.running > 0 or rollout.step_ends > 0):
             for seen in self._seen.values():
                 seen.lent = True
-        self._tell(began + self._predictor.p99(work) if self._predictor else 0.0)
+        self._tell(self._ends_at(self._predictor))
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
@@ -144,10 +144,10 @@ class OnlineScheduler(Member):
         s.steps += 1
         s.busy_s += ended - began
         s.prompt_tokens += sum(count for count, _ in work.prefill)
-        s.step_ends = 0.0
         if self._predictor:
             self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
+        s.step_ends = self._ends_at(self._predictor)
 
     def _tell(self, step_ends: float | None = None) -> None:
         with self._writing:
@@ -156,7 +156,7 @@ class OnlineScheduler(Member):
             if step_ends is not None:
                 s.step_ends = step_ends
             s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
-            s.kv_used, s.kv_held = self.pool.used, self.pool.mapped
+            s.kv_used, s.kv_held = self.pool.used, max(self.pool.mapped, self.pool.limit_bytes)
             self._board.write()
 
     def _hold_until(self) -> float:
@@ -165,15 +165,16 @@ class OnlineScheduler(Member):
         now = time.monotonic()
         if self._predictor is None or self._slo is None:
             return now
-        requests = []
+        requests, in_flight = [], self._tokens_in_flight()  # whose steps are held up too, so they are yet to come
         for name, seen in self._seen.items():
             request = self.requests.get(name)
             if request is None:
                 continue
-            left = max(0, request.num_tokens - request.num_computed_tokens)
+            done = max(0, request.num_computed_tokens - in_flight[name])
+            left = max(0, request.num_tokens - done)
             if seen.first_token_at is not None and left <= 1:
                 left = 0
-            requests.append(Request(seen.arrival, left, request.num_computed_tokens, seen.first_token_at, seen.tokens,
+            requests.append(Request(seen.arrival, left, done, seen.first_token_at, seen.tokens,
                                     seen.last_token_at if seen.first_token_at is not None else None))
         return hold_until(now, requests, self._predictor, self._slo, self._most, self.max_num_running_reqs)
 
@@ -261,7 +262,7 @@ class OnlineScheduler(Member):
             self._board.write()
         reached = self.pool.limit(hold, self.device.kv_bytes - self._lent())
         with self._writing:
-            self.state.kv_held = reached
+            self.state.kv_held = max(reached, self.pool.limit_bytes)
             self._board.write()
 
     def _beats_once(self) -> None:

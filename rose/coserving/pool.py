@@ -23,6 +23,7 @@ RELEASE, MAP = "rose_release_blocks", "rose_map_blocks"  # of the workers
 FAILED = -1  # what they return when the device has no memory
 AGAIN_S = 1.0  # before memory is asked for that the device has just not had
 AT_ONCE = 2**28  # bytes that one call maps, so that of a large wish the first part is there when the rest isn't
+FEW = 16  # blocks that aren't asked for one by one
 SETTLE = 32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
 
 Call = Callable[[str, list[int]], Sequence[int]]  # a method of every worker, with block ids -> bytes that each reports
@@ -168,8 +169,14 @@ class Pool:
             return
         some = max(1, AT_ONCE // self.block_bytes)
         self._failed_at, at = 0.0, 0
-        while at < ids.size and self._has_memory(ids[at:at + some].tolist()):
-            at += some
+        while at < ids.size:
+            part = ids[at:at + some].tolist()
+            if self._has_memory(part):
+                at += len(part)
+            elif len(part) > FEW:
+                some = len(part) // 4
+            else:
+                break
         self._usable[ids[:at]] = True
         self._blocks.free_blocks([self._blocks.blocks[block] for block in ids[:at]])
 

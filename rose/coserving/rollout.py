@@ -97,8 +97,9 @@ class RolloutScheduler(Evicting, Member):
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
+            ahead = self._in_flight_s(self._predictor) if self._predictor else (0.0, 0.0)
             admission = self._gate.admit(now, self._online.read(), self.control.read(),
-                                         work_of([*self.running, *self.waiting]))
+                                         work_of([*self.running, *self.waiting]), ahead)
             self._note(admission.reason, now)
             if admission.tokens or not self.has_unfinished_requests():
                 self._moved_at = now
@@ -138,13 +139,13 @@ class RolloutScheduler(Evicting, Member):
     def _step_begins(self, work: Work, began: float) -> None:
         if self.device is not None:
             self._beside.append(self._online_idle())
-            self._tell(began + self._predictor.p99(work) if self._predictor else 0.0)
+            self._tell(self._ends_at(self._predictor))
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
             return
         s = self.state
-        s.steps, s.busy_s, s.step_ends = s.steps + 1, s.busy_s + ended - began, 0.0
+        s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         idle = self._beside.popleft()
         if self._predictor:
@@ -153,6 +154,7 @@ class RolloutScheduler(Evicting, Member):
             if idle is not None and idle == self._online_idle():
                 self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
+        s.step_ends = self._ends_at(self._predictor)
 
     def _online_idle(self) -> float | None:
         """The online engine's steps so far, if it is in none now."""

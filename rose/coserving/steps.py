@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import msgspec
 
 from rose.coserving import names
-from rose.coserving.predictor import Work
+from rose.coserving.predictor import Predictor, Work
 
 
 class Timed:
@@ -50,6 +50,24 @@ class Timed:
                                                      "decode_context": work.decode_context}) + b"\n")
             self._step_ended(work, began, ended)
         return outputs
+
+    def _in_flight_s(self, predictor: Predictor) -> tuple[float, float]:
+        """Seconds until the steps in flight have ended, as predicted: on average, and if each takes its P99."""
+        mean = p99 = 0.0
+        for _, work, began in self._in_flight:
+            mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
+        if not self._in_flight:
+            return 0.0, 0.0
+        passed = time.monotonic() - max(self._in_flight[0][2], self._last_ended)
+        first = self._in_flight[0][1]
+        return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
+
+    def _tokens_in_flight(self) -> Counter[str]:
+        """Of each request, those that its steps in flight compute; vLLM counts them as computed already."""
+        counts: Counter[str] = Counter()
+        for output, _, _ in self._in_flight:
+            counts.update(output.num_scheduled_tokens)
+        return counts
 
     def _work_of(self, scheduled: dict[str, int]) -> Work:
         """After vLLM has counted the tokens as computed."""

@@ -122,3 +122,18 @@ def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(lendi
         return gate.admit(10.0, online(10.0, decode_s=seconds), control(10.0), Work((), 4, 400)).reason
 
     assert ask(0.0) is Reason.OPEN and ask(0.089) is Reason.OPEN and ask(0.091) is Reason.PACE
+
+
+def test_what_is_left_of_the_steps_let_through_before_is_part_of_the_next_ones(lending, slo, profile, online, control):
+    from rose.coserving.gate import Gate
+    from rose.coserving.predictor import Work
+
+    gate, now, one = Gate(lending(step_share=0.5), slo, profile(hold=0.5)), 100.0, Work((), 1, 10)
+    p99, mean = gate.predictor.p99(one), gate.predictor.seconds(one)
+    slack = 0.5 * (p99 + 0.03) + 1e-6
+    board, told = online(now, hold_until=now + slack), control(now)
+    assert gate.admit(now, board, told, one, (0.02, 0.03)).tokens == 1
+    assert gate.admit(now, board, told, one, (0.02, 0.031)).reason.name == "SLACK"
+    left = slo.ttft_p99_s - mean  # of step_share's 0.5, of which a step takes h = 0.5 of its time
+    assert gate.admit(now, online(now), told, one, (left - 1e-6, 0.0)).tokens == 1
+    assert gate.admit(now, online(now), told, one, (left + 1e-6, 0.0)).reason.name == "STEP_SHARE"

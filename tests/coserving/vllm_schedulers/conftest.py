@@ -90,50 +90,78 @@ def boards(tmp_path, monkeypatch, make_config):
 
 
 @pytest.fixture
-def make_scheduler(model_folder):
-    """make_scheduler("rose.coserving.rollout", blocks=..., policy="fcfs") -> a `Driven` scheduler."""
+def asynchronous():
+    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's parameter."""
+    return False
+
+
+@pytest.fixture
+def make_scheduler(model_folder, asynchronous):
+    """make_scheduler("rose.coserving.rollout", blocks=..., policy="fcfs") -> a `Driven` scheduler. `memory`: a
+    `BlockMemory` of so many blocks, else nothing is behind the blocks."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    def make(module, blocks=BLOCKS, policy="fcfs", max_num_seqs=16, max_num_batched_tokens=256):
+    def make(module, blocks=BLOCKS, policy="fcfs", max_num_seqs=16, max_num_batched_tokens=256, memory=None):
         model = ModelConfig(model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0)
         scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                      max_model_len=512, enable_chunked_prefill=True, is_encoder_decoder=False,
-                                     policy=policy, async_scheduling=False)
+                                     policy=policy, async_scheduling=asynchronous)
         cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True)
         config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache,
                             device_config=DeviceConfig("cpu"))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=["layer"], layer_stride=BLOCK_BYTES,
-                               block_stride=BLOCK_BYTES)
+        size = memory.layout.block_bytes if memory else BLOCK_BYTES
+        tensor = KVCacheTensor(size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size)
         kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor],
                            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
         cache.num_gpu_blocks = blocks
         build = resolve_obj_by_qualname(f"{module}.scheduler")
         return Driven(build(vllm_config=config, kv_cache_config=kv, log_stats=True, block_size=BLOCK,
-                            structured_output_manager=StructuredOutputManager(config)))
+                            structured_output_manager=StructuredOutputManager(config)), memory)
 
     return make
 
 
-class Driven:
-    """A scheduler and the engine core around it: `step` computes a step in no time."""
+class Worker:
+    """What KvWorker adds to vLLM's worker, on this memory."""
 
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
+    def __init__(self, memory):
+        from rose.engine.kv_worker import KvWorker
+
+        self._worker = type("Alone", (KvWorker,), {"rose_kv": memory})()
+
+    def __getattr__(self, method):
+        return getattr(self._worker, method)
+
+
+class Driven:
+    """A scheduler and the engine core around it: `step` computes a step in no time; `plan` and `done` are its halves, of
+    which vLLM plans one ahead where scheduling is asynchronous."""
+
+    def __init__(self, scheduler, memory=None):
+        self.scheduler, self.memory = scheduler, memory
         self.calls = []  # (method of the workers, block ids)
         self.ended = {}  # request -> (finish reason, stop reason)
         self.made = {}  # request -> tokens
+        self.in_flight = []  # (step, its tokens) that the device has not done yet
         scheduler._core = SimpleNamespace(input_queue=queue.Queue())
-        if scheduler.device is not None:
+        if scheduler.device is None:
+            return
+        if memory is None:
             scheduler.begin(self._call)
+        else:
+            memory.map([0])
+            scheduler.begin(self._call, memory.layout, memory.pool.page)
 
     def _call(self, method, ids):
         self.calls.append((method, ids))
-        return [BLOCK_BYTES * len(ids)]
+        if self.memory is None:
+            return [BLOCK_BYTES * len(ids)]
+        return [getattr(Worker(self.memory), method)(ids)]
 
     def add(self, name, prompt=32, tokens=32, priority=0):
         from vllm import SamplingParams
@@ -151,24 +179,37 @@ class Driven:
                                            block_hasher=get_request_block_hasher(BLOCK, sha256)))
 
     def step(self):
-        """One step; the number of tokens that each request computed in it."""
-        from vllm.v1.outputs import ModelRunnerOutput
+        """One step, planned and done; the number of tokens that each request computed in it."""
+        scheduled = self.plan()
+        while self.in_flight:
+            self.done()
+        return scheduled
 
+    def plan(self):
+        """A step is planned and given to the device."""
         output = self.scheduler.schedule()
         scheduled = dict(output.num_scheduled_tokens)
         sampled = []
         for name in scheduled:
             request = self.scheduler.requests[name]
             sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        self.in_flight.append((output, sampled))
+        return scheduled
+
+    def done(self):
+        """The oldest step in flight has ended."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output, sampled = self.in_flight.pop(0)
+        names = list(output.num_scheduled_tokens)
         result = self.scheduler.update_from_output(output, ModelRunnerOutput(
-            req_ids=list(scheduled), req_id_to_index={name: i for i, name in enumerate(scheduled)},
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, pooler_output=[]))
         for group in result.values():
             for one in group.outputs:
                 self.made[one.request_id] = self.made.get(one.request_id, 0) + len(one.new_token_ids)
                 if one.finish_reason is not None:
                     self.ended[one.request_id] = (one.finish_reason.name, one.stop_reason)
-        return scheduled
 
     def steps(self, count):
         return [self.step() for _ in range(count)]
