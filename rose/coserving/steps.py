@@ -58,7 +58,7 @@ class Timed:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
         if not self._in_flight:
             return 0.0, 0.0
-        passed = time.monotonic() - max(self._in_flight[0][2], self._last_ended)
+        passed = max(0.0, time.monotonic() - max(self._in_flight[0][2], self._last_ended))
         first = self._in_flight[0][1]
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
