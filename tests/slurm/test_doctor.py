@@ -1,5 +1,6 @@
 """The doctor on a real Slurm of several nodes: what works, a folder that isn't shared, an MPI that isn't there."""
 
+import os
 import subprocess
 import sys
 
@@ -43,8 +44,19 @@ def test_a_folder_of_one_node_is_not_shared(doctor, cluster):
     assert "on a file system that all nodes share" in ill.stdout
 
 
-def test_where_none_can_join_it_says_what_is_lost(doctor):
-    said = doctor("cluster.mpi.join=false")
+def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch):
+    """In a container, by an Apptainer of our own that notes its arguments and starts what it was to start."""
+    (tmp_path / "bin").mkdir()
+    apptainer = tmp_path / "bin" / "apptainer"
+    apptainer.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/bin/started\n'
+                         'while [ "$1" != /no/image.sif ]; do shift; done\nshift\nexec "$@"\n')
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", str(apptainer.parent), prepend=os.pathsep)
+    box = f"{{runtime: apptainer, image: /no/image.sif, python: {sys.executable}, mounts: [/tmp], args: [--no-home]}}"
+    said = doctor("cluster.mpi.join=false", f"cluster.slurm.container={box}")
     assert said.returncode == 0, said.stdout
+    started = (tmp_path / "bin" / "started").read_text().splitlines()
+    assert len(started) == 2 and all(line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started)
+    assert "ok       one MPI world, srun over two components" in said.stdout
     assert "warning  join and survive a killed peer: not tried: cluster.mpi.join=false" in said.stdout
     assert "dedicated rollout ranks only" in said.stdout
