@@ -22,7 +22,7 @@ unit: $(VENV)/.stamp-test
 	$(UNIT) $(ARGS)
 
 gpu: $(VENV)/.stamp-gpu
-	@echo "installed; what works here: $(VENV)/bin/python -m rose.doctor cluster=gpus cluster.gpus=1"
+	@echo "installed; what works here: $(VENV)/bin/python -m rose.doctor +experiment=qwen3_0_6b (on a GPU node)"
 
 clean:
 	rm -rf $(VENV) .pytest_cache build *.egg-info
