@@ -146,6 +146,9 @@ class Transfer(Section):
     threads: Count | None  # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
     mirror_gib: Positive  # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
     stage_gib: NotNegative  # of blocks that change so much that they are staged whole, per engine rank
+    stage_device_gib: Positive  # of a GPU for what a version changes, at most, and within what is free; more waits on the
+    # host and makes the pause longer
+    verify_every: Count  # versions within which each live block is read back and compared whole
     load_timeout_s: Positive
 
 

@@ -264,7 +264,9 @@ class Engine(Activation):
             self._check_weights()
             update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
                       "threads": transfer.threads or self._threads,
-                      "dense_bytes": int(transfer.stage_gib * 2**30), "timeout_s": timeout_s}
+                      "dense_bytes": int(transfer.stage_gib * 2**30),
+                      "device_bytes": int(transfer.stage_device_gib * 2**30),
+                      "verify_every": transfer.verify_every, "timeout_s": timeout_s}
             await self._worker("start_weight_update", RPC_TIMEOUT_S)
             await self._worker("update_weights", RPC_TIMEOUT_S, update)
             try:

@@ -42,6 +42,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     token_file: str | None  # of the relay
     threads: int
     dense_bytes: int  # see rose.transfer.stage
+    device_bytes: int  # see rose.transfer.changes; on a CPU all memory is the host's
+    verify_every: int  # see Receiver.stage
     timeout_s: float
 
 
@@ -56,7 +58,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_type(name, parameter)
         self._live: Live | None = None
         self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
-        self._thread: threading.Thread | None = None
         self._staged: Staged | None = None
         self._staging: UpdateInfo | None = None
         self._receiver: Receiver | None = None
@@ -68,7 +69,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._status["state"] in ("staging", "checking"):
             raise TransferError(f"version {self._staging.version} is being staged or checked")
         self._staged = None
 
@@ -78,8 +79,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self._staging, self._status = update_info, {"state": "staging"}
-        self._thread = threading.Thread(target=self._stage, name="rose-stage", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._stage, name="rose-stage", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
         """`state`: idle, staging, staged, failed (with `error`, and whether the weights are a `mixture`), checking, or
@@ -88,6 +88,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def abandon(self) -> None:
         """Whatever is staged won't be flipped."""
+        if self._staged is not None:
+            self._staged.release()
         self._staged = None
 
     @property
@@ -117,8 +119,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
-        self._thread = threading.Thread(target=self._check, args=(self._staged,), name="rose-check", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._check, args=(self._staged,), name="rose-check", daemon=True).start()
         self._staged = None
 
     def shutdown(self) -> None:
@@ -139,7 +140,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                                           f"{socket.gethostname()}-{os.getpid()}")
             lineage, version = self._held
             have = version if version == INITIAL or lineage == self._receiver.lineage else None
-            staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s)
+            staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s,
+                                          info.device_bytes if self.device.type == "cuda" else None,
+                                          info.verify_every)
         except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
             return
@@ -149,16 +152,21 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         "stage_s": time.perf_counter() - began}
 
     def _check(self, staged: Staged) -> None:
+        wrong = None
         try:
             staged.check()
-            self._status = self._status | {"state": "loaded"}
         except Exception as error:
-            self._failed(error, mixture=True)
+            wrong = error
+        staged.release()  # before it is said that this one is done: the next may come at once
+        if wrong is None:
+            self._status = self._status | {"state": "loaded"}
+        else:
+            self._failed(wrong, mixture=True)
 
     def _failed(self, error: Exception, mixture: bool) -> None:
         if mixture:
             self._held = (None, None)
-        self._staged = None
+        self.abandon()
         self._status = {"state": "failed", "error": f"{type(error).__name__}: {error}", "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:

@@ -17,7 +17,7 @@ DEFAULTS = Path(__file__).resolve().parents[2] / "conf" / "serving" / "borrow.ya
 
 # What an engine elsewhere may do differently; all else is the run's, or the tokens would be another policy's.
 MAY_DIFFER = ("rollout.", "serving.", "cluster.", "observe.", "model.path", "transfer.relay", "transfer.threads",
-              "transfer.stage_gib", "transfer.load_timeout_s")
+              "transfer.stage_gib", "transfer.stage_device_gib", "transfer.verify_every", "transfer.load_timeout_s")
 OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
 MAY_BE_NULL = ("serving.online.slo",)  # sections that a key of theirs makes
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
@@ -48,7 +48,8 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         if not key.startswith(MAY_DIFFER) or key in FIXED:
             raise ConfigError(f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
                               "serving.*, cluster.*, observe.*, model.path and "
-                              "transfer.relay, relay_token_file, threads, stage_gib and load_timeout_s")
+                              "transfer.relay, relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
+                              "load_timeout_s")
         _set(tree, key, value, str(path))
     return configuration.from_dict(tree)
 

@@ -3,7 +3,7 @@
     blocks, codec (payload, rice)                   what is sent: differences of blocks as bytes
     store, edge, route, source                      where it lies, and by which way a reader gets to a version
     publish                                         the trainer's side
-    receive, stage                                  the reader's side
+    receive, stage, changes, live                   the reader's side
     broadcast, mirror, relay                        other ways for the same bytes than a shared folder
 
 May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or the roles.

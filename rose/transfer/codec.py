@@ -21,7 +21,7 @@ from rose.transfer.payload import Delta, Dense, Info, Layout, Plain, Subset
 DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # width in bytes -> patterns
 
 __all__ = ["DTYPES", "Info", "apply", "as_bytes", "changes", "compile_all", "compose", "decode", "digest", "encode",
-           "info"]
+           "info", "moved"]
 
 
 @cache
@@ -137,6 +137,13 @@ def changes(payload) -> tuple[np.ndarray, np.ndarray]:
     if not layouts.info(layout).needs_base:
         raise ValueError(f"a payload of kind {layouts.info(layout).kind} has no differences")
     return _read_changes(layout, data)
+
+
+def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
+    """The patterns (c,) that are so many steps (c,) int32 after `old` (c,): what `changes` says of these values."""
+    new = np.array(old)
+    _loops().add(new, np.arange(old.size, dtype=np.int32), differences, old.size)
+    return new
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:

@@ -39,12 +39,19 @@ class Receiver:
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
         self.lineage = self._plan.lineage
+        self._digests: tuple[int | None, dict[int, bytes]] = (None, {})  # of the version that was staged last
+        self._staged = 0  # versions
 
-    def stage(self, have: int | None, want: int, threads: int, dense_bytes: int, timeout_s: float) -> Staged:
-        """`have`: the version in the live weights, null if none that can be built on.
+    def stage(self, have: int | None, want: int, threads: int, dense_bytes: int, timeout_s: float,
+              device_bytes: int | None = None, verify_every: int = 1) -> Staged:
+        """`have`: the version in the live weights, null if none that can be built on. `device_bytes`: see
+        `rose.transfer.stage.stage`.
 
-        A damaged or missing edge is left out, a wrong base too, until a route works. Raises `TransferError` saying
-        what is there and what was wrong with the rest, or that it took over `timeout_s` seconds.
+        Every live block is read and compared with the manifest's hash at the first version, at one that comes by
+        several edges or in full, and else at one of `verify_every`, each time other blocks: a value that went wrong in
+        the live weights is found within that many versions, and the newest full version mends it. A damaged or missing
+        edge is left out, a wrong base too, until a route works. Raises `TransferError` saying what is there and what
+        was wrong with the rest, or that it took over `timeout_s` seconds.
         """
         if have == want:
             return Staged(self._live, self._places, lambda block: None, 1)
@@ -58,7 +65,10 @@ class Receiver:
                 try:
                     staged = stage(self._live, self._plan, self._places, route, have is not None
                                    and route[0].base is not None, threads, dense_bytes,
-                                   self._ticker(route, want, end, timeout_s))
+                                   self._ticker(route, want, end, timeout_s), device_bytes,
+                                   self._compared(have, verify_every))
+                    self._staged += 1
+                    self._digests = want, staged.digests
                     staged.route = [edge.name for edge in route]
                     staged.mirrored = sum(isinstance(edge, MirroredEdge) for edge in route)
                     return staged
@@ -72,6 +82,15 @@ class Receiver:
             self._leased = staged is not None and staged.rereads  # until the next version, or the lease's end
             if not self._leased:
                 self._give_back()
+
+    def _compared(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
+        """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged here, but for those whose
+        turn it is to be compared again."""
+        version, digests = self._digests
+        if have is None or version != have:
+            return lambda block: None
+        turn = self._staged % verify_every
+        return lambda block: None if block % verify_every == turn else digests.get(block)
 
     def _give_back(self) -> None:
         with suppress(TransferError):  # it ends by itself

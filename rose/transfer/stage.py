@@ -1,12 +1,15 @@
 """Bring live weights from one version to another: stage while they are in use, flip when they are not.
 
-Staging reads the live weights, never writes them: block by block it applies the route's payloads to a copy, compares
-the result's hash with the manifest's, and keeps what must change: indices and values where few do, else the block.
-Whatever goes wrong until then leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't
-end; `Staged.check` reads what was written again and compares, while it is in use already.
+Staging reads the live weights, never writes them: block by block it makes the new values of the route's payloads and
+keeps what must change: indices and values where few do, else the block. A block is either compared whole - the live one
+read, the payloads applied to the copy, the result's hash compared with the manifest's - or, where an earlier comparison
+is trusted (`compared`), only its changing values are read, and an unchanged one is not read at all. Whatever goes wrong
+until then leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end; `Staged.check`
+reads what was written again and compares, while it is in use already.
 
-Memory: three blocks per thread, the indices and values (14 bytes per changed bfloat16 value), and `dense_bytes` of
-whole blocks at most; blocks beyond that are computed once more by `flip`.
+Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (of which 2 are left once the rest is on the
+device), and `dense_bytes` of whole blocks at most; blocks beyond that are computed once more by `flip`. Device memory:
+rose/transfer/changes.py, and a block while it is read or written.
 """
 
 from __future__ import annotations
@@ -14,8 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,117 +25,51 @@ import xxhash
 
 from rose.transfer import codec
 from rose.transfer.blocks import Rectangle, rectangles, size
+from rose.transfer.changes import Changes, at_once, budget
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
+from rose.transfer.live import Live, Place, check_type
 from rose.transfer.store import Plan
+
+__all__ = ["Live", "Place", "Staged", "WrongBase", "check_type", "place_blocks", "stage"]
 
 BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
 BATCH_BLOCKS = 256
-DENSE = 1 / 4  # share of changed values from which a block is kept whole: an index takes 8 bytes, two values 4
-TYPES = (torch.bfloat16, torch.float32, torch.int16, torch.int32)
-PATTERNS = {2: torch.int16, 4: torch.int32}
+# Share of changed values from which a block is kept whole: on the host an index and two values take 8 bytes, the
+# block's new value 2; on the device 6 and 2.
+DENSE = 1 / 4
+NOTHING = np.empty(0, np.uint16)
 
 
 class WrongBase(TransferError):
     """The live weights are not the version that they were said to be."""
 
 
-class Place(NamedTuple):
-    """Where a block lies in a live parameter: `rectangles` of the parameter's (rows, columns) matrix, in order."""
+class _Change(NamedTuple):
+    """Of a block: positions (c,) int32 that change, their old and new patterns (c,); all new patterns (n,), where they
+    were made; how many there are; the block's hash afterwards; bytes of payloads read."""
 
-    parameter: str
-    rectangles: list[Rectangle]
-
-
-def check_type(name: str, tensor: torch.Tensor) -> None:
-    """Raises `TransferError` for a parameter of a type that no version has."""
-    if tensor.dtype not in TYPES:
-        raise TransferError(f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
-                            "quantised engine can't be brought to them; start it with the unquantised model, without "
-                            "rollout.engine_args.quantization")
-
-
-class Live:
-    """The live parameters of one engine rank as integer matrices.
-
-    `parameters`: name -> contiguous tensor of any device, (rows, ...) of bfloat16 or float32.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        self.matrices = {}
-        devices = {tensor.device for tensor in parameters.values() if tensor.device.type == "cuda"}
-        self._aside = torch.cuda.Stream(devices.pop()) if devices else None
-        for name, tensor in parameters.items():
-            check_type(name, tensor)
-            if not tensor.is_contiguous():
-                raise TransferError(f"live parameter {name} is not contiguous in memory")
-            patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
-            self.matrices[name] = patterns.view(patterns.shape[0] if patterns.dim() else 1, -1)
-
-    def aside(self):
-        """Context in which copies from and to a GPU don't wait for what the engine computes there. Leaving it does not
-        wait for them: `settle` does."""
-        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
-
-    def settle(self) -> None:
-        if self._aside is not None:
-            self._aside.synchronize()
-
-    def read(self, place: Place) -> np.ndarray:
-        """(n,) uint16 or uint32 patterns, a copy in host memory."""
-        matrix, at = self.matrices[place.parameter], 0
-        out = torch.empty(sum(r.size for r in place.rectangles), dtype=matrix.dtype)
-        for r in place.rectangles:
-            part = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
-            out[at:at + r.size].view(part.shape).copy_(part)
-            at += r.size
-        array = out.numpy()
-        return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
-
-    def write(self, place: Place, values: torch.Tensor) -> None:
-        """`values` (n,) patterns, on the parameter's device or the host."""
-        matrix, at = self.matrices[place.parameter], 0
-        for r in place.rectangles:
-            target = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
-            target.copy_(values[at:at + r.size].view(target.shape))
-            at += r.size
-
-    def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
-        """Positions (c,) within a block -> flat indices (c,) int64 within the parameter."""
-        columns = self.matrices[place.parameter].shape[1]
-        out, at = np.empty(len(positions), np.int64), 0
-        ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
-        low = 0
-        for r, high in zip(place.rectangles, ends.tolist()):
-            if (r.first_column, r.last_column) == (0, columns):  # whole rows: a run of the parameter
-                out[low:high] = positions[low:high] + (r.first_row * columns - at)
-            else:
-                row, column = np.divmod(positions[low:high].astype(np.int64) - at, r.last_column - r.first_column)
-                out[low:high] = (row + r.first_row) * columns + column + r.first_column
-            at, low = at + r.size, high
-        return out
-
-
-@dataclass
-class _Sparse:
-    """What changes of one parameter, by flat index."""
-
-    indices: list = field(default_factory=list)
-    new: list = field(default_factory=list)
-    old: list = field(default_factory=list)
+    block: int
+    positions: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+    whole: np.ndarray | None
+    values: int
+    wanted: np.ndarray | None
+    nbytes: int
 
 
 class Staged:
     """Made by `stage`: everything that a flip needs, verified."""
 
     def __init__(self, live: Live, places: Mapping[int, Place], again: Callable[[int], np.ndarray], threads: int):
-        self._live, self._places, self._again, self._threads = live, places, again, threads
-        self._sparse: dict[str, _Sparse] = {}
-        self._scatter: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._live, self._places, self._again = live, places, again
+        self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
         self._hashes: dict[int, np.ndarray] = {}  # of dense and late blocks: xxh3-128 after the flip
         self._lock = threading.Lock()
+        self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
         self.blocks = 0  # that change
         self.changed = 0  # values
         self.nbytes = 0  # of payloads read
@@ -142,48 +77,39 @@ class Staged:
         self.mirrored = 0  # of them, read from a mirror
         self.dense_bytes = 0
 
-    def _keep(self, block: int, old: np.ndarray | None, new: np.ndarray | None, wanted: np.ndarray, dense_bytes: int,
-              nbytes: int) -> None:
-        """`new` is null if nothing changes."""
-        where = np.flatnonzero(old != new) if new is not None else ()
-        if not len(where):
-            with self._lock:
-                self.nbytes += nbytes
-            return
-        place = self._places[block]
-        sparse = len(where) < DENSE * len(new)
-        indices = self._live.indices(place, where) if sparse else None
+    def _keep(self, change: _Change, dense_bytes: int) -> None:
+        count = len(change.positions)
+        place = self._places[change.block]
+        sparse = count < DENSE * change.values
+        indices = self._live.indices(place, change.positions) if sparse and count else None
         with self._lock:
-            self.nbytes += nbytes
-            self.blocks += 1
-            self.changed += len(where)
-            if sparse:
-                kept = self._sparse.setdefault(place.parameter, _Sparse())
-                kept.indices.append(indices)
-                kept.new.append(_signed(new[where]))
-                kept.old.append(_signed(old[where]))
+            self.nbytes += change.nbytes
+            if change.wanted is not None:
+                self.digests[change.block] = change.wanted.tobytes()
+            if not count:
                 return
-            self._hashes[block] = wanted
-            if self.dense_bytes + new.nbytes <= dense_bytes:
-                self._dense[block] = torch.from_numpy(_signed(new))
-                self.dense_bytes += new.nbytes
+            self.blocks += 1
+            self.changed += count
+            if sparse:
+                self.changes.add(place.parameter, indices, _signed(change.new), _signed(change.old))
+                return
+            self._hashes[change.block] = change.wanted
+            if self.dense_bytes + change.whole.nbytes <= dense_bytes:
+                self._dense[change.block] = torch.from_numpy(_signed(change.whole))
+                self.dense_bytes += change.whole.nbytes
             else:
-                self._late.append(block)
+                self._late.append(change.block)
 
     @property
     def rereads(self) -> bool:
         """Whether the flip reads payloads once more."""
         return bool(self._late)
 
-    def _upload(self) -> None:
-        """Everything to where the parameters are, so that the flip copies nothing over the bus."""
+    def _upload(self, device_bytes: int | None) -> None:
+        """What finds room to where the parameters are, so that the flip copies less over the bus."""
         with self._live.aside():
-            for name, kept in self._sparse.items():
-                flat = self._live.matrices[name].view(-1)
-                self._scatter.append((flat, *(torch.from_numpy(np.concatenate(part)).to(flat.device)
-                                              for part in (kept.indices, kept.new, kept.old))))
+            self.changes.upload(budget(self._live, device_bytes))
         self._live.settle()
-        self._sparse = dict.fromkeys(self._sparse)  # the names are still wanted
         self._late.sort()
 
     @torch.no_grad()
@@ -192,7 +118,7 @@ class Staged:
         weights back in place, or, if the text says so, a mixture."""
         done_dense, half, late = [], None, False
         try:
-            self._put(lambda flat, indices, new, _: flat.scatter_(0, indices, new))
+            self.changes.put("new")
             for block, values in self._dense.items():
                 half = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
                 self._live.write(self._places[block], values)
@@ -212,18 +138,6 @@ class Staged:
                 raise TransferError(f"the flip broke off, and the weights are a mixture now: {error}") from error
             raise TransferError(f"the flip broke off, and was taken back: {error}") from error
 
-    def _put(self, write: Callable) -> None:
-        """`write(parameter, indices, new, old)` for each parameter. On a CPU single values cost a miss of the cache
-        each, so that threads help, and scatter_ takes a quarter to all of the time of `parameter[indices] = new`."""
-        if self._threads == 1 or any(flat.is_cuda for flat, *_ in self._scatter):
-            for parts in self._scatter:
-                write(*parts)
-            return
-        with ThreadPoolExecutor(self._threads, "flip") as pool:
-            for future in [pool.submit(write, *parts) for parts in
-                           sorted(self._scatter, key=lambda parts: -len(parts[1]))]:
-                future.result()
-
     def _take_back(self, done_dense: list[int], half: tuple[int, torch.Tensor] | None) -> None:
         if half is not None:  # its values stand in `_dense` as before
             self._live.write(self._places[half[0]], half[1])
@@ -231,15 +145,12 @@ class Staged:
             values = torch.from_numpy(_signed(self._live.read(self._places[block])))
             self._live.write(self._places[block], self._dense[block])
             self._dense[block].copy_(values)
-        self._put(lambda flat, indices, _, old: flat.scatter_(0, indices, old))  # also where nothing was written yet
+        self.changes.put("old")  # also where nothing was written yet
 
     def check(self) -> None:
         """Read back what the flip wrote. Raises `Corrupted`."""
         with self._live.aside():
-            for name, (flat, indices, new, _) in zip(self._sparse, self._scatter, strict=True):
-                if wrong := int((flat[indices] != new).sum()):
-                    raise Corrupted(f"live parameter {name}: {wrong} of {len(new)} values are not what the flip wrote; "
-                                    "the weights are a mixture now")
+            self.changes.check()
             for block, wanted in self._hashes.items():
                 found = _hash(self._live.read(self._places[block]))
                 if (found != wanted).any():
@@ -247,22 +158,30 @@ class Staged:
                                     f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a mixture "
                                     "now")
 
+    def release(self) -> None:
+        """Give back the device's memory. Nothing can be flipped, taken back or checked afterwards."""
+        self.changes.release()
+
 
 def stage(live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge], from_live: bool, threads: int,
-          dense_bytes: int, tick: Callable[[], None] = lambda: None) -> Staged:
+          dense_bytes: int, tick: Callable[[], None] = lambda: None, device_bytes: int | None = None,
+          compared: Callable[[int], bytes | None] = lambda block: None) -> Staged:
     """Stage the last version of `route`. `from_live`: the first edge builds on the live weights.
 
-    `tick` is called now and then (to renew a lease, or to give up by raising). Raises `Missing` and `Corrupted` with
-    the attribute `edge`, the one that failed, and `WrongBase`.
+    `device_bytes`: of the device that may be taken; null: all that is free but a reserve. `compared(block)`: the xxh3-128
+    that the live block had when it was compared, if that is still trusted; null: compare it now. `tick` is called now
+    and then (to renew a lease, or to give up by raising). Raises `Missing` and `Corrupted` with the attribute `edge`,
+    the one that failed, and `WrongBase`.
     """
-    work = _Work(live, plan, places, route, from_live)
-    staged = Staged(live, places, lambda block: next(work.values([block]))[2], threads)
+    at_a_time = at_once(budget(live, device_bytes), threads)
+    work = _Work(live, plan, places, route, from_live, compared, at_a_time)
+    staged = Staged(live, places, lambda block: next(work.changes([block], verify=False)).whole, threads)
 
     def run(batch: list[int]) -> None:
         tick()
         with live.aside():
-            for block, old, new, wanted, nbytes in work.values(batch, verify=True):
-                staged._keep(block, old, new, wanted, dense_bytes, nbytes)
+            for change in work.changes(batch):
+                staged._keep(change, dense_bytes)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
         futures = [pool.submit(run, batch) for batch in _batches(plan, sorted(places))]
@@ -272,17 +191,19 @@ def stage(live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge]
         finally:
             for future in futures:
                 future.cancel()
-    staged._upload()
+    staged._upload(device_bytes)
     return staged
 
 
 class _Work:
-    def __init__(self, live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge], from_live: bool):
+    def __init__(self, live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge], from_live: bool,
+                 compared: Callable[[int], bytes | None], at_a_time: int):
         self.live, self.plan, self.places, self.route, self.from_live = live, plan, places, route, from_live
+        self._compared, self._at_a_time = compared, at_a_time
 
-    def values(self, batch: list[int], verify: bool = False) -> Iterator[tuple]:
-        """(block, live values, new ones, hash, bytes read), nulls if nothing changes; one block after the other, as a
-        batch's values at once would be 64 MiB for each thread."""
+    def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
+        """One block after the other, as a batch's values at once would be 64 MiB for each thread. Without `verify` every
+        block is made whole, and compared with nothing."""
         rank = self.plan.blocks[batch[0]].owner
         found = []
         for edge in self.route:
@@ -293,9 +214,28 @@ class _Work:
                 raise
         for block in batch:
             steps = [(edge, *part[block]) for edge, part in zip(self.route, found) if block in part]
-            yield block, *self._block(block, steps, verify)
+            yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
 
-    def _block(self, block: int, steps: list[tuple], verify: bool) -> tuple:
+    def _few(self, block: int, steps: list[tuple]) -> _Change | None:
+        """By the changing values alone: of one difference on a block whose hash is known to be that of its base."""
+        if len(steps) != 1:
+            return None
+        edge, entry, payload = steps[0]
+        try:
+            if self._compared(block) != entry["old"].tobytes() or not (info := codec.info(payload)).needs_base:
+                return None
+            place = self.places[block]
+            fits = (info.values, info.width) == (place.size, self.live.matrices[place.parameter].element_size())
+            if not fits or info.changed >= DENSE * info.values:
+                return None
+            positions, differences = codec.changes(payload)
+        except ValueError as error:
+            raise _damaged(edge, block, error) from None
+        old = self.live.read_at(place, positions, self._at_a_time) if len(positions) else NOTHING
+        return _Change(block, positions, old, codec.moved(old, differences), None, info.values, entry["new"],
+                       len(payload))
+
+    def _block(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
         first = next((i for i in reversed(range(len(steps))) if not codec.info(steps[i][2]).needs_base), None)
         if first is None and not self.from_live:
@@ -303,7 +243,7 @@ class _Work:
             error.edge = self.route[0]
             raise error
         if not steps:
-            return None, None, None, 0
+            return _Change(block, NOTHING, NOTHING, NOTHING, None, 0, None, 0)
         old = self.live.read(self.places[block])
         new = old.copy() if first is None else None
         try:
@@ -314,13 +254,14 @@ class _Work:
                 else:
                     codec.apply(payload, new)
         except ValueError as error:
-            damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {error}")
-            damaged.edge = edge
-            raise damaged from None
+            raise _damaged(edge, block, error) from None
         wanted = steps[-1][1]["new"]
-        if verify and (_hash(new) != wanted).any():
+        if not verify:
+            return _Change(block, NOTHING, NOTHING, NOTHING, new, len(new), wanted, nbytes)
+        if (_hash(new) != wanted).any():
             raise self._mismatch(block, steps, first, old, new)
-        return old, new, wanted, nbytes
+        where = np.flatnonzero(old != new).astype(np.int32)
+        return _Change(block, where, old[where], new[where], new, len(new), wanted, nbytes)
 
     def _fits(self, block: int, new: np.ndarray, old: np.ndarray) -> None:
         if new.dtype.itemsize != old.dtype.itemsize or len(new) != len(old):
@@ -336,6 +277,12 @@ class _Work:
                           f"{_hex(entry['new'])}")
         error.edge = edge
         return error
+
+
+def _damaged(edge: Edge, block: int, error: ValueError) -> Corrupted:
+    damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {error}")
+    damaged.edge = edge
+    return damaged
 
 
 def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:

@@ -47,11 +47,11 @@ class Reader:
         self.receiver = Receiver(str(where or history.store), mirror and str(mirror), token_file, whole, Live(self.live),
                                  "reader")
 
-    def stage(self, want, dense_bytes=ALL):
-        return self.receiver.stage(self.have, want, 1, dense_bytes, 30.0)
+    def stage(self, want, dense_bytes=ALL, verify_every=1):
+        return self.receiver.stage(self.have, want, 1, dense_bytes, 30.0, verify_every=verify_every)
 
-    def load(self, want) -> list[str]:
-        staged = self.stage(want)
+    def load(self, want, verify_every=1) -> list[str]:
+        staged = self.stage(want, verify_every=verify_every)
         staged.flip()
         staged.check()
         self.have = want
@@ -133,6 +133,64 @@ def test_one_wrong_value_in_the_live_weights_is_noticed_even_in_a_block_that_doe
     reader.live[name].view(-1).view(torch.int16)[5] ^= 1
     route = reader.load(7)
     assert same(reader.live, dict(history.world.weights)) and route[0].endswith("full")
+
+
+def frozen(history: History, versions: range, name: str) -> None:
+    """Publish more versions, in which this tensor stays as it is."""
+    before = history.weights[versions[0] - 1][name]
+    for version in versions:
+        history.world.step(0.1)
+        history.world.weights[name] = before
+        history.world.publish(version)
+        history.weights[version] = dict(history.world.weights)
+
+
+def test_of_a_version_after_another_only_what_changes_is_read_and_some_blocks_are_compared(tmp_path, monkeypatch):
+    history = History(tmp_path / "store", 2)
+    frozen(history, range(2, 7), "embed")
+    reader, whole_blocks, values = Reader(history, 0), set(), []
+    live = reader.receiver._live
+    read, read_at = live.read, live.read_at
+    monkeypatch.setattr(live, "read", lambda place: whole_blocks.add(str(place)) or read(place))
+    monkeypatch.setattr(live, "read_at", lambda place, positions, most: values.append(place.parameter)
+                        or read_at(place, positions, most))
+    every, compared = len(history.world.plan.blocks), []
+    for version in range(1, 6):
+        whole_blocks.clear()
+        staged = reader.stage(version, verify_every=4)
+        compared.append(set(whole_blocks))
+        assert values or version == 1
+        staged.flip()
+        staged.check()
+        reader.have = version
+        assert staged.route == [f"v{version:06d}/from-{version - 1:06d}"] and same(reader.live, history.weights[version])
+    assert len(compared.pop(0)) == every  # at first all
+    assert len(set.union(*compared)) == every and max(map(len, compared)) < every / 2  # then all in four versions
+    assert "embed" not in values and {"layer.weight"} <= set(values)
+
+
+@pytest.mark.parametrize("name", ["embed", "layer.weight"])
+def test_a_value_that_went_wrong_is_found_within_that_many_versions_and_mended_by_a_full_one(tmp_path, name):
+    history = History(tmp_path / "store", 2, full_every=1)
+    frozen(history, range(2, 8), "embed")
+    for at in (0, 5, 250):
+        reader = Reader(history, 0)
+        reader.load(1, verify_every=4)
+        values = reader.live[name].view(-1).view(torch.int16)
+        values[at] ^= 1
+        routes = [reader.load(version, verify_every=4) for version in range(2, 6)]
+        assert [route for route in routes if route[0].endswith("full")]
+        assert same(reader.live, history.weights[5])
+        assert not [route for route in routes[1:] if routes[0][0].endswith("full") and route[0].endswith("full")]
+
+
+def test_a_version_that_was_staged_and_not_put_in_place_is_no_base_that_is_trusted(tmp_path):
+    history = History(tmp_path / "store", 3, full_every=1)
+    reader = Reader(history, 0)
+    reader.load(1, verify_every=100)
+    reader.stage(2, verify_every=100).release()
+    reader.live["norm"].view(torch.int16)[3] ^= 1
+    assert reader.load(2, verify_every=100)[0].endswith("full") and same(reader.live, history.weights[2])
 
 
 def test_what_was_wrong_with_the_live_weights_is_told_when_there_is_no_full_version(tmp_path):

@@ -1,14 +1,16 @@
 """Staging touches nothing, a flip happens whole or is taken back, and each engine rank gets its own part."""
 
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.config import ModelShape
 from rose.engine import layout
-from rose.transfer import TransferError, codec
+from rose.transfer import TransferError, changes, codec
 from rose.transfer.edge import StoredEdge, read_plan
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
@@ -23,12 +25,13 @@ def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
 
 
-def staged(store, route, live, dense_bytes=ALL, places=whole):
+def staged(store, route, live, dense_bytes=ALL, places=whole, device_bytes=None):
     """The last version of `route` [(version, base)...] staged from a store."""
     source = Folder(store)
     plan, digest = read_plan(source)
     edges = [StoredEdge(source, *step, plan, digest) for step in route]
-    return stage(live, plan, places(plan, live), edges, route[0][1] is not FULL, 2, dense_bytes)
+    return stage(live, plan, places(plan, live), edges, route[0][1] is not FULL, 2, dense_bytes,
+                 device_bytes=device_bytes)
 
 
 class Breaking(Live):
@@ -102,9 +105,8 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
     store, zero, one = two
     live = copy(zero)
     made = staged(store, [(1, 0)], Live(live))
-    made._scatter.sort(key=lambda part: len(part[1]))
-    flat, indices, new, old = made._scatter[-1]
-    made._scatter[-1] = flat, indices, new[:-1], old  # as many values as places: torch refuses
+    largest = max(made.changes.pieces, key=lambda piece: len(piece.new))
+    largest.new = largest.new[:-1]  # fewer values than places: torch refuses
     with pytest.raises(TransferError, match="was taken back"):
         made.flip()
     assert same(live, zero)
@@ -132,6 +134,109 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
     with pytest.raises(TransferError, match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
                                             r"expected [0-9a-f]{32}"):
         made.check()
+
+
+# --------------------------------------------------------------------------- memory of the device
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made by torch's operations had at once: what a device's allocator would see."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+            storage = result.untyped_storage()
+            if storage.data_ptr() and storage.data_ptr() not in self._known:
+                address, nbytes = storage.data_ptr(), storage.nbytes()
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                self._known[address] = weakref.ref(result, lambda _: self._gone(address, nbytes))
+        return result
+
+    def _gone(self, address: int, nbytes: int) -> None:
+        del self._known[address]
+        self.now -= nbytes
+
+
+def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
+    """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
+    weights = {name: torch.randn(extent).to(dtype) for name, extent in (("w", (40, 100)), ("v", (3000,)))}
+    world = World(tmp_path / "store", weights, cuts={}, size=2, largest=500)
+    world.publish(0)
+    zero = copy(world.weights)
+    world.weights = {name: torch.where(torch.rand(t.shape) < share, t * 1.5, t) for name, t in zero.items()}
+    world.publish(1)
+    return world.store, zero, dict(world.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [0.01, 0.2])
+@pytest.mark.parametrize("room", [1, 300, 3000, 10**6])
+def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(tmp_path, room, share, dtype):
+    store, zero, one = changed_by(share, tmp_path, dtype)
+    live = copy(zero)
+    made = staged(store, [(1, 0)], Live(live), device_bytes=room)
+    with Peak() as peak:
+        made.changes._added = added_again(made)
+        made.changes.upload(room)
+        made.flip()
+        assert same(live, one)
+        made.check()
+        made.changes.put("old")
+        assert same(live, zero)
+    assert peak.most <= max(room, changes.WORK) + 16  # sums of what differs are single numbers
+    assert made.changes.device_bytes <= max(room, changes.WORK)
+    resident = sum(piece.resident for piece in made.changes.pieces)
+    assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
+    made.release()
+    assert made.changes.device_bytes == 0 and not made.changes.pieces
+
+
+def added_again(made) -> dict:
+    """What was added to the changes, of what is left of it: to bring it to the device under the eyes of `Peak`."""
+    added = {}
+    for piece in made.changes.pieces:
+        added.setdefault(piece.parameter, []).append(
+            tuple(part.clone().numpy() for part in (piece.indices, piece.new, piece.old)))
+    return added
+
+
+def test_a_device_that_has_less_than_it_said_gives_smaller_pieces(tmp_path, monkeypatch):
+    store, zero, one = changed_by(0.2, tmp_path)
+    live, empty, asked = copy(zero), torch.empty, []
+
+    def scarce(size, **options):
+        if options.get("device") is not None:
+            asked.append(size)
+            if size > 3500:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(size, **options)
+
+    monkeypatch.setattr(changes, "LEAST", 4000)
+    monkeypatch.setattr(torch, "empty", scarce)
+    made = staged(store, [(1, 0)], Live(live), device_bytes=10**6)
+    assert max(asked) > 3500 and made.changes.device_bytes <= 4000
+    made.flip()
+    made.check()
+    assert same(live, one)
+    monkeypatch.setattr(changes, "LEAST", 10**6)
+    with pytest.raises(TransferError, match="staging a version needs .* MiB of cpu, which has not even those"):
+        staged(store, [(1, 0)], Live(copy(zero)), device_bytes=10**6)
+
+
+def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_allowed(monkeypatch):
+    live = Live(zeros())
+    assert changes.budget(live, None) is None and changes.budget(live, 77) == 77
+    live.device = torch.device("cuda")
+    for free, most, wanted in ((10 * 2**30, None, 10 * 2**30 - changes.RESERVE), (10 * 2**30, 2**30, 2**30),
+                               (2**28, 2**30, changes.LEAST), (2**28, None, changes.LEAST)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30))
+        assert changes.budget(live, most) == wanted
 
 
 # --------------------------------------------------------------------------- tensor-parallel servers

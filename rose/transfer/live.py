@@ -1,0 +1,115 @@
+"""The live parameters of one engine rank, and where a version's blocks lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rose.transfer.blocks import Rectangle
+from rose.transfer.errors import TransferError
+
+PATTERNS = {2: torch.int16, 4: torch.int32}
+TYPES = (torch.bfloat16, torch.float32, torch.int16, torch.int32)
+
+
+class Place(NamedTuple):
+    """Where a block lies in a live parameter: `rectangles` of the parameter's (rows, columns) matrix, in order."""
+
+    parameter: str
+    rectangles: list[Rectangle]
+
+    @property
+    def size(self) -> int:
+        return sum(r.size for r in self.rectangles)
+
+
+def check_type(name: str, tensor: torch.Tensor) -> None:
+    """Raises `TransferError` for a parameter of a type that no version has."""
+    if tensor.dtype not in TYPES:
+        raise TransferError(f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
+                            "quantised engine can't be brought to them; start it with the unquantised model, without "
+                            "rollout.engine_args.quantization")
+
+
+class Live:
+    """The live parameters of one engine rank as integer matrices.
+
+    `parameters`: name -> contiguous tensor, all of one device, (rows, ...) of bfloat16 or float32. Raises
+    `TransferError` for one that is not.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self.matrices: dict[str, torch.Tensor] = {}
+        self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        for name, tensor in parameters.items():
+            check_type(name, tensor)
+            if not tensor.is_contiguous():
+                raise TransferError(f"live parameter {name} is not contiguous in memory")
+            if tensor.device != self.device:
+                raise TransferError(f"live parameter {name} is on {tensor.device}, the first one on {self.device}")
+            patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
+            self.matrices[name] = patterns.view(patterns.shape[0] if patterns.dim() else 1, -1)
+
+    def aside(self):
+        """Context in which copies from and to a GPU don't wait for what the engine computes there. Leaving it does not
+        wait for them: `settle` does."""
+        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
+
+    def settle(self) -> None:
+        if self._aside is not None:
+            self._aside.synchronize()
+
+    def read(self, place: Place) -> np.ndarray:
+        """(n,) uint16 or uint32 patterns, a copy in host memory."""
+        matrix, at = self.matrices[place.parameter], 0
+        out = torch.empty(place.size, dtype=matrix.dtype)
+        for r in place.rectangles:
+            part = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
+            out[at:at + r.size].view(part.shape).copy_(part)
+            at += r.size
+        return _unsigned(out)
+
+    def read_at(self, place: Place, positions: np.ndarray, most: int) -> np.ndarray:
+        """The patterns at these positions (c,) of a block, (c,) uint16 or uint32 in host memory. On the device are
+        `most` of them at a time, at 14 to 16 bytes each."""
+        flat = self.matrices[place.parameter].view(-1)
+        indices, out = torch.from_numpy(self.indices(place, positions)), torch.empty(len(positions), dtype=flat.dtype)
+        for low in range(0, len(positions), most):
+            out[low:low + most].copy_(flat[indices[low:low + most].to(flat.device).long()])
+        return _unsigned(out)
+
+    def write(self, place: Place, values: torch.Tensor) -> None:
+        """`values` (n,) patterns, on the parameter's device or the host."""
+        matrix, at = self.matrices[place.parameter], 0
+        for r in place.rectangles:
+            target = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
+            target.copy_(values[at:at + r.size].view(target.shape))
+            at += r.size
+
+    def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
+        """Ascending positions (c,) within a block -> flat indices (c,) within the parameter: int32, or int64 in a
+        parameter that is too large for it."""
+        matrix = self.matrices[place.parameter]
+        columns, dtype = matrix.shape[1], np.int32 if matrix.numel() < 2**31 else np.int64
+        positions = positions.astype(dtype, copy=False)
+        out, at = np.empty(len(positions), dtype), 0
+        ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
+        low = 0
+        for r, high in zip(place.rectangles, ends.tolist()):
+            if (r.first_column, r.last_column) == (0, columns):  # whole rows: a run of the parameter
+                out[low:high] = positions[low:high] + (r.first_row * columns - at)
+            else:
+                row, column = np.divmod(positions[low:high] - at, r.last_column - r.first_column)
+                out[low:high] = (row + r.first_row) * columns + column + r.first_column
+            at, low = at + r.size, high
+        return out
+
+
+def _unsigned(patterns: torch.Tensor) -> np.ndarray:
+    array = patterns.numpy()
+    return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
