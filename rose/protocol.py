@@ -394,11 +394,6 @@ class SaveCheckpoint(Message):
     folder: str
 
 
-class CheckpointSaved(Message):
-    step: int
-    index: int
-
-
 class TrainerReady(Message):
     """Model loaded (or resumed at `step`), version published."""
 
@@ -444,6 +439,6 @@ AnyMessage = (
     | TurnReturned
     | LoadVersion | VersionLoaded | VersionFailed
     | JoinHello | Heartbeat | WorkerLeaving | WorkerLeft
-    | TrainStep | TrainPart | TrainDone | SaveCheckpoint | CheckpointSaved | TrainerReady
+    | TrainStep | TrainPart | TrainDone | SaveCheckpoint | TrainerReady
     | Sleep | Wake | DeviceChanged
 )

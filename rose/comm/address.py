@@ -71,6 +71,11 @@ class Place:
         for name in INTERFACE_VARIABLES if self.interface else ():
             os.environ.setdefault(name, self.interface)
 
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this host, this one among them."""
+        return max(1, sum(host.space == _space() for host in self.hosts))
+
     def listing(self) -> str:
         """A line of each rank's host and addresses."""
         return "\n".join(f"  rank {rank} on {host.name}: {host.listing()}" for rank, host in enumerate(self.hosts))

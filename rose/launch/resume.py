@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
 from rose import models, storage
-from rose.config import Config, ConfigError
+from rose.config import Cluster, Config, ConfigError, Slurm
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
 MAY_CHANGE = (
@@ -22,6 +23,8 @@ MAY_CHANGE = (
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
     "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",
 )
+WARNING_SAVES = 2.0  # a checkpoint on a busy file system can take twice as long as the last one
+SAVE_SHARE = 1 / 3  # of the time to stop: half is the limit for saving, and the last save may be exceeded by half
 RECIPES_MAY_CHANGE = ("model.path",)  # where the cache is; the model is named by the recipe's arguments
 
 
@@ -50,6 +53,32 @@ def is_finished(run_dir: Path, steps: int) -> bool:
     """True if `run_dir` holds a run that finished with at least `steps` steps."""
     path = _mark(run_dir)
     return path.exists() and json.loads(path.read_text())["steps"] >= steps
+
+
+def note_save(run_dir: Path, seconds: float) -> None:
+    """How long the last checkpoint took, from the order to the disk."""
+    path = Path(run_dir) / "status" / "save.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    storage.write_whole(path, json.dumps({"seconds": seconds}).encode() + b"\n")
+
+
+def last_save_s(run_dir: Path) -> float:
+    """Seconds that the run's last checkpoint took; 0 before the first."""
+    try:
+        return float(json.loads((Path(run_dir) / "status" / "save.json").read_text())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def stop_s(run_dir: Path, cluster: Cluster) -> float:
+    """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE` of it needs."""
+    return max(cluster.stop_timeout_s, last_save_s(run_dir) / SAVE_SHARE)
+
+
+def warning_s(run_dir: Path, slurm: Slurm) -> int:
+    """Seconds before its time limit at which a job must be warned to save its last step: cluster.slurm.warning_s, or
+    `WARNING_SAVES` times what the last checkpoint took."""
+    return max(slurm.warning_s, math.ceil(WARNING_SAVES * last_save_s(run_dir)))
 
 
 def move_aside(run_dir: Path) -> Path:

@@ -29,8 +29,9 @@ def folder(run_dir: Path) -> Path:
     return Path(run_dir) / "submitted"
 
 
-def script(c: Config, ranks: Sequence[Rank], run_dir: Path) -> str:
-    """The batch script; `run_dir` absolute."""
+def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | None = None) -> str:
+    """The batch script; `run_dir` absolute. `warning_s`: seconds before the time limit at which Slurm warns the job, at
+    least cluster.slurm.warning_s, which null takes."""
     first, *others = _by_component(ranks)
     lines = []
     for members in others:
@@ -41,7 +42,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path) -> str:
         job_name=c.name, wckey=None, use_srun=False, stderr_to_stdout=True, setup=lines, time=None,
         additional_parameters=_options(c, first) | {
             "output": str(Path(run_dir) / "logs" / "slurm-%j.out"), "requeue": True,
-            "signal": f"B:USR2@{c.cluster.slurm.warning_s}"})
+            "signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}"})
 
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:

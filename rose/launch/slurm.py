@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +23,14 @@ from submitit.core.utils import FailedJobError
 
 from rose import config as configuration
 from rose import processes
-from rose.config import Config, ConfigError
+from rose.config import Config, ConfigError, Slurm
 from rose.launch import lend, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe import views
 from rose.observe.terminal import say
 
 COMMAND_DEADLINE_S = 60.0
+LOOK_S = 5.0  # between two looks at the time that is left
 
 
 def check_programs() -> None:
@@ -56,7 +59,8 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
     try:
-        job = Executor(sbatch.folder(run_dir), sbatch.script(c, ranks, run_dir)).submit(Run(run_dir))
+        text = sbatch.script(c, ranks, run_dir, resume.warning_s(run_dir, c.cluster.slurm))
+        job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
         raise ConfigError(f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}") from None
     state.remember(run_dir, job.job_id)
@@ -105,7 +109,8 @@ class Run:
         with open(logs.attempt_folder(self.run_dir, attempt) / "srun.log", "wb") as words:
             srun = subprocess.Popen(sbatch.srun_argv(c, ranks, self.run_dir, attempt), stdin=subprocess.DEVNULL,
                                     stdout=words, stderr=subprocess.STDOUT, env=_environment(c), start_new_session=True)
-        outcome = supervise.Job(srun, ranks, self.run_dir, attempt, c.cluster, starter="srun").wait()
+        with _warned_in_time(self.run_dir, c.cluster.slurm):
+            outcome = supervise.Job(srun, ranks, self.run_dir, attempt, c.cluster, starter="srun").wait()
         views.build(c.observe, self.run_dir)
         return outcome
 
@@ -123,6 +128,30 @@ class Run:
             raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm "
                             "has requeued it already, else the same launch.py command continues it")
         return "requeued"
+
+
+@contextmanager
+def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
+    """Slurm's warning before the time limit comes as early as the job asked for when it was submitted. Where saving has
+    turned out to take longer, this process warns itself."""
+    end, over = float(os.environ.get("SLURM_JOB_END_TIME", "inf")), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            needed = resume.warning_s(run_dir, slurm)
+            if needed > slurm.warning_s and time.time() > end - needed:
+                print(f"{needed} s are left, which saving may take: the last checkpoint took "
+                      f"{resume.last_save_s(run_dir):.0f} s", flush=True)
+                os.kill(os.getpid(), signal.SIGUSR2)
+                return
+
+    thread = threading.Thread(target=watch, name="time-limit", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _refuse_shared_nodes() -> None:

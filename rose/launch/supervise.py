@@ -23,7 +23,7 @@ import psutil
 
 from rose import storage
 from rose.config import Cluster
-from rose.launch import logs, rank_status
+from rose.launch import logs, rank_status, resume
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
 
@@ -99,7 +99,7 @@ class Job:
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
             if self.signals and "stop" not in deadlines and self._signal_coordinator(states):
-                deadlines["stop"] = time.monotonic() + self.cluster.stop_timeout_s
+                deadlines["stop"] = time.monotonic() + resume.stop_s(self.run_dir, self.cluster)
             coordinator = states.get(0)
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)

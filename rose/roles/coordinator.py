@@ -40,6 +40,7 @@ from rose.storage import close_all
 from rose.trainer import checkpoint
 from rose.trainer.batching import plan_batch
 
+SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
 
 
@@ -71,7 +72,8 @@ class Coordinator:
         self.trainers: dict[int, p.TrainerReady] = {}
         self._shares_prefixes = False  # until the trainer says that its model can
         self.trained: dict[int, p.TrainDone] = {}
-        self.saving: checkpoint.Save | None = None  # what the trainer ranks are writing
+        self.saving: checkpoint.Save | None = None  # what the trainer ranks were told to write
+        self._committing: asyncio.Task | None = None  # waits until it is on disk
         self.gone: set[int] = set()
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
         self.hub.engine_restarts = state.get("engine_restarts", 0)
@@ -99,9 +101,17 @@ class Coordinator:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
             self._stepping.cancel()
-            await self._save_if_idle()
+            deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._save_if_idle(deadline_s)
+            except TimeoutError:
+                raise RunFailed(f"step {self.step} was not saved within {deadline_s:g} s, half of the time to stop "
+                                "(cluster.stop_timeout_s)") from None
             raise
         finally:
+            if self._committing is not None:
+                self._committing.cancel()
             await self.borrowed.see_off("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
             close_all(self.journal, self.live, self.metrics)
@@ -126,6 +136,10 @@ class Coordinator:
             self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
             if self._checkpoint_due(self.step):
                 await self._checkpoint(self.config.trainer.step_timeout_s)
+            elif self._committing is not None and self._committing.done():
+                await self._committed()
+        self.live.update(phase="saving", waiting_for="the last checkpoint")
+        await self._committed()
         self.live.update(phase="done", waiting_for="")
 
     async def _bring_up(self) -> None:
@@ -227,22 +241,41 @@ class Coordinator:
         return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
 
     async def _checkpoint(self, deadline_s: float) -> None:
-        """Also for the rest of one: a stop may come while the trainer ranks write, and they go on writing. Where devices
-        are shared the ranks have written in their turn, before the step's end."""
-        with self.recorder.timed("checkpoint", step=self.step):
-            await self._save(self.step, deadline_s)
-            checkpoint.commit(self.saving.folder, self.boundary, self.config.trainer.checkpoint_keep)
-            self.saving = None
+        """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed beside what comes
+        next. Where devices are shared the ranks have begun it in their turn, before the step's end."""
+        await self._save(self.step, deadline_s)
+        saving, self.saving = self.saving, None
+        self._committing = asyncio.create_task(self._commit(saving, self.boundary, deadline_s))
 
     async def _save(self, step: int, deadline_s: float) -> None:
-        """Every trainer rank has written its part; nothing is committed."""
-        if self.saving is None:
-            self.saving = checkpoint.Save(step, checkpoint.begin(self.run_dir, step))
-            for rank in self.ranks[p.Role.TRAINER].values():
-                self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
-        saving = self.saving
-        await self._changed.until(lambda: len(saving.ranks) == self.config.trainer.ranks, deadline_s,
-                                  lambda: f"trainer ranks to save step {saving.step}: {len(saving.ranks)} saved")
+        """Tell every trainer rank to save; each copies its state before it takes the next message. There is one
+        checkpoint at a time."""
+        if self.saving is not None:
+            return
+        await self._committed()
+        self.saving = checkpoint.Save(step, checkpoint.begin(self.run_dir, step), time.monotonic())
+        for rank in self.ranks[p.Role.TRAINER].values():
+            self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
+
+    async def _commit(self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float) -> None:
+        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after `deadline_s`."""
+        wanted = self.config.trainer.ranks
+        with self.recorder.timed("checkpoint", step=saving.step):
+            while (found := checkpoint.saved(saving.folder)) < wanted:
+                if time.monotonic() - saving.began > deadline_s:
+                    raise RunFailed(f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: {found} of "
+                                    f"{wanted} saved")
+                await asyncio.sleep(SAVED_S)
+            keep = self.config.trainer.checkpoint_keep
+            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep)
+        resume.note_save(self.run_dir, time.monotonic() - saving.began)
+
+    async def _committed(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from the disk."""
+        while (task := self._committing) is not None:
+            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
+            if self._committing is task:  # the steps and a stop may both wait here
+                self._committing = None
 
     def _record(self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], began: float, rolled_out: float,
                 busy_s: float, trained: float, synced: float) -> None:
@@ -284,14 +317,16 @@ class Coordinator:
         await self._stop.wait()
         raise Stopped("asked to end by a signal")
 
-    async def _save_if_idle(self) -> None:
+    async def _save_if_idle(self, deadline_s: float) -> None:
         """Between training steps the trainer can still save the last one, within half of the time to stop."""
+        await self._committed()
         newest = checkpoint.latest(self.run_dir)
         saved = checkpoint.step_of(newest) if newest else 0
         if self.at_boundary and self.step > saved and len(self.trainers) == self.config.trainer.ranks:
             if self.saving is None:
                 await self.device.to(p.Role.TRAINER)
-            await self._checkpoint(self.config.cluster.stop_timeout_s / 2)
+            await self._checkpoint(deadline_s)
+            await self._committed()
 
     # ----------------------------------------------------------------- messages and actions
 
@@ -341,10 +376,6 @@ class Coordinator:
 
     def _on_TrainDone(self, source: int, m: p.TrainDone) -> None:
         self.trained[m.index] = m
-
-    def _on_CheckpointSaved(self, source: int, m: p.CheckpointSaved) -> None:
-        if self.saving is not None:
-            self.saving.ranks.add(m.index)
 
     def _on_DeviceChanged(self, source: int, m: p.DeviceChanged) -> None:
         self.device.heard(m)

@@ -60,7 +60,6 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
                 parts += 1
             case p.SaveCheckpoint():
                 trainer.save(Path(message.folder))
-                mailbox.send(COORDINATOR, p.CheckpointSaved(message.step, index))
                 continue
             case p.Sleep() | p.Wake():
                 _change_turns(trainer, message, mailbox)

@@ -1,7 +1,8 @@
 """Checkpoints of a run: a folder per step, complete or absent.
 
-``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, the coordinator adds its own state and
-renames it to ``step-000010/``: a folder without ``.tmp`` is whole, whenever the job was killed.
+``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, each of which marks its part when all of it is on
+disk; the coordinator adds its own state and renames the folder to ``step-000010/``: one without ``.tmp`` is whole,
+whenever the job was killed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rose.storage import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE = "coordinator.json"
+SAVED, FAILED = "saved-", "failed-"  # marks of the trainer ranks
 
 
 @dataclass
@@ -26,7 +28,30 @@ class Save:
 
     step: int
     folder: Path
-    ranks: set[int] = field(default_factory=set)  # trainer ranks that have saved
+    began: float  # time.monotonic()
+
+
+class SaveFailed(RuntimeError):
+    """A trainer rank could not write its part of a checkpoint."""
+
+
+def mark(folder: Path, rank: int, error: str) -> None:
+    """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is gone, of an attempt
+    that has ended, is nobody's any more."""
+    try:
+        write_whole(Path(folder) / f"{FAILED if error else SAVED}{rank:05d}", error.encode(), sync=True)
+    except OSError as trouble:
+        print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
+
+
+def saved(folder: Path) -> int:
+    """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them met."""
+    names = os.listdir(folder)
+    for name in names:
+        if name.startswith(FAILED):
+            raise SaveFailed(f"{folder}: trainer rank {int(name.removeprefix(FAILED))} could not save: "
+                             f"{(Path(folder) / name).read_text()}")
+    return sum(name.startswith(SAVED) for name in names)
 
 
 def _folder(run_dir: Path) -> Path:
@@ -72,11 +97,11 @@ def remove_halves(run_dir: Path) -> None:
 
 
 def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
-    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest."""
-    write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode())
-    for path in folder.rglob("*"):
-        if path.is_file():
-            sync(path)
+    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest. The ranks have brought
+    their files to the disk."""
+    write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode(), sync=True)
+    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        sync(path)
     final = folder.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
     os.rename(folder, final)

@@ -23,10 +23,13 @@ import torch
 from rose import config as configuration
 from rose import locks
 from rose.comm.address import MEET_S, Place, RendezvousError
+from rose.storage import write_whole
+from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk; the coordinator asks for no other one sooner
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
@@ -111,10 +114,10 @@ def make_deterministic() -> None:
 class DeepSpeedEngine:
     """One rank's share of the model and its optimizer. The world must have been joined.
 
-    `folder` is the model's; raises what `rose.trainer.model.load` raises.
+    `folder` is the model's; raises what `rose.trainer.model.load` raises. `neighbours`: trainer ranks on this host.
     """
 
-    def __init__(self, trainer: configuration.Trainer, folder: Path | str, device: torch.device):
+    def __init__(self, trainer: configuration.Trainer, folder: Path | str, device: torch.device, neighbours: int = 1):
         import deepspeed
 
         self.settings, self.device = trainer, device
@@ -126,6 +129,7 @@ class DeepSpeedEngine:
             model=policy, optimizer=_optimizer(trainer, policy), config=zero_config(trainer, self.parameters),
             dist_init_required=False)
         self.engine.train()
+        self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
 
     @property
     def policy(self) -> Policy:
@@ -209,14 +213,22 @@ class DeepSpeedEngine:
             self.engine.empty_partition_cache()
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer, update count and random states into `folder`; whole when every rank has returned."""
+        """Copy model, optimizer, update count and random states, and write them into `folder` in a thread: it has all of
+        them when `checkpoint.saved` counts every rank. Training may go on at once.
+
+        Raises `TimeoutError` when the one before is still being written.
+        """
+        if not self.writer.wait(SAVE_BEFORE_S):
+            raise TimeoutError(f"{folder}: trainer rank {self.rank} is writing the checkpoint before it for over "
+                               f"{SAVE_BEFORE_S:g} s")
         self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        torch.save(_random_states(self.device), folder / f"random-{self.rank}.pt")
+        self.writer.save(_random_states(self.device), str(folder / f"random-{self.rank}.pt"))
         if self.rank == 0:
             state = {"updates": self.updates, "ranks": self.world, "zero_stage": self.settings.zero_stage,
                      "dtype": self.settings.dtype}
-            (folder / STATE).write_text(json.dumps(state) + "\n")
+            write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
         torch.distributed.barrier()
+        self.writer.finish(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""

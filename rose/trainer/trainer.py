@@ -60,7 +60,7 @@ class Trainer:
         self.device = use_device(config.cluster.gpus, index)
         join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
-        self.engine = DeepSpeedEngine(config.trainer, folder, self.device)
+        self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         self._publisher: Publisher | None = None
 
     @property
@@ -106,7 +106,8 @@ class Trainer:
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder; it is whole when this has returned on every rank."""
+        """Checkpoint into an existing folder, as `DeepSpeedEngine.save` does: the files are written beside what comes
+        next."""
         with self.recorder.timed("save"):
             self.engine.save(Path(folder))
 
@@ -132,6 +133,9 @@ class Trainer:
             return self._offload.take()
 
     def close(self) -> None:
+        """Ends the world. A checkpoint that is being written is waited for, unless the job is being stopped, whose
+        launcher waits no longer than it said."""
+        self.engine.writer.wait(self.config.cluster.stop_timeout_s / 2)
         torch.distributed.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ Where devices are shared, a rank holds its device from the order on, and until i
 import asyncio
 import random
 from collections import deque
+from pathlib import Path
 
 from rose import protocol as p
 from rose.launch.layout import layout
@@ -195,7 +196,7 @@ class Peers:
 
     def _SaveCheckpoint(self, rank, m):
         assert self.awake is None or rank in self.awake
-        self.say(rank, p.CheckpointSaved(m.step, 0))
+        checkpoint.mark(Path(m.folder), 0, "")
 
 
 def run(config, folder, attempt=1, seed=0, resume_from=None, stop_when=lambda coordinator: False):

@@ -154,6 +154,7 @@ def main(job: dict, rank: int) -> None:
             trainer.take_device()
         elif action == "save":
             trainer.save(folder / "checkpoint")
+            assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
         elif action == "load":
             trainer.load(folder / "checkpoint")
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))

@@ -1,0 +1,139 @@
+"""Writes a rank's part of a checkpoint while training goes on.
+
+DeepSpeed hands every file of a checkpoint to its checkpoint engine. This one copies the tensors to host
+memory at once, so that the next step may change them, and writes the files in a thread (torch.save lets
+other threads run while it writes). A file `saved-RANK` in the folder then tells the coordinator, which
+looks for it: the rank itself may be in the middle of the next step.
+Left out: where host memory has no room for the copy, the files are written before `save` returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from rose.trainer import checkpoint
+from rose.transfer.store import sync
+
+SPARE = 1.25  # of the copy's bytes must be free: the engines' and the page cache's share of the host goes on growing
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class CheckpointWriter(CheckpointEngine):
+    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, which copy at the same time."""
+
+    def __init__(self, rank: int, neighbours: int = 1) -> None:
+        super().__init__()
+        self.name = "rose"
+        self._rank, self._neighbours = rank, neighbours
+        self._files: list[tuple[Path, Any]] = []  # copied, to be written
+        self._written: list[Path] = []
+        self._thread: threading.Thread | None = None
+        self._told = False
+
+    def create(self, info) -> None:
+        self._files, self._written = [], []
+
+    def commit(self, info) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Copies share nothing, so DeepSpeed need not make its own."""
+        return False
+
+    def load(self, path: str, map_location=None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy now, write later; or write now where there is no room for the copy."""
+        needed = SPARE * tensor_bytes(state_dict) * self._neighbours
+        if needed < available_bytes():
+            self._files.append((Path(path), host_copy(state_dict)))
+            return
+        if not self._told:
+            self._told = True
+            print(f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} GiB of host memory "
+                  f"and {available_bytes() / 2**30:.1f} are free", file=sys.stderr, flush=True)
+        torch.save(state_dict, path)
+        self._written.append(Path(path))
+
+    def finish(self, folder: Path) -> None:
+        """Write what was copied, in a thread, then mark this rank's part as saved, or as failed."""
+        files, written = self._files, self._written
+        self._files, self._written = [], []
+        self._thread = threading.Thread(target=self._write, args=(folder, files, written), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline_s: float) -> bool:
+        """Whether nothing is being written any more, `deadline_s` seconds at most."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
+        try:
+            while files:
+                path, state = files.pop(0)
+                torch.save(state, path)
+                del state  # its memory is free before the next file is written
+                written.append(path)
+            for path in written:
+                sync(path)
+        except Exception as error:  # whatever it was: the coordinator is told, and ends the run
+            checkpoint.mark(folder, self._rank, f"{type(error).__name__}: {error}")
+            return
+        checkpoint.mark(folder, self._rank, "")
+
+
+def host_copy(state: Any) -> Any:
+    """The same structure with every tensor copied to host memory; nothing in it is shared with `state`."""
+    if isinstance(state, torch.nn.Parameter):
+        return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, host_copy(value)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(host_copy(value) for value in state)
+    return copy.deepcopy(state)
+
+
+def tensor_bytes(state: Any) -> int:
+    """Bytes of the tensors in a structure of dictionaries, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(tensor_bytes(value) for value in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(tensor_bytes(value) for value in state)
+    return 0
+
+
+def available_bytes() -> int:
+    """Host memory that this process may still take: the machine's, or what its control group (Slurm's, a container's)
+    leaves."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (CGROUP / _group() / "memory.max").read_text().strip()
+        used = int((CGROUP / _group() / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def _group() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line[3:].strip().lstrip("/")
+    return ""

@@ -1,0 +1,88 @@
+"""A rank's part of a checkpoint is what it was when it was saved, whatever training does meanwhile."""
+
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from rose.trainer import checkpoint, checkpoint_writer
+from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
+
+
+class Scaler:
+    """As DeepSpeed's: a plain object among the tensors."""
+
+    def __init__(self):
+        self.scale = 4.0
+
+
+@pytest.fixture
+def state():
+    flat = torch.arange(12, dtype=torch.float32)
+    return OrderedDict(view=flat[4:8], whole=[flat], parameter=torch.nn.Parameter(torch.ones(2)), scaler=Scaler(),
+                       nested={"step": 3, "shape": torch.Size([2, 3])})
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """torch.save waits until it is set."""
+    go, save = threading.Event(), torch.save
+    monkeypatch.setattr(checkpoint_writer.torch, "save", lambda *args: (go.wait(60), save(*args)))
+    return go
+
+
+def test_a_copy_shares_nothing_and_keeps_types(state):
+    copied = host_copy(state)
+    assert type(copied) is OrderedDict and type(copied["parameter"]) is torch.nn.Parameter
+    assert copied["view"].untyped_storage().nbytes() == 16, "a view brought its whole buffer along"
+    state["view"].zero_()
+    state["scaler"].scale = 8.0
+    assert copied["view"].tolist() == [4, 5, 6, 7] and copied["whole"][0][4] == 4 and copied["scaler"].scale == 4.0
+    assert copied["nested"] == {"step": 3, "shape": torch.Size([2, 3])}
+    assert tensor_bytes(state) == 16 + 48 + 8
+
+
+def test_training_changes_weights_while_they_are_written_and_the_file_has_the_old_ones(tmp_path, held, state):
+    writer = CheckpointWriter(5)
+    writer.create(None)
+    writer.save(state, str(tmp_path / "states.pt"))
+    writer.finish(tmp_path)
+    state["whole"][0].fill_(-1)
+    assert checkpoint.saved(tmp_path) == 0 and not writer.wait(0.05)
+    held.set()
+    assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
+    assert writer.load(str(tmp_path / "states.pt"))["view"].tolist() == [4, 5, 6, 7]
+
+
+def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(tmp_path, monkeypatch, capsys, state):
+    monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 100)
+    writer = CheckpointWriter(0, neighbours=2)
+    for name in ("a.pt", "b.pt"):
+        writer.save(state, str(tmp_path / name))
+    state["whole"][0].fill_(-1)
+    assert torch.load(tmp_path / "a.pt", weights_only=False)["view"].tolist() == [4, 5, 6, 7]
+    assert capsys.readouterr().err.count("while training waits") == 1
+    writer.finish(tmp_path)
+    assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
+
+
+def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state):
+    writer = CheckpointWriter(3)
+    writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
+    writer.finish(tmp_path)
+    assert writer.wait(60)
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"):
+        checkpoint.saved(tmp_path)
+
+
+def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
+    monkeypatch.setattr(checkpoint_writer, "_group", lambda: "job")
+    free = checkpoint_writer.available_bytes()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text("3000\n")
+    (tmp_path / "job" / "memory.current").write_text("1000\n")
+    assert checkpoint_writer.available_bytes() == 2000 < free
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    assert checkpoint_writer.available_bytes() > 2000
