@@ -55,6 +55,7 @@ def sample(job: dict, say) -> None:
 
 
 def train(job: dict, say) -> None:
+    from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
     from rose.observe.recorder import NullRecorder
@@ -62,7 +63,7 @@ def train(job: dict, say) -> None:
     from rose.trainer.trainer import DTYPES, Trainer
 
     rank, folder, store = job["rank"], Path(job["folder"]), Path(job["folder"]) / "store"
-    trainer = Trainer(_settings(job), rank, RANKS, "127.0.0.1", job["port"], job["model"], NullRecorder())
+    trainer = Trainer(_settings(job), rank, RANKS, local_place(job["port"]), job["model"], NullRecorder())
     shape = read_shape(Path(job["model"]))
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, [1, 2, 4, 8]))
     if rank == 0:

@@ -156,13 +156,14 @@ class Meter:
 def _rank(job: dict[str, Any], rank: int, folder: str) -> None:
     import torch
 
+    from rose.comm import address
     from rose.launch import memory
     from rose.trainer import deepspeed_engine
 
     c = settings(job)
     torch.set_num_threads(c.trainer.threads)
     device = deepspeed_engine.use_device(0 if job["cpu"] else job["ranks"], rank)
-    deepspeed_engine.join_world(device, rank, job["ranks"], "127.0.0.1", job["port"], 300.0)
+    deepspeed_engine.join_world(device, rank, job["ranks"], address.local_place(job["port"]), 300.0)
     model = Path(folder) / "model"
     if rank == 0:
         _save(job["shape"], model, c.trainer.dtype)
