@@ -22,6 +22,7 @@ DTYPE_BYTES = 2
 # bits), where FlashAttention takes no float32; on a CPU it is float32 throughout
 FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
 BFLOAT16_MEAN = 0.05
+KEPT = "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and weights lie in its pool"
 OLD_WEIGHTS = 3.0  # by so much the old weights must fit worse than the new ones, or the comparison shows nothing
 
 
@@ -240,25 +241,38 @@ async def _sleep(report: Report) -> None:
         expected = await _greedy(report, running)
         awake = _used(report, running)
         began = time.monotonic()
-        await running.deactivate()
-        report.figure("falls asleep in", time.monotonic() - began, "s")
-        asleep = _used(report, running)
+        moved = await running.sleep()
+        report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
         report.figure("memory awake", awake / GIB, "GiB")
-        report.figure("memory given back", (awake - asleep) / GIB, "GiB", least=report.sizes.given_back * awake / GIB,
-                      source=f"{report.sizes.given_back:g} of it", remedy="what sleeps keeps too much: "
-                      "rollout.engine_args.enable_sleep_mode must reach vLLM, and weights lie in its pool")
-        began = time.monotonic()
-        await running.activate()
-        report.figure("wakes in", time.monotonic() - began, "s")
-        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
-        report.figure("turns that are as before", sum(same), least=len(same))
+        report.figure("memory given back", moved.gib, "GiB", least=report.sizes.given_back * awake / GIB,
+                      source=f"{report.sizes.given_back:g} of it", remedy=KEPT)
         versions = Versions(folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device)
         version = await asyncio.to_thread(versions.publish, report.sizes.changed)
+        began = time.monotonic()
+        await running.wake_weights()
         loaded = await running.load_version(version, str(versions.store), config.transfer)
-        report.figure("values of a version that it takes then", loaded.changed, least=1)
+        await running.wake()
+        report.figure("takes a version and wakes in", time.monotonic() - began, "s")
+        report.figure("values of that version", loaded.changed, least=1)
         report.figure("turns by the new weights are others", await _greedy(report, running) != expected, equal=True)
+        await _forgets(report, running, awake)
+        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
+        report.figure("turns by the folder's weights that are as before", sum(same), least=len(same))
     finally:
         await running.shutdown()
+
+
+async def _forgets(report: Report, running, awake: int) -> None:
+    """As a lent engine that rests: its weights are read from the model's folder again."""
+    began = time.monotonic()
+    await running.deactivate()
+    report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
+    if report.gpus:  # on a CPU the pages that were given back come again only as they are touched
+        report.figure("memory given back again", (awake - _used(report, running)) / GIB, "GiB",
+                      least=report.sizes.given_back * awake / GIB, remedy=KEPT)
+    began = time.monotonic()
+    await running.activate()
+    report.figure("wakes in", time.monotonic() - began, "s")
 
 
 async def _greedy(report: Report, running) -> list[list[int]]:

@@ -58,6 +58,10 @@ def job(report: Report) -> None:
     report.figure("values published", last["publish_bytes"], "bytes", least=1)
     for name in sorted(k for k in last if k.startswith("time_")):
         report.figure(f"last step, {name.removeprefix('time_')}", last[name], "s")
+    for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):  # of sharing the device in turn
+        report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
+    for name in sorted(k for k in last if k.endswith("_gib")):
+        report.figure(f"last step, {name.removesuffix('_gib')}", last[name], "GiB")
     report.figure("last step", last["tokens_per_s"], "token/s")
 
 
@@ -67,6 +71,10 @@ def _print_logs(run: Path) -> None:
 
 
 CHECKS = (
+    Check("colocated", "launch.py on one GPU, which trainer and engine hold in turn", job,
+          {"cuda": Run([*ON_GPU, "colocate=true", "cluster.gpus=1"], 2, 0.05),
+           "cpu": Run([*ON_CPU, "colocate=true"], 1, 1e-3)}, 240.0,
+          "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower", needs_model=False),
     Check("job", "launch.py on two GPUs: one trains, one rolls out", job,
           {"cuda": Run([*ON_GPU, "cluster.gpus=2"], 2, 0.05), "cpu": Run(ON_CPU, 1, 1e-3)}, 240.0,
           "the log has each rank's last words", least_gpus=2, needs_model=False),

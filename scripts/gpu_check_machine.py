@@ -21,7 +21,6 @@ import msgspec
 from gpu_check_frame import REPOSITORY, Check, Impossible, Report
 
 SMI_S = 60.0
-SMI_FIELDS = "name,uuid,driver_version,memory.total,memory.used,compute_cap,compute_mode,mig.mode.current"
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
 LEAST_CAPABILITY = 8.0  # bfloat16 and FlashAttention
 LEAST_SHM_GIB = 8.0
@@ -88,19 +87,18 @@ def _host(report: Report) -> None:
 
 
 def _driver(report: Report) -> None:
-    """What nvidia-smi, torch and the environment say, and whether they agree."""
-    smi = subprocess.run(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"],
-                         capture_output=True, text=True, timeout=SMI_S)
-    for line in smi.stdout.strip().splitlines():
-        report.say(f"nvidia-smi: {line}")
-    if smi.returncode:
-        report.say(f"nvidia-smi ended with {smi.returncode}: {(smi.stderr or smi.stdout).strip()}")
+    """What the doctor says of driver and devices, what torch and the environment say, and whether they agree."""
+    from rose.doctor import devices
+
+    for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
+        report.say(f"{finding.part}: {finding.words}")
+        report.figure(f"doctor: {finding.part}", finding.state, remedy=finding.remedy,
+                      **({"equal": "ok"} if finding.state == "failed" else {}))
     import torch
 
-    report.figure("torch was built for CUDA", torch.version.cuda or "no", remedy="pip install -e .[gpu]")
     if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} is a CPU build: pip install -e .[gpu] in an environment of its "
-                           "own")
+        raise RuntimeError(f"torch {torch.__version__} is a CPU build: {devices.INSTALL}")
+    report.figure("torch was built for CUDA", torch.version.cuda)
     report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
     torch.cuda.init()  # raises with the driver's own words
     report.figure("GPUs that torch sees", torch.cuda.device_count(), equal=report.setup.gpus,
@@ -115,8 +113,9 @@ def _driver(report: Report) -> None:
                       remedy="bfloat16 and FlashAttention need an A100 or newer")
         report.figure(f"GPU {index}, free", free / total, least=FREE_SHARE, source="of its memory",
                       remedy="another process holds memory there: nvidia-smi names it")
-    mode = subprocess.run(["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True,
-                          text=True, timeout=SMI_S).stdout.split("\n")[0].strip()
+    mode = "" if shutil.which("nvidia-smi") is None else subprocess.run(
+        ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True,
+        timeout=SMI_S).stdout.split("\n")[0].strip()
     if mode:
         report.figure("compute mode", mode, equal="Default",
                       remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)")

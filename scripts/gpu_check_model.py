@@ -61,9 +61,8 @@ def model(report: Report) -> None:
 
     target, given, began = folder(report), report.setup.model, time.monotonic()
     if given and not Path(given).is_dir():
-        source = models.resolve(configuration.Model(
-            name="given", source="hub", path=given, recipe={}, dtype="bfloat16", max_context=4096, shape=None,
-            chat_template_args={}))
+        source = models.resolve(configuration.from_dict(compose(
+            "model=qwen3_0_6b", f"model.path={given}", "trainer.micro_batch_tokens=4096")).model)
         target.symlink_to(Path(source).resolve())
     elif given:
         target.symlink_to(Path(given).resolve())

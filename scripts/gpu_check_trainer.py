@@ -125,6 +125,14 @@ def trainer(report: Report) -> None:
         rows, trees = first["rows"][name], first["trees"][name]
         report.figure(f"trees and rows, {name} differs by", abs(trees - rows) / max(abs(rows), 1e-12), most=LIKE,
                       remedy="the tree's attention is not the rows': trainer.share_prefixes=false until it is mended")
+    given = first["given"]
+    report.figure("device given back for an engine's turn", given["give_s"], "s")
+    report.figure("device taken again", given["take_s"], "s")
+    if report.gpus:
+        report.figure("memory kept meanwhile", given["kept_gib"], "GiB", most=0.1 * given["held_gib"],
+                      source=f"of {given['held_gib']:.1f}", remedy="what keeps it has no room for the engine: rose/trainer/offload.py")
+    report.figure("after that, gradient norm differs by", abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
+                  most=LIKE, remedy="states were lost on their way to host memory and back: colocate=false")
     report.figure("tensors published and read back", first["published"], least=1)
     report.figure("of them, not the trainer's", first["wrong"], most=0,
                   remedy="a version that is not the trainer's weights: report it with the log")
@@ -186,12 +194,30 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
             report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
         out[kind] = {"seconds": seconds[1:], "grad_norm": metrics[0]["grad_norm"], "entropy": metrics[0]["entropy"],
                      **_work(plan[0], packing, sizes)}
+    out["given"] = _in_turn(report, made, lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine))
     out["estimate_gib"] = memory.trainer(config, read_shape(folder(report))).total
     out["peak_gib"] = memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
     made.publish(1)
     out["published"], out["wrong"] = _read_back(made, report.folder / "trained", rank)
     made.close()
     return out
+
+
+def _in_turn(report: Report, made, train) -> dict[str, float]:
+    """The device's memory is given back as for an engine's turn, and taken again: the next step is as the last."""
+    import torch
+
+    made.share_device(report.folder)
+    began = time.monotonic()
+    held = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    made.give_device_back()
+    kept = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    given = time.monotonic()
+    made.take_device()
+    taken = time.monotonic()
+    report.say(f"device given back in {given - began:.2f} s, taken in {taken - given:.2f} s")
+    return {"held_gib": held, "kept_gib": kept, "give_s": given - began, "take_s": taken - given,
+            "grad_norm": train()["grad_norm"]}
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:

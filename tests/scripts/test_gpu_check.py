@@ -196,8 +196,8 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # --------------------------------------------------------------------------- the twins: the same code on the CPU
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it); `profile` is a command
-# that tests/serving/test_profile.py runs; `nccl` is the doctor's; `colocated` is `job`'s (tests/job/test_colocated_job.py).
-TWINS = ("machine", "two", "model", "transfer", "trainer", "engine", "sleep", "coserving", "job")
+# that tests/serving/test_profile.py runs; `nccl` is the doctor's; `job` is `colocated` with fewer words.
+TWINS = ("machine", "two", "model", "transfer", "trainer", "engine", "sleep", "coserving", "colocated")
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
 PROFILE = {"online": PREDICTOR, "rollout": PREDICTOR, "interference": {"hold_p99": 0.1, "hold_mean": 0.05}}
 
