@@ -75,12 +75,13 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 
 def _context(worker: Worker, tag: str):
-    return KvAllocation(worker) if tag == "kv_cache" else _vllms_context(worker, tag)
+    if tag == "kv_cache" and os.environ.get("ROSE_COSERVING"):
+        return KvAllocation(worker)
+    return _vllms_context(worker, tag)
 
 
-if os.environ.get("ROSE_COSERVING"):
-    _vllms_context = Worker._maybe_get_memory_pool_context
-    Worker._maybe_get_memory_pool_context = _context
+_vllms_context = Worker._maybe_get_memory_pool_context
+Worker._maybe_get_memory_pool_context = _context
 
 
 class KvWorker:
