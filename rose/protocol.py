@@ -394,6 +394,16 @@ class SaveCheckpoint(Message):
     folder: str
 
 
+class Costs(msgspec.Struct, frozen=True):
+    """Of forward and backward in one layer, in any one unit. `tree`: of a pair under a prefix tree's mask, which counts
+    either each pair of the micro-batch's tokens (`dense`) or those in which one attends to the other."""
+
+    token: float  # without attention
+    causal: float  # of a pair of tokens of one row, a causal kernel leaving out half of them
+    tree: float
+    dense: bool
+
+
 class TrainerReady(Message):
     """Model loaded (or resumed at `step`), version published."""
 
@@ -402,6 +412,7 @@ class TrainerReady(Message):
     version: int
     store: str
     no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
+    costs: Costs | None = None  # on this rank's device; null: nothing is known of them
 
 
 # --------------------------------------------------------------------------- coordinator <-> ranks that share a GPU

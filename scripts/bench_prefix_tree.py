@@ -58,7 +58,7 @@ def main() -> int:
         tokens = sum(batch.inputs.numel() if batch.tree is None else len(batch.tree.tokens) for batch in made)
         print(f"{name:6} {statistics.median(seconds[name]):8.2f} s {tokens:8} tokens in {len(made)} micro-batches")
     ratios = [tree / row for tree, row in zip(seconds["trees"], seconds["rows"])]
-    taken = batching.plan_batch(rows, 1, limit, 1, config.model.shape)[1]
+    taken = batching.plan_batch(rows, 1, limit, 1, batching.flops(config.model.shape))[1]
     print(f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); gradients differ by "
           f"{difference:.1e}; the plan takes {'trees' if taken else 'rows'}")
     return 0

@@ -18,7 +18,7 @@ Trainer, at the worst moment of a pass, more:
   q, k, v, attention output, the gated MLP's four; attention matrices are never stored), b T e layers; with
   gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block)
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being reduced; a chunk of logits
-  (LOGIT_ELEMENTS, whose fp32 values are there three times), with the output matrix's gradient twice, since chunks are
+  (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are there three times), with the output matrix's gradient twice, since chunks are
   added up; that gradient as it is reduced, in the dtype and in fp32
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 elements of this rank's.
 The larger of both moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex attention).
@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rose.config import Config, ModelShape
-from rose.trainer.batching import LOGIT_ELEMENTS
+from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
@@ -118,7 +118,8 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     elements = _elements(shape, size)
     kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
     layer = elements if t.gradient_checkpointing else 0
-    chunk = min(tokens, max(1, LOGIT_ELEMENTS // shape.vocab))
+    logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
+    chunk = min(tokens, max(1, logits // shape.vocab))
     copies = 2 if chunk < tokens else 1
     work = {
         "a layer at work": size * tokens * (layer + 3 * shape.intermediate + 2 * shape.hidden) + bucket,

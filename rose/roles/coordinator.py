@@ -70,7 +70,7 @@ class Coordinator:
         self.rollouts = Rollouts(config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault)
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
-        self._shares_prefixes = False  # until the trainer says that its model can
+        self._costs: p.Costs | None = None  # of prefix trees, once the trainer says that its model can have some
         self.trained: dict[int, p.TrainDone] = {}
         self.saving: checkpoint.Save | None = None  # what the trainer ranks were told to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
@@ -162,7 +162,7 @@ class Coordinator:
         if first.step != self.step:
             raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
                             "the checkpoint folder changed while the job started")
-        self._shares_prefixes = c.trainer.share_prefixes and not first.no_trees
+        self._costs = first.costs if c.trainer.share_prefixes and not first.no_trees else None
         if c.trainer.share_prefixes and first.no_trees:
             print(f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True)
         self.hub.publish(first.version, first.store)
@@ -187,7 +187,7 @@ class Coordinator:
         trajectories = [t for group in groups for t in group]
         c = self.config.trainer
         plan, trees = plan_batch([p.unpack_tokens(t.tokens) for t in trajectories], c.ranks, c.micro_batch_tokens,
-                                 c.updates_per_step, self.config.model.shape if self._shares_prefixes else None)
+                                 c.updates_per_step, self._costs)
         summary = replay.summarise(groups)
         self.at_boundary = False
         self.trained.clear()

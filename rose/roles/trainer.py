@@ -46,7 +46,7 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
     trainer.publish(step, begin)
     if config.shares_devices:
         trainer.share_device(run_dir)
-    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees))
+    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts, untidy = 0, False

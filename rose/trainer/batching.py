@@ -14,9 +14,14 @@ from typing import Protocol
 import numpy as np
 
 from rose.config import ModelShape
+from rose.protocol import Costs
 
-LOGIT_ELEMENTS = 2**25  # of one chunk of the head: 128 MiB in float32; larger was no faster on CPU
-MASKED = 2.0  # cost of an attention pair under a mask, against one of a causal kernel (which halves the pairs too)
+# Of one chunk of the head: 128 MiB in float32, where larger was no faster; on GPUs 1 GiB, so that the output matrix is
+# read, and its gradient added to, an eighth as often.
+LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
+MASKED = 2.0  # cost of an attention pair under a dense mask, against a causal kernel's (which halves the pairs too): CPU
+FLEX = 1.3  # the same of flex attention, if it isn't measured
+PARTLY = 128  # pairs that flex attention computes in vain for each token: it leaves out whole blocks only
 
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
@@ -56,8 +61,19 @@ class Shared:
     def grown(self, size: int, rows: list[int], row: int) -> int:
         if not rows:
             return self.lengths[row]
-        between = self._shared[self._place[rows[-1]] + 1: self._place[row] + 1]
-        return size + self.lengths[row] - min(between)
+        return size + self.lengths[row] - self._in_common(rows[-1], row)
+
+    def pairs(self, rows: list[int], dense: bool) -> float:
+        """Of tokens that attention computes in the tree of `rows`: all, or those that attend to each other and what
+        blocks waste."""
+        if dense:
+            return float(size_of(rows, self) ** 2)
+        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:]))]  # where each leaves the one before
+        return sum((self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
+                   + PARTLY * (self.lengths[row] - depth) for row, depth in zip(rows, depths))
+
+    def _in_common(self, row: int, later: int) -> int:
+        return min(self._shared[self._place[row] + 1: self._place[later] + 1])
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
@@ -76,34 +92,33 @@ def size_of(rows: list[int], packing: Packing) -> int:
 
 
 def plan_batch(rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int,
-               shape: ModelShape | None) -> tuple[Plan, bool]:
-    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees without `shape`.
+               costs: Costs | None) -> tuple[Plan, bool]:
+    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees without `costs`.
 
     Raises what `plan_micro_batches` raises.
     """
     padded = Padded([len(row) for row in rows])
     plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates)
-    if shape is None:
+    if costs is None:
         return plain, False
     shared = Shared(rows)
     trees = plan_micro_batches(shared, ranks, micro_batch_tokens, updates)
-    plain_pairs = sum(len(m) * padded.lengths[m[0]] ** 2 / 2 for m in _micro_batches(plain))
-    tree_pairs = MASKED * sum(size_of(m, shared) ** 2 for m in _micro_batches(trees))
-    plain_tokens, tree_tokens = (sum(size_of(m, packing) for m in _micro_batches(plan))
-                                 for plan, packing in ((plain, padded), (trees, shared)))
-    cheaper = _flops(shape, tree_tokens, tree_pairs) < _flops(shape, plain_tokens, plain_pairs)
-    return (trees, True) if cheaper else (plain, False)
+    plain_cost = sum(costs.token * size_of(m, padded) + costs.causal * len(m) * padded.lengths[m[0]] ** 2 / 2
+                     for m in _micro_batches(plain))
+    tree_cost = sum(costs.token * size_of(m, shared) + costs.tree * shared.pairs(m, costs.dense)
+                    for m in _micro_batches(trees))
+    return (trees, True) if tree_cost < plain_cost else (plain, False)
 
 
 def _micro_batches(plan: Plan) -> list[list[int]]:
     return [m for rank in plan for update in rank for m in update if m]
 
 
-def _flops(shape: ModelShape, tokens: int, pairs: float) -> float:
-    """Of a forward pass: 2 per weight of a layer and token, 4 per pair and channel."""
+def flops(shape: ModelShape, flex: bool = False) -> Costs:
+    """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair and channel."""
     attention = shape.heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate)
-    return shape.layers * (2.0 * weights * tokens + 4.0 * attention * pairs)
+    return Costs(2.0 * weights, 4.0 * attention, 4.0 * attention * (FLEX if flex else MASKED), not flex)
 
 
 def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:

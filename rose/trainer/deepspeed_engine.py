@@ -25,6 +25,7 @@ from rose import locks
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.storage import write_whole
 from rose.trainer.checkpoint_writer import CheckpointWriter
+from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
@@ -123,7 +124,7 @@ class DeepSpeedEngine:
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.updates = 0  # applied since the start of the run; the learning rate follows it
-        policy = _load_policy(trainer, folder)
+        policy = _load_policy(trainer, folder, LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
             model=policy, optimizer=_optimizer(trainer, policy), config=zero_config(trainer, self.parameters),
@@ -256,15 +257,15 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
     return state
 
 
-def _load_policy(trainer: configuration.Trainer, folder: Path | str) -> Policy:
-    dtype = DTYPES[trainer.dtype]
+def _load_policy(trainer: configuration.Trainer, folder: Path | str, logit_elements: int) -> Policy:
+    args = (folder, DTYPES[trainer.dtype], trainer.gradient_checkpointing, logit_elements)
     if trainer.zero_stage != 3:
-        return load(folder, dtype, trainer.gradient_checkpointing)
+        return load(*args)
     from transformers.integrations import HfDeepSpeedConfig
 
     # While this object lives, from_pretrained splits what it reads over the ranks.
     split = HfDeepSpeedConfig(zero_config(trainer, LARGEST_BUCKET))  # noqa: F841
-    return load(folder, dtype, trainer.gradient_checkpointing)
+    return load(*args)
 
 
 def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Optimizer:

@@ -54,11 +54,24 @@ class Policy(nn.Module):
     def __init__(self, hf: nn.Module, logit_elements: int = LOGIT_ELEMENTS):
         super().__init__()
         self.hf = hf
+        self.flex = False  # whether trees are attended to by flex attention
         self.head = Head(hf.get_output_embeddings(), logit_elements)
 
     @property
     def vocabulary(self) -> int:
         return self.hf.config.vocab_size
+
+    def why_not_flex(self, device: torch.device) -> str:
+        """Why flex attention can't train this model on this device; "" if it can. It is tried, with compilers."""
+        config = self.hf.config
+        heads, size = config.num_attention_heads, config.hidden_size
+        return tree_attention.why_not_flex(device, heads, getattr(config, "num_key_value_heads", None) or heads,
+                                           getattr(config, "head_dim", None) or size // heads, self.hf.dtype)
+
+    def use_flex(self) -> None:
+        """Trees under flex attention from now on; rows as before. Not of models with a `prefix_tree.obstacle`."""
+        self.hf.set_attn_implementation(tree_attention.NAME)
+        self.flex = True
 
     def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor,
                 tree: PrefixTree | None = None) -> tuple[Tensor, Tensor]:
@@ -69,7 +82,8 @@ class Policy(nn.Module):
         if tree is None:
             hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]  # (N, H)
         else:
-            states = self.hf.base_model(input_ids=tree.tokens[None], attention_mask=tree.attention(),
+            tree, attended = tree_attention.attended(tree, self.flex)
+            states = self.hf.base_model(input_ids=tree.tokens[None], attention_mask=attended,
                                         position_ids=tree.depths[None], use_cache=False).last_hidden_state[0]  # (L, H)
             hidden = states[tree.nodes[made]]
         logprobs, entropy = self.head(hidden, targets[made])
@@ -80,7 +94,8 @@ class Policy(nn.Module):
         return [(name.removeprefix(HF_PREFIX), p) for name, p in self.named_parameters()]
 
 
-def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool) -> Policy:
+def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool,
+         logit_elements: int = LOGIT_ELEMENTS) -> Policy:
     """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of ZeRO-3 that
     the caller holds, the weights are split over the ranks as they are read.
 
@@ -97,4 +112,4 @@ def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool) -
     hf = AutoModelForCausalLM.from_pretrained(str(folder), config=config, dtype=dtype, attn_implementation="sdpa")
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(hf)
+    return Policy(hf, logit_elements)

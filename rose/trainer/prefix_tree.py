@@ -9,6 +9,7 @@ shared tokens). Holds for models whose layers all attend to the whole context by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,15 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
     ends[path] = size
     return PrefixTree(*(torch.from_numpy(array[:size].copy()) for array in (tokens, depths, ends)),
                       torch.from_numpy(nodes))
+
+
+def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
+    """A tree of numbers: row i begins with the first shared[i] tokens of all, own[i] of its own follow."""
+    lengths = np.add(shared, own)
+    inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
+    for row, (begin, end) in enumerate(zip(shared, lengths)):
+        inputs[row, begin:end] = row + 1
+    return build(inputs, lengths)
 
 
 def obstacle(config: Any) -> str | None:

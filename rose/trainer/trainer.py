@@ -19,19 +19,22 @@ from torch import Tensor
 
 from rose import protocol
 from rose.comm.address import Place
-from rose.config import Config
+from rose.config import Config, read_shape
 from rose.device_memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.batching import flops
 from rose.trainer.collate import MicroBatch, collate
+from rose.trainer.costs import measure
 from rose.trainer.deepspeed_engine import (
     DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
 from rose.trainer.prefix_tree import obstacle
 from rose.trainer.offload import Offload
 from rose.trainer.importance import importance_weights, mismatch
 from rose.trainer.shards import ShardReader
+from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec
 from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher, Stream
@@ -62,11 +65,29 @@ class Trainer:
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         self._publisher: Publisher | None = None
+        self.no_trees, self.costs = self._prepare_trees(folder)
 
-    @property
-    def no_trees(self) -> str:
-        """Why this model cannot be trained on prefix trees; "" if it can."""
-        return obstacle(self.engine.policy.hf.config) or ""
+    def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
+        """(why this model is not trained on prefix trees, "" if it can be; what decides where they are cheaper), on
+        every rank alike. On GPUs the first is tried and the second measured, unless `deterministic`."""
+        t, policy = self.config.trainer, self.engine.policy
+        found = obstacle(policy.hf.config)
+        if found or not t.share_prefixes:
+            return found or "", None
+        without = policy.why_not_flex(self.device)
+        flex = not _Peers(self.index, self.world, self.device).sum(int(bool(without)))
+        if flex:
+            policy.use_flex()
+        elif t.micro_batch_tokens > DENSE_TOKENS:
+            return (f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, above which a mask "
+                    f"of all pairs takes too much memory; without it: {without or 'another rank cannot'}"), None
+        shape = read_shape(Path(folder))
+        if self.device.type != "cuda" or self.config.deterministic:
+            return "", flops(shape, flex)
+        costs = measure(shape, DTYPES[t.dtype], self.device, t.micro_batch_tokens, flex, t.gradient_checkpointing)
+        print(f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} s a pair of tokens, "
+              f"{costs.tree:.3g} s one in a prefix tree; {without or 'flex attention'}", flush=True)
+        return "", costs
 
     def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory],
               publish_as: int | None = None) -> dict[str, float]:

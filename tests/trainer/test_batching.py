@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rose.config import ModelShape
-from rose.trainer.batching import Padded, Shared, common, plan_batch, plan_micro_batches, size_of
+from rose.trainer.batching import Padded, Shared, common, flops, plan_batch, plan_micro_batches, size_of
 
 
 def lengths_like_rollouts(n, seed):
@@ -106,6 +106,6 @@ def test_common_beginnings():
 def test_trees_are_taken_where_they_save_and_only_there():
     alike = rows_like_a_batch(groups=4, size=4, system=450, prompt=20, answer=70)
     unlike = rows_like_a_batch(groups=8, size=2, system=2, prompt=100, answer=400)
-    assert plan_batch(alike, 1, 12_000, 1, SMALL_MODEL)[1]
-    assert not plan_batch(unlike, 1, 12_000, 1, SMALL_MODEL)[1]
+    assert plan_batch(alike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
+    assert not plan_batch(unlike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(alike, 1, 12_000, 1, None)[1]

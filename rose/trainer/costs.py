@@ -1,0 +1,74 @@
+"""What a token and a pair of tokens cost in one layer of the model, measured on the device that trains.
+
+Matrix products and attention kernels of the model's own sizes, forward and backward, on random numbers. Left out: norms,
+rotary positions and activations, some tenths of a token's cost, which speaks a little against trees.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rose.config import ModelShape
+from rose.protocol import Costs
+from rose.trainer import tree_attention
+from rose.trainer.batching import PARTLY, flops
+from rose.trainer.prefix_tree import build_from_rows
+
+TOKENS = 4096  # of a measurement, at most; enough to fill a GPU
+ROUNDS = 4  # of which the first is not counted
+BRANCHES = 6  # of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
+
+
+def measure(shape: ModelShape, dtype: torch.dtype, device: torch.device, tokens: int, flex: bool,
+            recomputed: bool) -> Costs:
+    """In seconds. `tokens`: of a micro-batch; `recomputed`: whether layers run forward twice. Takes about a second and
+    some hundred MiB on a GPU. The generator of random numbers is left as it was."""
+    numbers = torch.Generator(device).manual_seed(0)
+
+    def seconds(function: Callable[..., Tensor], *sizes: tuple[int, ...]) -> float:
+        inputs = [torch.randn(size, generator=numbers, device=device).to(dtype).requires_grad_() for size in sizes]
+        rounds = [_seconds(function, inputs, recomputed, device) for _ in range(ROUNDS)]
+        return statistics.median(rounds[1:])
+
+    length = max(4 * BRANCHES, min(tokens, TOKENS))
+    product = seconds(nn.functional.linear, (length, shape.hidden), (shape.intermediate, shape.hidden))
+    part = length // 2
+    plain = build_from_rows([part] * BRANCHES, [part // BRANCHES] * BRANCHES).to(device)
+    tree, mask = tree_attention.attended(plain, flex)
+    causal = seconds(_attention(shape, None), *_heads(shape, length))
+    masked = seconds(_attention(shape, mask), *_heads(shape, len(tree.tokens)))
+    size = len(plain.tokens)
+    pairs = float((plain.depths + 1 + PARTLY).sum()) if flex else float(size ** 2)
+    per_flop = product / (2.0 * length * shape.hidden * shape.intermediate)
+    return Costs(flops(shape).token * per_flop, causal / (length ** 2 / 2), masked / pairs, not flex)
+
+
+def _heads(shape: ModelShape, length: int) -> list[tuple[int, ...]]:
+    return [(1, count, length, shape.head_dim) for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+
+
+def _attention(shape: ModelShape, mask: object) -> Callable[..., Tensor]:
+    layer = nn.Module()
+    layer.num_key_value_groups = shape.heads // shape.kv_heads
+    return lambda query, key, value: tree_attention.attention(layer, query, key, value, mask)[0]
+
+
+def _seconds(function: Callable[..., Tensor], inputs: list[Tensor], recomputed: bool, device: torch.device) -> float:
+    """Of one pass forward and backward."""
+    _settle(device)
+    began = time.perf_counter()
+    values = checkpoint(function, *inputs, use_reentrant=False) if recomputed else function(*inputs)
+    values.backward(torch.ones_like(values))
+    _settle(device)
+    return time.perf_counter() - began
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
