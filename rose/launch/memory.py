@@ -18,8 +18,8 @@ Trainer, at the worst moment of a pass, more:
   q, k, v, attention output, the gated MLP's four; attention matrices are never stored), b T e layers; with
   gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block)
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being reduced; a chunk of logits
-  (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are there three times), with the output matrix's gradient twice, since chunks are
-  added up; that gradient as it is reduced, in the dtype and in fp32
+  (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are there three times), with the output matrix's
+  gradient twice, since chunks are added up; that gradient as it is reduced, in the dtype and in fp32
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 elements of this rank's.
 The larger of both moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex attention).
 Rollout (vLLM), per device of a tensor-parallel group of size tp:

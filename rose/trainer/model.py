@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rose.trainer import tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 

@@ -123,7 +123,8 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
 
 
 @pytest.mark.parametrize(("overrides", "worst"), [
-    ((), "a layer at work"), (("trainer.micro_batch_tokens=4096", "model.max_context=4096"), "largest gradient"),
+    ((), "logits at work"), (("trainer.micro_batch_tokens=65536", "model.shape.vocab=32768"), "a layer at work"),
+    (("trainer.micro_batch_tokens=1024", "model.max_context=1024", "env.max_new_tokens=512"), "largest gradient"),
     (("trainer.ranks=1", "trainer.micro_batch_tokens=2048", "model.max_context=2048", "env.max_new_tokens=512",
       "model.shape.vocab=8192", "model.shape.layers=72"), "copy of gradients")])
 def test_the_worst_moment_of_a_step_counts(make_config, overrides, worst):
@@ -165,7 +166,7 @@ def test_parameters_of_the_published_models(make_config):
 
 
 @pytest.mark.parametrize("experiment, ranks, gpus, parameters", [
-    ("smollm", 5, 0, "134.52M"), ("qwen7b", 13, 8, "7.62B"), ("qwen8b_frozenlake", 21, 16, "8.19B"),
+    ("smollm", 5, 0, "134.52M"), ("qwen3_0_6b", 4, 1, "596.04M"), ("qwen7b", 13, 8, "7.62B"), ("qwen8b_frozenlake", 21, 16, "8.19B"),
     ("qwen32b", 33, 48, "32.76B"), ("rose_8b", 21, 16, "8.19B"), ("rose_32b", 33, 48, "32.76B")])
 def test_experiments_validate_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")

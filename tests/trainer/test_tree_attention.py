@@ -66,9 +66,9 @@ def test_padding_is_seen_by_nobody_and_fills_blocks():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2), (7, 1)])
-def test_torchs_flex_attention_over_the_blocks_is_the_dense_mask(monkeypatch, heads, kv_heads):
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # which it needs even where it isn't compiled
-    assert tree_attention.difference(CPU, heads, kv_heads, 16, torch.float32) < 1e-5
+def test_torchs_flex_attention_over_the_blocks_is_the_dense_mask(heads, kv_heads):
+    with torch._dynamo.config.patch(disable=False):  # dynamo, which it needs even where it isn't compiled
+        assert tree_attention.difference(CPU, heads, kv_heads, 16, torch.float32) < 1e-5
 
 
 def long_batch(trees):
