@@ -147,6 +147,10 @@ def _check_machine(c: Config, need: Need) -> None:
     if c.deterministic:
         need(engines <= 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
+    if c.trainer.reduce_dtype == "bfloat16":
+        need(c.trainer.dtype == "bfloat16", "trainer.reduce_dtype", "bfloat16 needs trainer.dtype=bfloat16")
+        need(c.trainer.zero_stage > 0, "trainer.reduce_dtype",
+             "bfloat16 needs trainer.zero_stage 1 to 3, which add gradients up in float32")
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
     ranks = 1 + hosts + c.trainer.ranks + engines

@@ -90,6 +90,7 @@ class Trainer(Section):
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     dtype: Literal["float32", "bfloat16"]
+    reduce_dtype: Literal["float32", "bfloat16"]  # in which ranks add up their gradients; kept and applied in float32
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
     micro_batch_tokens: Count  # of one forward pass: padded ones, or distinct ones when prefixes are shared

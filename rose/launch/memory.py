@@ -10,7 +10,7 @@ Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage na
   update); on the host with offload_optimizer, from stage 2
 - optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared from stage 1; on the host
   with offload_optimizer
-- reduction bucket: fp32, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET); stage 3 keeps it
+- reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET); stage 3 keeps it
 Trainer, at the worst moment of a pass, more:
 - gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's stage3_max_live_parameters)
 - fresh gradients: stage 1 adds the dtype's to the accumulated ones when a pass has ended, b P
@@ -98,7 +98,7 @@ def _resting(c: Config, shape: ModelShape) -> Items:
         "weights": size * p / _shared(c, 3),
         "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
         "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
-        "reduction bucket": 4.0 * min(p, BUCKET_ELEMENTS) if t.zero_stage == 3 else 0.0,
+        "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS)) if t.zero_stage == 3 else 0.0,
     }
 
 

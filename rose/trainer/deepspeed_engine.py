@@ -33,6 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk; the coordinator asks for no other one sooner
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
+PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
+REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
 TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
 STATE = "trainer.json"  # ours, beside it
 
@@ -41,11 +43,13 @@ class NonFiniteGradient(ArithmeticError):
     """The gradient is infinite or NaN; nothing was applied."""
 
 
-def zero_config(trainer: configuration.Trainer, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's JSON for conf/trainer and a model of so many parameters."""
+def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
+    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` of them in one layer."""
     # A bucket is allocated whole at every update: DeepSpeed's own 5e8 cost a tiny model 1.3 s each time.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {"stage": trainer.zero_stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if trainer.zero_stage == 3:  # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
+        zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     out = {
@@ -58,7 +62,7 @@ def zero_config(trainer: configuration.Trainer, parameters: int) -> dict[str, An
     }
     if trainer.dtype == "bfloat16":
         out["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        out["communication_data_type"] = "fp32"
+        out["communication_data_type"] = REDUCED[trainer.reduce_dtype]
         if trainer.zero_stage > 0:  # stage 0 has no float32 accumulation
             out["data_types"] = {"grad_accum_dtype": "fp32"}
     return out
@@ -127,8 +131,8 @@ class DeepSpeedEngine:
         policy = _load_policy(trainer, folder, LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=_optimizer(trainer, policy), config=zero_config(trainer, self.parameters),
-            dist_init_required=False)
+            model=policy, optimizer=_optimizer(trainer, policy), dist_init_required=False,
+            config=zero_config(trainer, self.parameters, policy.largest_layer()))
         self.engine.train()
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
 

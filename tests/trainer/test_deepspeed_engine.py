@@ -6,8 +6,11 @@ import json
 import pytest
 import torch
 
+from rose.config import ConfigError
 from rose.trainer import deepspeed_engine
 from rose.trainer.deepspeed_engine import read_state, zero_config
+from rose.trainer.model import load
+from tests.trainer import tiny_world
 
 
 def test_buckets_are_no_larger_than_the_model(make_config):
@@ -19,6 +22,26 @@ def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
     settings = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000)
     assert settings["bf16"]["enabled"] and settings["communication_data_type"] == "fp32"
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    narrow = zero_config(make_config("trainer.dtype=bfloat16", "trainer.reduce_dtype=bfloat16").trainer, 1000)
+    assert narrow["communication_data_type"] == "bf16" and narrow["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), [
+    ((), "trainer.reduce_dtype", "needs trainer.dtype=bfloat16"),
+    (("trainer.dtype=bfloat16", "trainer.zero_stage=0"), "trainer.reduce_dtype", "zero_stage 1 to 3")])
+def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(make_config, overrides, key, words):
+    with pytest.raises(ConfigError, match=f"{key}='bfloat16'.*{words}"):
+        make_config("trainer.reduce_dtype=bfloat16", *overrides)
+
+
+def test_zero_3_gathers_a_layer_ahead(make_config, tmp_path):
+    trainer = make_config("trainer.zero_stage=3").trainer
+    assert zero_config(trainer, 10**9, 233_057_792)["zero_optimization"]["stage3_prefetch_bucket_size"] == 233_057_792
+    assert zero_config(trainer, 10**9)["zero_optimization"]["stage3_prefetch_bucket_size"] == 50_000_000
+    policy = load(tiny_world.save_model(tmp_path), torch.float32, False)
+    layers = policy.hf.config.num_hidden_layers
+    inside = sum(p.numel() for name, p in policy.named_weights() if ".layers." in name)
+    assert policy.largest_layer() == inside // layers > 0
 
 
 def test_a_dead_builders_lock_is_removed(tmp_path, monkeypatch):
