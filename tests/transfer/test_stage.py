@@ -175,7 +175,7 @@ def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("share", [0.01, 0.2])
+@pytest.mark.parametrize("share", [0.01, 0.15])  # few enough that no block of 500 is kept whole
 @pytest.mark.parametrize("room", [1, 300, 3000, 10**6])
 def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(tmp_path, room, share, dtype):
     store, zero, one = changed_by(share, tmp_path, dtype)
