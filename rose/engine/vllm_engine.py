@@ -99,6 +99,7 @@ class Engine(Activation):
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
+        self._took_s: dict[str, float] = {}  # state of a new version -> how long the last one was in it
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
@@ -315,16 +316,23 @@ class Engine(Activation):
         await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
 
     async def _settled(self, state: str, timeout_s: float) -> list[dict]:
-        """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`."""
-        end, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+        """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`.
+
+        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile. The first comes after
+        half of the time that the version before took, the others in eighths of it.
+        """
+        began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
+        pause_s = max(FIRST_LOOK_S, expected_s / 2)
         while True:
+            await asyncio.sleep(pause_s)
             found = await self._worker("rose_status", RPC_TIMEOUT_S)
             if all(status["state"] != state for status in found):
                 break
-            if time.monotonic() > end:
+            took_s = time.monotonic() - began
+            if took_s > timeout_s:
                 raise EngineError(f"engine process {self.pid} is {state} a version for over {timeout_s:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, LAST_LOOK_S)
+            pause_s = max(min(took_s / 2, LAST_LOOK_S), expected_s / 8)
+        self._took_s[state] = time.monotonic() - began
         self._all_well(found)
         return found
 

@@ -6,6 +6,7 @@ ever holds another rank's values. `publish` is what engines wait for; `tidy` squ
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 import uuid
@@ -218,12 +219,14 @@ class Publisher:
         parts = [StoredEdge(source, *step, plan, digest).payloads(self.peers.rank, self._mine) for step in steps]
         source.close()
         writer = EdgeWriter(self.store, self.plan, self._version, base, self.peers.rank)
-        for block in self._mine:
-            found = [part[block] for part in parts]
-            payload = np.frombuffer(found[0][1], np.uint8)
-            for _, following in found[1:]:
-                payload = codec.compose(payload, np.frombuffer(following, np.uint8))
-            writer.add(block, payload, found[0][0]["old"].tobytes(), found[-1][0]["new"].tobytes())
+
+        def composed(block: int) -> np.ndarray:
+            payload, *others = (np.frombuffer(part[block][1], np.uint8) for part in parts)
+            return functools.reduce(codec.compose, others, payload)
+
+        with ThreadPoolExecutor(self._threads, "squash") as pool:
+            for block, payload in zip(self._mine, pool.map(composed, self._mine)):
+                writer.add(block, payload, parts[0][block][0]["old"].tobytes(), parts[-1][block][0]["new"].tobytes())
         return self._finish(writer, base)
 
     def _finish(self, writer: EdgeWriter, base: int | None) -> bool:
