@@ -74,10 +74,9 @@ def test_killed_outright_it_resumes_to_the_same_metrics(tmp_path):
     whole = Job(tmp_path / "whole", *exact)
     assert whole.wait() == 0, whole.said + whole.logs()
     broken = Job(tmp_path / "broken", *exact)
-    broken.until(lambda: broken.phase() == ("rollout", 2), "the second step's rollout")
+    broken.until(lambda: broken.phase()[1] >= 2 and checkpoint.latest(broken.run), "the first step's checkpoint")
     broken.kill_everything()
-    saved = checkpoint.step_of(checkpoint.latest(broken.run))
-    assert saved == 1
+    assert checkpoint.step_of(checkpoint.latest(broken.run)) < 3, "killed before it was done"
     resumed = Job(tmp_path / "broken", *exact)
     assert resumed.wait() == 0, resumed.said + resumed.logs()
     for expected, got in zip(whole.steps(), resumed.steps(), strict=True):
