@@ -143,12 +143,13 @@ def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(wor
         assert reports[0]["metrics"][0][key] == world.reports[0]["metrics"][3][key]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
+@pytest.mark.parametrize(("stage", "more"), [
+    (0, []), (2, []), (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"])])
+def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     tiny_world.save_model(tmp_path / "model")
     job = {"name": "run", "actions": [["turn"], ["train", *STEPS[0]], ["turn"], ["publish", 1]],
            "settings": [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16",
-                        "deterministic=false"]}
+                        "deterministic=false", *more]}
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)
