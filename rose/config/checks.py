@@ -19,6 +19,8 @@ Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 OWN_ARGUMENTS = ("model", "host", "port", "served_model_name", "scheduler_cls", "worker_extension_cls",
                  "api_server_count", "data_parallel_size")  # of vLLM, which serving.online.engine_args may not set
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # of vLLM, for speculative decoding
+GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")  # algorithms whose baseline is the group's mean reward
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SHORTEST_STALE_S = 0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
 
@@ -68,6 +70,9 @@ def _check_values(c: Config, need: Need) -> None:
         need(name.replace("-", "_") not in OTHER_WEIGHTS, f"rollout.engine_args.{name}",
              "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or otherwise converted ones "
              "can't be updated")
+        need(c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS, f"rollout.engine_args.{name}",
+             "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so (vllm-project/vllm "
+             "issue 55005): leave it out, or run on GPUs")
     relay = c.transfer.relay
     need(relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None, "transfer.relay",
          "must be http://host:port, as `python -m rose.relay` prints it, or null")
@@ -131,6 +136,10 @@ def _check_batch(c: Config, need: Need) -> None:
     need(c.trainer.batch_size % c.rollout.group_size == 0, "trainer.batch_size",
          f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
          f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}")
+    relative = c.algorithm.name in GROUP_RELATIVE or c.algorithm.args.get("baseline") == "group"
+    need(c.rollout.group_size > 1 or not relative or c.mode != "train", "rollout.group_size",
+         f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each other, and learns "
+         "nothing from one alone; algorithm=reinforce_pp does without groups")
     need(c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step, "trainer.batch_size",
          f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each of "
          f"trainer.updates_per_step={c.trainer.updates_per_step} updates")

@@ -139,8 +139,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder")
     run_dir = parser.parse_args().run
-    if show(run_dir, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))):
-        return 0
+    try:
+        if show(run_dir, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))):
+            return 0
+    except RuntimeError as error:
+        print(f"{run_dir}: {error}", file=sys.stderr)
+        return 1
     print(f"{run_dir}: no run that was submitted to Slurm (it has no status/job)", file=sys.stderr)
     return 2
 

@@ -1,5 +1,7 @@
 """What is read from Slurm's words about a job."""
 
+import subprocess
+
 import pytest
 
 from rose.launch import state
@@ -27,3 +29,15 @@ def test_the_controller_is_believed_before_the_accounting(monkeypatch):
     assert state.is_active("7")
     answers |= {"sacct": None, "squeue": None}
     assert state.components("7") == []
+
+
+def test_a_slurm_that_does_not_answer_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    def silent(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    state.remember(tmp_path, "7")
+    monkeypatch.setattr(state.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(state.subprocess, "run", silent)
+    monkeypatch.setattr("sys.argv", ["state", str(tmp_path)])
+    assert state.main() == 1
+    assert capsys.readouterr().err == f"{tmp_path}: sacct did not answer within 30 s\n"
