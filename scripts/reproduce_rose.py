@@ -73,6 +73,7 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
     "online load": ("sim.serving.load",),
     "time to get a worker": ("sim.pool.spot.allocation.start_s", "sim.pool.lend.allocation.start_s"),
 }
+VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}  # what may be anything: some of its values
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
 CONSOLE = Console(width=120)
@@ -129,7 +130,9 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     base = composed(setting, overrides)
     points = [("as it is", 1.0, base)] + [
         (name, factor, composed(setting, [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"]))
-        for index, (name, keys) in enumerate(SENSITIVITY.items()) for factor in FACTORS]
+        for index, (name, keys) in enumerate(SENSITIVITY.items()) for factor in FACTORS] + [
+        (f"{name}: {value:g}", 1.0, composed(setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]))
+        for name, (key, tried) in VALUES.items() for value in tried]
     outcomes = outcomes_of([c for *_, c in points], processes)
     rows = []
     for name, factor, c in points:

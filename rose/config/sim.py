@@ -60,6 +60,7 @@ class SimServing(Section):
     trace: str | None
     args: dict[str, Any]  # of rose.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
     hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
+    pace: Share  # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
     overhead: Fraction  # gate: share of the idle time lost to admission
     contention: NotNegative  # memory_only: both take 1 + this times as long while both compute
     reserve: Fraction  # share of KV memory never lent

@@ -18,8 +18,6 @@ from rose.sim.spec import Engine, Load
 from rose.traces import Trace
 
 PIECE_S = 1.0
-PACE = 0.5  # of the TPOT target, to which S's decodes may be slowed: ours. rose/coserving/gate.py keeps the P50 target
-# and the tail has as much room again
 ATTAINED = 0.99  # of the requests: a P99 target
 
 
@@ -95,8 +93,8 @@ def split(trace: Trace, ways: int) -> list[Trace]:
 
 def devices(trace: Trace, engine: Engine, count: int, variants: int, pace_s: float = 0.0,
             hold_s: float = 0.0) -> Devices:
-    """`trace`: of `variants` devices together; `count`: devices that there are. With `pace_s`, such as PACE x the TPOT
-    target, also what they do beside rollouts whose steps take up to `hold_s` (see `rose.sim.online`)."""
+    """`trace`: of `variants` devices together; `count`: devices that there are. With `pace_s`, a share of the
+    TPOT target, also what they do beside rollouts whose steps take up to `hold_s` (see `rose.sim.online`)."""
     parts = split(trace, variants)
     served = [online.serve(part, engine) for part in parts]
     loads = [load(found, engine.kv_tokens) for found in served]

@@ -27,7 +27,7 @@ def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: 
     """Beside the online `engine`, which has the whole device's KV memory. Raises `ConfigError`."""
     source = json.dumps([s.trace, s.args], sort_keys=True)
     devices = _devices(source, s.rate, s.load, s.slo.ttft_p99_s, s.slo.tpot_p99_s, engine, workers,
-                       s.hold_s if executor == "gate" else 0.0, executor == "gate", seed)
+                       s.hold_s if executor == "gate" else 0.0, s.pace if executor == "gate" else 0.0, seed)
     return spec.Serving(
         devices=devices, executor=executor, ttft_slo_s=s.slo.ttft_p99_s, tpot_slo_s=s.slo.tpot_p99_s,
         ttft_spread=devices.ttft_spread, tpot_spread=devices.tpot_spread, hold_s=s.hold_s, overhead=s.overhead,
@@ -36,12 +36,12 @@ def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: 
 
 @functools.lru_cache(maxsize=32)
 def _devices(source: str, rate: float | None, share: float, ttft_s: float, tpot_s: float, engine: spec.Engine,
-             workers: int, hold_s: float, paced: bool, seed: int) -> serving.Devices:
+             workers: int, hold_s: float, pace: float, seed: int) -> serving.Devices:
     variants = max(1, min(VARIANTS, workers))
     try:
         rate = rate or share * _provisioned(source, ttft_s, tpot_s, engine)
         trace = _trace(source, seed, rate * variants)
-        return serving.devices(trace, engine, workers, variants, serving.PACE * tpot_s if paced else 0.0, hold_s)
+        return serving.devices(trace, engine, workers, variants, pace * tpot_s, hold_s)
     except (OSError, ValueError, TypeError, OverflowError, MemoryError) as error:
         trace, args = json.loads(source)
         raise ConfigError(f"sim.serving.trace={trace!r}, sim.serving.args={args}: {error}") from None
