@@ -33,6 +33,7 @@ class SimPool(Section):
     workers: Natural | None  # engines: all from the start, or the most, of spot and of a pool on request; null
     # (hybrid): as many as the trainer's GPUs make
     tensor_parallel: Count
+    split: bool  # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has nothing
     on_request: bool  # each is asked for by the provisioning policy
     switch_s: NotNegative  # hybrid: from training to rollout and back, each; cooperative: from resting to rolling out
     link: SimLink

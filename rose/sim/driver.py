@@ -124,9 +124,17 @@ class Simulation:
         tokens = sum(group.context for group in groups)
         seconds = trainer.step_s + trainer.token_s * tokens
         if trainer.gpus:
-            seconds += tokens * trainer.flops_per_token / (trainer.gpus * trainer.gpu.flops * trainer.mfu)
+            seconds += tokens * trainer.flops_per_token / (self._trains() * trainer.gpu.flops * trainer.mfu)
         seconds += self._workers.to_training(seconds)
         self._loop.at(now + seconds, self._trained, None)
+
+    def _trains(self) -> int:
+        """GPUs that train from now on: without those that roll out meanwhile."""
+        left = self._spec.trainer.gpus - self._workers.away()
+        if left <= 0:
+            raise RuntimeError(f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs of the "
+                               "trainer roll out; which of them do is the provisioning policy's")
+        return left
 
     def _trained(self, _what: None, _ticket: int) -> None:
         self._trained_at = self._loop.now

@@ -113,6 +113,7 @@ class Pool:
     on_request: bool = False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
     serving: Serving | None = None  # cooperative: what runs beside
     available: Available | None = None  # spot: how many there are, when
+    split: bool = False  # hybrid: a worker that rests trains, the others roll out; else all change with the phases
     switch_s: float = 0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
 
 

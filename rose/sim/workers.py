@@ -95,6 +95,7 @@ class Workers:
         self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}  # pool -> what leaves at this instant
         self._link_free = dict.fromkeys(self._pools, 0.0)
         self._tables: dict[tuple[int, str], tuple] = {}  # of a Load -> (pace, changes)
+        self._regroup_s = 0.0  # that the trainer's next step takes longer, as GPUs have changed sides
         self.version = -1
 
     # ----------------------------------------------------------------- joining and leaving
@@ -248,6 +249,7 @@ class Workers:
     def use(self, action: ev.UseWorker) -> None:
         """It wakes up: `switch_s` of the pool, and new weights if it needs them."""
         worker, now = self.by_name[action.worker], self._loop.now
+        self._changes_side(worker)
         worker.hold(now)
         worker.asked_at = now
         if worker.pool.switch_s:
@@ -260,6 +262,7 @@ class Workers:
 
     def rest(self, action: ev.RestWorker) -> None:
         worker = self.by_name[action.worker]
+        self._changes_side(worker)
         worker.let_go(self._loop.now)
         worker.asked_at = -1.0
 
@@ -371,10 +374,21 @@ class Workers:
     def to_rollout(self) -> None:
         self._switch(True, 0.0)
 
+    def away(self) -> int:
+        """GPUs of the trainer that roll out while it trains."""
+        return sum(worker.pool.tensor_parallel for worker in self.by_name.values()
+                   if worker.pool.split and not self._hub.rests(worker.name))
+
+    def _changes_side(self, worker: SimWorker) -> None:
+        if worker.pool.split:
+            self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
+
     def _switch(self, rollout: bool, seconds: float) -> float:
         longest = 0.0
+        if not rollout:
+            longest, self._regroup_s = self._regroup_s, 0.0
         for worker in list(self.by_name.values()):
-            if worker.pool.kind != "hybrid":
+            if worker.pool.kind != "hybrid" or worker.pool.split:
                 continue
             longest = max(longest, worker.pool.switch_s)
             if rollout:

@@ -1,11 +1,15 @@
 """Which workers ROSE, RLBoost, Libra and the serverless policy use, and when."""
 
+import itertools
+from random import Random
+
 import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.scheduler import build
 from rose.scheduler import events as ev
+from rose.scheduler.provisioning.libra import Measured, makespan
 
 ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
 
@@ -232,41 +236,98 @@ def test_serverless_backs_off_after_a_refusal():
 # ----------------------------------------------------------------- Libra
 
 
-def test_libra_gives_hybrid_workers_to_training_when_that_is_what_takes_long():
-    s = make("libra", period_steps=2, gain=0.05, training_workers=1)
+LIBRA = {"period_steps": 2, "gain": 0.05, "cost_s": 15.0, "training_workers": 0}
+
+
+def libra(**args):
+    """A dedicated worker, and three hybrid ones."""
+    s = make("libra", **LIBRA | args)
     join(s, "d", "dedicated")
     for i in range(3):
         join(s, f"h{i}", "hybrid")
-    for number in range(3):
-        at = number * 100.0
-        begin(s, number, at), load(s, s.cluster.version, at), work(s, 16, at, f"g{number}")
-        for second in range(20):
-            s.handle(ev.Tick(at=at + second))
-        for i in range(16):
-            s.handle(ev.TurnEnded(at=at + 20, turn=f"g{number}.{i}.t0"))
-        finish(s, number, at + 20)
-        for second in range(20, 99):
-            s.handle(ev.Tick(at=at + second))
-        publish(s, number + 1, at + 99.0)
-    # rollout 20 s with 4 workers, training 79 s with 1: max(80 / (1 + n), 79 / (4 - n)) is smallest at n = 1 and 2
-    assert used(s, "hybrid") in (["h0"], ["h0", "h1"])
+    return s
 
 
-def test_libra_leaves_a_balanced_split_alone():
-    s = make("libra", period_steps=1, gain=0.05, training_workers=4)
-    join(s, "d", "dedicated"), join(s, "h", "hybrid")
-    for number in range(3):
-        at = number * 100.0
-        begin(s, number, at), load(s, s.cluster.version, at), work(s, 16, at, f"g{number}")
-        for second in range(50):
-            s.handle(ev.Tick(at=at + second))
-        for i in range(16):
-            s.handle(ev.TurnEnded(at=at + 50, turn=f"g{number}.{i}.t0"))
-        finish(s, number, at + 50)
-        for second in range(50, 99):
-            s.handle(ev.Tick(at=at + second))
-        publish(s, number + 1, at + 99.0)
-    assert used(s, "hybrid") == ["h"]
+def wave(s, number, turns, at, until, tokens):
+    """Turns that run from `at` until `until`, on as many workers as they need."""
+    work(s, turns, at, f"g{number}.{at:g}")
+    for second in range(int(at), int(until)):
+        s.handle(ev.Tick(at=float(second)))
+    for i in range(turns):
+        s.handle(ev.TurnEnded(at=until, turn=f"g{number}.{at:g}.{i}.t0", tokens=tokens))
+        s.handle(ev.TrajectoryEnded(at=until, trajectory=f"g{number}.{at:g}.{i}", tokens=tokens))
+
+
+def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, period=100.0):
+    begin(s, number, at), load(s, s.cluster.version, at)
+    for index in range(waves):
+        wave(s, number, turns, at + index * wave_s, at + (index + 1) * wave_s, tokens)
+    now = at + waves * wave_s
+    finish(s, number, now, tokens=0)
+    for second in range(int(now), int(now + training_s)):
+        s.handle(ev.Tick(at=float(second)))
+    publish(s, number + 1, now + training_s)
+    for second in range(int(now + training_s), int(at + period)):
+        s.handle(ev.Tick(at=float(second)))
+
+
+@pytest.mark.parametrize(("waves", "training_s", "wanted"), [
+    (3, 10.0, ["h0"]),  # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what saves most
+    (1, 60.0, []),  # training is what takes long: all of them train already
+    (1, 10.0, []),  # rollout 20 s by 1: 5 s could be saved, less than a change costs
+])
+def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(waves, training_s, wanted):
+    s = libra()
+    assert used(s, "hybrid") == []
+    for number in range(2):
+        libra_step(s, number, number * 100.0, waves, 20.0, training_s)
+        assert used(s, "hybrid") == [], "nothing is planned before the period is over"
+    begin(s, 2, 200.0)
+    assert used(s, "hybrid") == wanted
+
+
+def test_libra_moves_them_back_when_training_has_become_the_longer_side():
+    s = libra()
+    for number in range(2):
+        libra_step(s, number, number * 100.0, 3, 20.0, 10.0)
+    for number in range(2, 4):
+        libra_step(s, number, number * 100.0, 1, 10.0, 80.0, turns=16)  # by two of them: 53 s by three
+        assert used(s, "hybrid") == ["h0"]
+    begin(s, 4, 400.0)
+    assert used(s, "hybrid") == []
+
+
+@pytest.mark.parametrize("args", [{"cost_s": 31.0}, {"gain": 0.51}])
+def test_libra_leaves_a_split_alone_that_saves_less_than_it_costs(args):
+    s = libra(**args)
+    for number in range(2):
+        libra_step(s, number, number * 100.0, 3, 20.0, 10.0)  # 60 s could be 30
+    begin(s, 2, 200.0)
+    assert used(s, "hybrid") == []
+
+
+def test_libra_never_leaves_the_trainer_without_a_gpu():
+    s = libra()
+    for number in range(2):
+        libra_step(s, number, number * 1000.0, 40, 20.0, 1.0, period=1000.0)
+    begin(s, 2, 2000.0)
+    assert used(s, "hybrid") == ["h0", "h1"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_libras_cut_is_the_best_of_all_cuts_of_neighbours(seed):
+    random = Random(seed)
+    lengths = sorted((random.randint(1, 100) for _ in range(9)), reverse=True)
+    for workers in (1, 2, 3, 5, 20):
+        best = min(max(sum(part) for part in parts) for parts in cuts(lengths, workers))
+        assert makespan(Measured(lengths, 10.0, 0.0), workers) == pytest.approx(best / 10.0, abs=1e-6)
+
+
+def cuts(lengths, most):
+    """All of them, into at most so many parts."""
+    for count in range(min(most, len(lengths))):
+        for at in itertools.combinations(range(1, len(lengths)), count):
+            yield [lengths[low:high] for low, high in zip((0, *at), (*at, len(lengths)))]
 
 
 # ----------------------------------------------------------------- all idle

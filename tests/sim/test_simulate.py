@@ -1,5 +1,6 @@
 """Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the same for a seed."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ from rose.roles import journal
 from rose.scheduler import events as ev
 from rose.sim import probes, spec
 from rose.sim.driver import simulate
+from tests.sim import clusters
 from tests.sim.clusters import Agents, cluster, pool, run, scheduler, serving, steady_load
 
 # --------------------------------------------------------------------------- a fixed cluster
@@ -225,3 +227,25 @@ def test_hybrid_workers_roll_out_only_between_training_phases():
         assert step.trained_at - step.training_at > 3.0 + 1.5
         spans = np.concatenate([worker.spans for worker in result.workers])
         assert not ((spans[:, 0] < step.trained_at) & (spans[:, 1] > step.training_at + 1e-6)).any()
+
+
+def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
+    """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on the other side."""
+    pools = pool(count=1), pool("elastic", "hybrid", 2, split=True, switch_s=1.0)
+    args = {"period_steps": 2, "gain": 0.05, "cost_s": 1.0, "training_workers": 0}
+    trainer = dataclasses.replace(clusters.TRAINER, flops_per_token=2e10)
+    what = cluster(*pools, steps=8, groups=12, trainer=trainer)
+    result, memory = run(what, provisioning="libra", args=args)
+    never, _ = run(what, provisioning="libra", args=args | {"gain": 1.0})
+    assert {worker.name for worker in result.workers if worker.decoded} == {"dedicated-0", "elastic-0"}
+    assert {worker.name for worker in never.workers if worker.decoded} == {"dedicated-0"}
+
+    def seconds(of, number):
+        """Of training, beside what it takes for any number of tokens."""
+        return of.steps[number].trained_at - of.steps[number].training_at - trainer.step_s
+
+    for number in (0, 1, 3, 7):  # the same episodes
+        assert result.steps[number].trained_tokens == never.steps[number].trained_tokens
+        assert seconds(result, number) == pytest.approx(seconds(never, number) * (1 if number < 2 else 2))
+    assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), "changing sides costs switch_s"
+    assert result.seconds < 0.9 * never.seconds
