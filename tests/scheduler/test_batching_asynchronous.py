@@ -13,9 +13,11 @@ from tests.scheduler.batches import Trainer
 
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 10**6), groups=st.integers(1, 7), eta=st.integers(0, 4),
-       refuses=st.sampled_from([0.0, 0.3, 1.0]), slow=st.sampled_from([0, 3, 11]), resumes=st.booleans())
-def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(seed, groups, eta, refuses, slow, resumes):
-    trainer, random = Trainer(lambda: BoundedStaleness(eta, max_admitted=3.0), groups), Random(seed)
+       running=st.sampled_from([0.3, 1.0, 9.0]), refuses=st.sampled_from([0.0, 0.3, 1.0]),
+       slow=st.sampled_from([0, 3, 11]), resumes=st.booleans())
+def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
+        seed, groups, eta, running, refuses, slow, resumes):
+    trainer, random = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups), Random(seed)
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -45,7 +47,7 @@ def test_trajectory_async_keeps_its_bound_and_its_accounts(seed, groups, alpha, 
 
 def test_the_admission_rule_is_the_papers():
     """floor((N_r - 1) / B) <= i + eta, at any moment."""
-    trainer, random = Trainer(lambda: BoundedStaleness(eta=2, max_admitted=3.0), 3), Random(4)
+    trainer, random = Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 3), Random(4)
     for _ in range(10):
         trainer.begin()
         assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
@@ -55,15 +57,33 @@ def test_the_admission_rule_is_the_papers():
         trainer.end_step()
 
 
+def test_no_more_groups_run_than_allowed_and_one_that_is_admitted_late_has_a_late_version():
+    trainer = Trainer(lambda: BoundedStaleness(eta=2, running=1.0, max_admitted=3.0), 2)
+    trainer.begin()
+    assert trainer.running == ["g0", "g1"]
+    for group in ("g0", "g1", "g2", "g3"):
+        trainer.finish(group)
+    assert trainer.running == ["g4", "g5"], "with those that wait for the trainer as many as eta allows"
+    trainer.end_step()
+    trainer.begin()
+    trainer.finish("g4"), trainer.finish("g5")
+    assert trainer.running == ["g6", "g7"]
+    for _ in range(2):
+        trainer.end_step()
+        trainer.begin()
+    trainer.finish("g6"), trainer.finish("g7")
+    assert trainer.trained[-1] == (3, ["g6", "g7"]) and trainer.staleness()[-2:] == [2, 2]
+
+
 def test_eta_0_is_synchronous():
-    trainer, random = Trainer(lambda: BoundedStaleness(eta=0, max_admitted=3.0), 4), Random(1)
+    trainer, random = Trainer(lambda: BoundedStaleness(eta=0, running=9.0, max_admitted=3.0), 4), Random(1)
     for step in range(1, 5):
         trainer.run_step(random)
         assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0) and set(trainer.staleness()) == {0}
 
 
 def test_a_step_takes_the_oldest_that_have_finished():
-    trainer = Trainer(lambda: BoundedStaleness(eta=2, max_admitted=3.0), 2)
+    trainer = Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 2)
     trainer.begin()  # g0 to g5
     for group in ("g5", "g4"):
         trainer.finish(group)
@@ -76,7 +96,7 @@ def test_a_step_takes_the_oldest_that_have_finished():
 
 
 def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time():
-    trainer = Trainer(lambda: BoundedStaleness(eta=1, max_admitted=3.0), 2)
+    trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=3.0), 2)
     trainer.begin()  # g0 to g3
     trainer.finish("g2"), trainer.finish("g3")
     trainer.end_step()  # version 1, g4 and g5
@@ -88,7 +108,7 @@ def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time():
 
 
 def test_refused_groups_are_used_when_too_many_were():
-    trainer = Trainer(lambda: BoundedStaleness(eta=1, max_admitted=2.0), 2)
+    trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=2.0), 2)
     trainer.begin()
     for group in ("g0", "g1"):
         trainer.finish(group, accepted=False)
@@ -127,7 +147,8 @@ def test_groups_that_got_too_old_are_aborted_and_begin_anew_as_often_as_allowed(
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: BoundedStaleness(eta=-1, max_admitted=2.0), "eta=-1"),
+    (lambda: BoundedStaleness(eta=-1, running=1.0, max_admitted=2.0), "eta=-1"),
+    (lambda: BoundedStaleness(eta=1, running=0.0, max_admitted=2.0), "running=0"),
     (lambda: TrajectoryAsync(alpha=0, retries=1, max_admitted=2.0), "alpha=0.*synchronous"),
     (lambda: TrajectoryAsync(alpha=1, retries=-1, max_admitted=2.0), "retries=-1"),
 ])
