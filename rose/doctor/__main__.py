@@ -1,5 +1,5 @@
-"""What of ROSE will work on this machine or cluster, in under a minute: a line per part, ok, warning or failed with
-the remedy.
+"""What of ROSE will work on this machine or cluster, mostly in under a minute: a line per part, ok, warning or failed
+with the remedy.
 
     python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm cluster/mpi=...]
 

@@ -17,16 +17,21 @@ from rose.launch import gpus as launcher
 
 FILE_MIB = 64
 SLOW_MIB_PER_S = 100
+IMPORT_S = 300.0  # thousands of files, read for the first time from a busy parallel file system
 PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
 
 
 def package(name: str) -> Finding:
     """Does it import here?"""
     top = name.split(".")[0]
-    done = run([sys.executable, "-c", f"import {name}; print({top}.__version__)"])
+    done = run([sys.executable, "-c", f"import {name}; print({top}.__version__)"],
+               deadline_s=IMPORT_S)
     part = f"import {top}"
     if done.code == 0:
         return Finding("ok", part, done.out.strip().splitlines()[-1])
+    if done.code == 124:
+        return Finding("failed", part, done.last, f"{sys.prefix} is slow to read: put it on a faster file system, or in "
+                                                  "a container's image (docs/install.md)")
     return Finding("failed", part, done.last, "make gpu (or make train, without GPUs) sets up an environment that has it")
 
 
