@@ -43,8 +43,9 @@ def _box(c: Config) -> Container | None:
 def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
     """Each once, without those within another."""
     wanted = [REPOSITORY, *folders]
-    if c.model.path is not None and Path(c.model.path).is_absolute():
-        wanted.append(_whole(Path(c.model.path)))
+    model = c.model.snapshot if c.model.source == "hub" else c.model.path  # a hub's path is its id
+    if model is not None and Path(model).is_absolute():
+        wanted.append(_whole(Path(model)))
     wanted = list(dict.fromkeys(folder.absolute() for folder in wanted))
     return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
 

@@ -112,9 +112,11 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
     assert last["pyxis"].endswith(submit)
 
 
-def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config):
-    c = make_config(*SEVEN_B, BOX % "apptainer", "model.path=/hub/models--a--b/snapshots/c0ffee", "model.source=folder",
-                    "cluster.gpus=24")
+@pytest.mark.parametrize("model", [
+    ("model.source=hub", "model.path=a/b", "model.snapshot=/hub/models--a--b/snapshots/c0ffee"),
+    ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee")])
+def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config, model):
+    c = make_config(*SEVEN_B, BOX % "apptainer", *model)
     (mounts,) = {end.split("--bind ")[1].split()[0] for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1))}
     assert mounts == f"{REPOSITORY},/run,/hub/models--a--b,/scratch:/data"
 
