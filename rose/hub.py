@@ -56,7 +56,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the hub, of files, of its HTTP library (a proxy that refuses) or of its Xet client
         raise ConfigError(
             f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
             f"({_first_line(error)}). On a machine with network: `hf download {repository}"

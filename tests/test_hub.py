@@ -69,6 +69,20 @@ def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
         assert part in text
 
 
+def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeypatch):
+    """A proxy that refuses, or a server that hangs up: the HTTP library's exceptions are no OSError."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def refused(*_, **__):
+        raise errors.HTTPError("403 Forbidden by the proxy")
+
+    assert not issubclass(errors.HTTPError, OSError)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
+    with pytest.raises(ConfigError, match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by the proxy.*HF_HOME"):
+        hub.snapshot("acme/tiny")
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
 def test_a_snapshot_with_a_broken_link_is_refused_with_what_it_lacks(cache, files, name):
     snapshot = hub_cache.add(cache, "acme/tiny", files)
