@@ -29,11 +29,12 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
     return [box.runtime, "exec", *nvidia, "--bind", ",".join(mounts), *box.args, box.image, box.python]
 
 
-def alone(c: Config, folders: Sequence[Path]) -> list[str]:
-    """The same where no srun stands before it, as in a batch script."""
+def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
+    """The same where no srun stands before it, as in the batch script of a job with one task of `cpus` CPUs."""
     box = _box(c)
-    starter = ["srun", "--mpi=none", "--ntasks=1"] if box is not None and box.runtime == "pyxis" else []
-    return [*starter, *command(c, folders)]
+    # from Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job
+    starter = ["srun", "--mpi=none", "--ntasks=1", f"--cpus-per-task={cpus}"]
+    return [*(starter if box is not None and box.runtime == "pyxis" else []), *command(c, folders)]
 
 
 def _box(c: Config) -> Container | None:

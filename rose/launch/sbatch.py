@@ -50,8 +50,9 @@ def lend_script(c: Config, run_dir: Path, name: str) -> str:
     options = _component_options(c, c.cluster.slurm.borrowed, 1, 1)
     if c.cluster.gpus:
         options["gpus-per-node"] = c.rollout.tensor_parallel
+    python = container.alone(c, [run_dir], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
-        command=_submitted(container.alone(c, [run_dir]), run_dir), folder=str(folder(run_dir)),
+        command=_submitted(python, run_dir), folder=str(folder(run_dir)),
         job_name=f"{c.name}-{name}", wckey=None, use_srun=False, stderr_to_stdout=True, setup=_setup(c), time=None,
         additional_parameters=options | {"output": str(Path(run_dir) / "logs" / f"{name}-%j.out"), "requeue": True,
                                          "open-mode": "append"})

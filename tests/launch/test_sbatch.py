@@ -108,7 +108,8 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
     submit = "/usr/local/bin/python -u -m submitit.core._submit '/my run/submitted'"
     assert last["apptainer"] == (f"exec apptainer exec --nv --bind '{REPOSITORY},/my run,/scratch:/data' --no-home "
                                  f"/shared/rose.sif {submit}")
-    assert last["pyxis"].startswith("exec srun --mpi=none --ntasks=1 --container-image=/shared/rose.sif ")
+    assert last["pyxis"].startswith("exec srun --mpi=none --ntasks=1 --cpus-per-task=12 "
+                                    "--container-image=/shared/rose.sif "), "srun takes no CPUs over from the job"
     assert last["pyxis"].endswith(submit)
 
 
