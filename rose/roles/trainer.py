@@ -29,6 +29,8 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
     """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
     its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
+    # Imports from a cold file system take minutes on one node and seconds on another: no fault of the network's.
+    gather_texts(peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)")
     place = address.meet(lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"), index,
                          config.cluster.interface)
     model = resolve(config.model)

@@ -46,6 +46,8 @@ class TorchBroadcast(MpiBroadcast):
         self._device = device
         self._stream_of_copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         first = self._comm.Get_rank() == 0
+        # who imports from a cold file system is minutes late, and no fault of the network's
+        gather_texts(self._comm, "", max(address.MEET_S, deadline_s), "the broadcast's start (transfer.load_timeout_s)")
         place = address.meet(lambda text: gather_texts(self._comm, text, address.MEET_S, "the broadcast's addresses"),
                              self._comm.Get_rank(), interface)
         place.use_interface()
