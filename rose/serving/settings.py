@@ -51,6 +51,8 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
                               "transfer.relay, relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
                               "load_timeout_s")
         _set(tree, key, value, str(path))
+        if key == "model.path" and tree["model"]["source"] == "hub":
+            tree["model"]["source"] = "folder"  # a copy that this node has, in place of the snapshot in the run's cache
     return configuration.from_dict(tree)
 
 

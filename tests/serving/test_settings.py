@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rose import config as configuration
+from rose import models
 from rose.config import ConfigError
 from rose.launch import local
 from rose.serving import settings
@@ -30,6 +31,18 @@ def test_the_runs_own_with_what_differs_over_it(run_dir):
     c = settings.of_run(run_dir, ["rollout.threads=2", "serving.lost_after_s=3.5", "cluster.env.X=a"])
     assert c.rollout.threads == 2 and c.serving.lost_after_s == 3.5 and c.cluster.env["X"] == "a"
     assert c.seed == settings.of_run(run_dir, []).seed
+
+
+def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp_path, make_config):
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (own / name).write_text("{}")
+    c = make_config("model.source=hub", "model.path=acme/tiny", "+model.snapshot=/elsewhere/snapshots/c0ffee")
+    configuration.save(c, tmp_path / "config.json")
+    assert models.resolve(settings.of_run(tmp_path, [f"model.path={own}"]).model) == own
+    with pytest.raises(ConfigError, match="model.snapshot='/elsewhere/snapshots/c0ffee': no such folder"):
+        models.resolve(settings.of_run(tmp_path, []).model)
 
 
 @pytest.mark.parametrize("argument, words", [
