@@ -10,11 +10,12 @@ Left out: where host memory has no room for the copy, the files are written befo
 from __future__ import annotations
 
 import copy
-import os
+import math
 import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
 SPARE = 1.25  # of the copy's bytes must be free: the engines' and the page cache's share of the host goes on growing
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CheckpointWriter(CheckpointEngine):
@@ -121,19 +122,35 @@ def tensor_bytes(state: Any) -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take: the machine's, or what its control group (Slurm's, a container's)
-    leaves."""
-    free = psutil.virtual_memory().available
+    """Host memory that this process may still take: the machine's, or the least that one of its control groups leaves.
+    Slurm limits a job and its steps, which are the groups above that of a task."""
+    return min([psutil.virtual_memory().available, *(_left(*place) for place in _groups())])
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """(folder, name of the limit's file, of the usage's): this process's group and those above it, of both versions."""
+    for line in PROCESS.read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            home, names = CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            home, names = CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = home / path.strip("/")
+        while group != home.parent:
+            yield (group, *names)
+            group = group.parent
+
+
+def _left(group: Path, limit: str, usage: str) -> float:
+    """Bytes until the group's limit; what it has of files is given back when it is needed."""
     try:
-        limit = (CGROUP / _group() / "memory.max").read_text().strip()
-        used = int((CGROUP / _group() / "memory.current").read_text())
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return math.inf
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("active_file", "inactive_file"))
+        return max(0, int(most) - int((group / usage).read_text()) + files)
     except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
-def _group() -> str:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return line[3:].strip().lstrip("/")
-    return ""
+        return math.inf  # a group without limits, as the root

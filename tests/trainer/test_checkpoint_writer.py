@@ -78,11 +78,33 @@ def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state
 
 def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
-    monkeypatch.setattr(checkpoint_writer, "_group", lambda: "job")
+    monkeypatch.setattr(checkpoint_writer, "PROCESS", tmp_path / "self")
+    (tmp_path / "self").write_text("0::/job\n")
     free = checkpoint_writer.available_bytes()
     (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.stat").write_text("anon 1000\n")
     (tmp_path / "job" / "memory.max").write_text("3000\n")
     (tmp_path / "job" / "memory.current").write_text("1000\n")
     assert checkpoint_writer.available_bytes() == 2000 < free
     (tmp_path / "job" / "memory.max").write_text("max\n")
     assert checkpoint_writer.available_bytes() > 2000
+
+
+@pytest.mark.parametrize("version, line, home, limit, usage, prefix", [
+    (2, "0::{}\n", "", "memory.max", "memory.current", ""),
+    (1, "12:pids:/a\n4:memory:{}\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")])
+def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group(tmp_path, monkeypatch, version, line,
+                                                                                 home, limit, usage, prefix):
+    """Slurm limits job and step, never the group in which a task is; what files fill can be given back."""
+    path = "/slurm/job_7/step_0/user/task_3"
+    task = tmp_path / home / path.strip("/")
+    task.mkdir(parents=True)
+    step = task.parents[1]
+    for group, most in ((task, "max" if version == 2 else str(2**63 - 4096)), (step, "9000")):
+        (group / limit).write_text(most + "\n")
+        (group / usage).write_text("6000\n")
+        (group / "memory.stat").write_text(f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n")
+    (tmp_path / "self").write_text(line.format(path))
+    monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
+    monkeypatch.setattr(checkpoint_writer, "PROCESS", tmp_path / "self")
+    assert checkpoint_writer.available_bytes() == 9000 - 6000 + 1500
