@@ -130,7 +130,8 @@ class Lender:
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus and not member.shares_engine(config):
             count = config.rollout.tensor_parallel
-            wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", self.environ)
+            given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ  # the operator took the task's
+            wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
         if self.prepared is None:
             os.environ.update(wanted)
             if not member.shares_engine(config):

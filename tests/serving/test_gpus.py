@@ -5,6 +5,7 @@ import os
 import pytest
 
 from rose.config import ConfigError
+from rose.coserving import names
 from rose.launch import local
 from rose.serving import lender, operate, settings
 
@@ -30,6 +31,16 @@ def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_member
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing has changed"))
     one._prepare(config)
+
+
+def test_beside_a_server_that_is_larger_a_lender_takes_the_first_of_what_the_task_took(run, nvidia_smi, monkeypatch):
+    """Whatever its place on the node: the operator has narrowed the list to the task's own."""
+    nvidia_smi(variable="4,5,6,7")
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ | {names.FOLDER: "/nowhere"})
+    lender.Lender(run, [])._prepare(settings.of_run(run, []))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_a_lender_that_sees_too_few_says_so_before_it_imports_vllm(run, nvidia_smi, monkeypatch):
