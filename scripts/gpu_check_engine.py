@@ -35,7 +35,7 @@ class Engines(msgspec.Struct):
     new: int
     alone: int  # tokens of the one turn alone
     beside: int  # turns that run while the version is loaded
-    beside_new: int
+    beside_new: int  # tokens of one of them; others follow until the version is in place
     changed: float  # share of the values that the version changes
     scored: int  # turns compared with the trainer's forward
     scored_new: int
@@ -169,21 +169,31 @@ async def flip_under_traffic(report: Report, running, config) -> tuple[int, int,
     sizes = report.sizes
     versions = Versions(folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device)
     report.say("a store of versions is made")
-    begun = [asyncio.Event() for _ in range(sizes.beside)]
-    turns = asyncio.gather(*(turn(running, f"beside-{i}", prompt, sizes.beside_new, begun[i])
+    begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
+    turns = asyncio.gather(*(_traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
                              for i, prompt in enumerate(prompts(report, sizes.beside, 5))))
     version = await asyncio.to_thread(versions.publish, sizes.changed)
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
-    made = [v for one in await turns for v in one.versions]
+    over.set()
+    made = [v for part in await turns for v in part]
     report.figure("values changed", loaded.changed, least=1)
     report.figure("staged beside generation in", loaded.stage_s, "s")
     report.figure("generation stood still for", 1000 * loaded.pause_s, "ms", most=2000.0,
                   remedy="the flip should be scatters on the device: see transfer.stage_gib")
     report.figure("tokens by the old weights", made.count(-1), least=1)
     report.figure("tokens by the new weights", made.count(version), least=1,
-                  remedy="--set engine.beside_new= more, if they ended before the version was staged")
+                  remedy="turns that ran across the flip should have gone on by the new weights: the log says why not")
     return made.count(-1), made.count(version), versions
+
+
+async def _traffic(engine, name: str, prompt: list[int], new: int, begun: asyncio.Event,
+                   over: asyncio.Event) -> list[int]:
+    """Turns one after the other until `over`, however long that is; each one's versions of its tokens."""
+    versions: list[int] = []
+    while not over.is_set():
+        versions += (await turn(engine, f"{name}.{len(versions)}", prompt, new, begun)).versions
+    return versions
 
 
 def compare(report: Report, turns: list[Turn], versions: Versions) -> None:

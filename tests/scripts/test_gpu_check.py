@@ -1,11 +1,13 @@
 """gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU twin is the same code."""
 
+import asyncio
 import ctypes
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
 import gpu_check  # noqa: E402
 import gpu_check_coserving  # noqa: E402
+import gpu_check_engine  # noqa: E402
 import gpu_check_frame as frame  # noqa: E402
 import gpu_check_machine  # noqa: E402
 import gpu_check_odd as odd  # noqa: E402
@@ -154,6 +157,54 @@ def test_useful_operations_of_rows_and_trees():
                        tied_embeddings=True)
     layer = shape.parameters - 800
     assert gpu_check_trainer._flops(shape, [tree]) == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
+
+
+def test_no_check_hides_another_of_its_name():
+    modules = (gpu_check.gpu_check_machine, gpu_check.gpu_check_trainer, gpu_check_engine, gpu_check_coserving,
+               gpu_check.gpu_check_jobs)
+    names = [check.name for one in modules for name in ("FIRST", "CHECKS", "LAST") for check in getattr(one, name, ())]
+    assert len(names) == len(set(names)) == len(gpu_check.CHECKS) - 1  # the model is none of a list
+
+
+# --------------------------------------------------------------------------- the flip
+
+
+class QuickEngine:
+    """Its turns have long ended when a version is staged, as those of a small model on a fast GPU."""
+
+    version, ended = -1, 0
+
+    async def generate(self, turn_id, tokens, sampling):
+        for _ in range(sampling.max_new_tokens):
+            await asyncio.sleep(0)
+            yield SimpleNamespace(tokens=[1], logprobs=[-1.0], version=self.version)
+        self.ended += 1
+
+    async def load_version(self, version, store, transfer):
+        while self.ended < 5:
+            await asyncio.sleep(0)
+        self.version = version
+        return SimpleNamespace(changed=1, stage_s=1.0, pause_s=0.0)
+
+
+def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
+    class Versions(SimpleNamespace):
+        def publish(self, share):
+            return 1
+
+    monkeypatch.setattr(gpu_check_engine, "Versions", lambda *_: Versions(store=tmp_path))
+    monkeypatch.setattr(gpu_check_engine, "prompts", lambda report, count, seed: [[0]] * count)
+    monkeypatch.setattr(gpu_check_engine, "folder", lambda report: tmp_path)
+    sizes = gpu_check_engine.NARROW_CPU
+    report = SimpleNamespace(sizes=frame.msgspec.structs.replace(sizes, beside_new=4), folder=tmp_path,
+                             setup=SimpleNamespace(device="cpu"), say=print, figure=lambda *_, **__: True)
+
+    async def flipped():
+        async with asyncio.timeout(60):
+            return await gpu_check_engine.flip_under_traffic(report, QuickEngine(), SimpleNamespace(transfer=None))
+
+    old, new, _ = asyncio.run(flipped())
+    assert old >= 5 * 4 and new >= 1
 
 
 # --------------------------------------------------------------------------- the page pool, against a fake libcuda
