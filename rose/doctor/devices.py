@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.config import Config
-from rose.doctor.finding import Ended, Finding, run, say
+from rose.doctor.finding import IMPORT_S, Ended, Finding, run, say
 
 FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
 # The oldest Linux driver for each major version of CUDA, by its release notes ("minor version compatibility").
@@ -99,7 +99,7 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
                             "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a driver "
                             "that was just updated), or use cluster=local"), room]
         return [Finding("ok", PART, "none, and none needed on this machine"), room]
-    seen = run([sys.executable, "-m", "rose.doctor.torch_view"])
+    seen = run([sys.executable, "-m", "rose.doctor.torch_view"], deadline_s=IMPORT_S)
     found = [here(listed, wanted), cuda(listed, seen), room, *old(listed)]
     if len(listed) > 1:
         found.append(between(links(run([smi, "topo", "-m"]).out), seen))

@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.config import Config
+from rose.config import Config, ConfigError
 from rose.doctor import devices
-from rose.doctor.finding import Ended, Finding, run
+from rose.doctor.finding import IMPORT_S, Ended, Finding, run
 from rose.launch import gpus as launcher
+from rose.launch import local
 
 FILE_MIB = 64
 SLOW_MIB_PER_S = 100
-IMPORT_S = 300.0  # thousands of files, read for the first time from a busy parallel file system
 PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
 
 
@@ -61,15 +61,21 @@ def file_system(folder: Path) -> Finding:
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Those of this machine, and NCCL between them."""
-    listed = len(launcher.installed() or ())
+    """Those of this machine, and NCCL between those that were given: it connects no MIG slices."""
     found = devices.examine(c)
-    return [*found, nccl(listed)] if listed > 1 else found
+    try:
+        names = launcher.given(launcher.installed(), os.environ.get(launcher.VARIABLE))
+    except ConfigError as error:
+        return [*found, Finding("failed", launcher.VARIABLE, str(error))]
+    whole = [name for name in names if not name.startswith("MIG-")]
+    return [*found, nccl(len(whole), c)] if len(whole) > 1 else found
 
 
-def nccl(count: int, python: Sequence[str] = (sys.executable,)) -> Finding:
-    """An all-reduce over `count` GPUs of one node: this one, or that on which `python` (an srun) starts one."""
-    return reduced(run([*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]), count)
+def nccl(count: int, c: Config, python: Sequence[str] = (sys.executable,)) -> Finding:
+    """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node, or that on which
+    `python` (an srun) starts one."""
+    argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
+    return reduced(run(argv, local.environment(c), IMPORT_S), count)
 
 
 def reduced(done: Ended, count: int) -> Finding:

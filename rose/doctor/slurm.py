@@ -91,5 +91,5 @@ def gpus(c: Config) -> list[Finding]:
     """Those of one node of the trainer's component, as many as the run may have there, and NCCL between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
     starter = [*srun("--mpi=none"), *task(c, c.cluster.slurm.trainer, count), *container.command(c, [])]
-    found = devices.said(run([*starter, "-m", "rose.doctor.devices", str(count), "0"]))
-    return [*found, machine.nccl(count, starter)] if count > 1 else found
+    found = devices.said(run([*starter, "-m", "rose.doctor.devices", str(count), "0"], local.environment(c)))
+    return [*found, machine.nccl(count, c, starter)] if count > 1 else found

@@ -13,6 +13,7 @@ from rose.doctor import __main__ as command
 from rose.doctor import join, machine, rank
 from rose.doctor.finding import Child, Ended, run
 from rose.doctor.world import world
+from rose.launch.gpus import Device
 
 
 def ended(*events, err="", code=0):
@@ -180,12 +181,36 @@ def test_nccl_tells_its_bandwidth_or_what_went_wrong():
 def test_nccl_is_tried_between_two_gpus(make_config, tmp_path, monkeypatch):
     """By an nvidia-smi of our own, since this machine may have no GPU: torch then sees fewer, and that is said."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some\\nGPU 1: some\\n'\nexit 0\n")
+    smi.write_text("#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some (UUID: GPU-a)\\nGPU 1: some (UUID: GPU-b)\\n'\nexit 0\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     last = machine.gpus(make_config())[-1]
     assert (last.state, last.part) == ("failed", "NCCL between 2 GPUs") and "torch sees 0 GPUs of 2" in last.words
+
+
+@pytest.mark.parametrize(("variable", "tried"), [("4,5", [2]), ("6", []), (None, [8])])
+def test_nccl_is_tried_between_the_gpus_that_were_given_with_the_variables_of_ranks(make_config, monkeypatch, variable,
+                                                                                    tried):
+    eight = tuple(Device(index, "some", f"GPU-{index}") for index in range(8))
+    monkeypatch.setattr(machine.launcher, "installed", lambda: eight)
+    monkeypatch.setattr(machine.devices, "examine", lambda c: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    asked = []
+    monkeypatch.setattr(machine, "run", lambda argv, env, _: asked.append((argv, env)) or ended(code=1))
+    machine.gpus(make_config("+cluster.env.NCCL_P2P_DISABLE='1'"))
+    assert [int(argv[-1]) for argv, _ in asked] == tried
+    assert all(env["NCCL_P2P_DISABLE"] == "1" for _, env in asked), "the remedy that it gives is tried, too"
+
+
+def test_a_name_that_is_no_gpu_of_this_machine_is_a_finding(make_config, monkeypatch):
+    monkeypatch.setattr(machine.launcher, "installed", lambda: (Device(0, "some", "GPU-0"),))
+    monkeypatch.setattr(machine.devices, "examine", lambda c: [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    (found,) = machine.gpus(make_config())
+    assert found.state == "failed" and "no GPU is called '7'" in found.words
 
 
 def test_a_package_that_takes_too_long_to_import_is_told_from_one_that_is_not_there(monkeypatch):
