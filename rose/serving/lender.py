@@ -17,7 +17,7 @@ from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
 from rose.coserving import names
 from rose.engine import start
-from rose.launch import gpus, resume
+from rose.launch import caches, gpus, resume
 from rose.serving import member, settings
 from rose.serving.member import Ended, say
 
@@ -132,6 +132,7 @@ class Lender:
             count = config.rollout.tensor_parallel
             given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ  # the operator took the task's
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
+            wanted |= caches.variables(config.cluster, self.environ)
         if self.prepared is None:
             os.environ.update(wanted)
             if not member.shares_engine(config):

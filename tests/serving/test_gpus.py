@@ -33,6 +33,15 @@ def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_member
     one._prepare(config)
 
 
+def test_a_lender_under_slurm_compiles_on_its_nodes_disk_as_ranks_do(run, nvidia_smi, monkeypatch, tmp_path):
+    nvidia_smi(variable="4,5")
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    own = [f"cluster.cache_dir={tmp_path}/kernels"]
+    lender.Lender(run, own)._prepare(settings.of_run(run, own))
+    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/kernels/triton"
+
+
 def test_beside_a_server_that_is_larger_a_lender_takes_the_first_of_what_the_task_took(run, nvidia_smi, monkeypatch):
     """Whatever its place on the node: the operator has narrowed the list to the task's own."""
     nvidia_smi(variable="4,5,6,7")
