@@ -1,5 +1,7 @@
 """The texts that Slurm gets, and who stands where on its nodes."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -190,3 +192,16 @@ def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_c
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.time=90", "cluster.slurm.rollout.mem=64000")
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
+
+
+def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
+    """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder, would find first."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$PYTHONPATH"; echo "$*"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_GPUS_PER_TASK": "1",
+           "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python"}
+    said = subprocess.run(["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"], env=env, text=True,
+                          capture_output=True, check=True).stdout.splitlines()
+    assert said == [str(REPOSITORY), "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --container-image=/a.sqsh "
+                    "/usr/local/bin/python -u -m rose.serving name=x"]
