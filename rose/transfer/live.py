@@ -58,7 +58,12 @@ class Live:
     def aside(self):
         """Context in which copies from and to a GPU don't wait for what the engine computes there. Leaving it does not
         wait for them: `settle` does."""
-        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
+        if self._aside is None:
+            return nullcontext()
+        # A thread begins on device 0; torch would go back there after the stream, and make a context of half a GiB on
+        # it: from every rank of a tensor-parallel engine on the first one's device.
+        torch.cuda.set_device(self.device)
+        return torch.cuda.stream(self._aside)
 
     def settle(self) -> None:
         if self._aside is not None:
