@@ -344,8 +344,8 @@ CHECKS = (
           "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack them",
           on_cpu=False, needs_model=False),
     Check("profile", "python -m rose.serving.profile: step times of both engines, alone and together", profile,
-          {"cuda": GPU, "cpu": CPU}, 240.0, "the log has both engines' words; memory: --set profile.kv_gib=2"),
+          {"cuda": GPU, "cpu": CPU}, 360.0, "the log has both engines' words; memory: --set profile.kv_gib=2"),
     Check("coserving", "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
-          coserving, {"cuda": GPU, "cpu": CPU}, 300.0,
+          coserving, {"cuda": GPU, "cpu": CPU}, 660.0,  # alone it measures the profile first
           "the log and online.log beside it have the engines' words; docs/serving.md"),
 )
