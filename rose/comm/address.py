@@ -29,8 +29,8 @@ REACH_S = 5.0  # for one connection: a firewall that drops packets answers never
 LOOPBACK = "127.0.0.1"
 ALIKE = ("docker", "virbr", "br-", "veth", "cni", "podman")  # bridges that many hosts have with one address
 TOKEN_BYTES = 16
-# Where gloo and NCCL look for the interface of their connections.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix: eth1 is eth10, too.
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 Gather = Callable[[str], list[str]]  # collective: every rank's text, by rank
 
@@ -68,8 +68,8 @@ class Place:
     def use_interface(self) -> None:
         """From now on gloo and NCCL connect by the interface that was found to work, also in groups that DeepSpeed
         makes later. A variable that is set already stays: the user's, or of a larger world of this process."""
-        for name in INTERFACE_VARIABLES if self.interface else ():
-            os.environ.setdefault(name, self.interface)
+        for name, form in INTERFACE_VARIABLES.items() if self.interface else ():
+            os.environ.setdefault(name, form.format(self.interface))
 
     @property
     def neighbours(self) -> int:

@@ -275,9 +275,11 @@ class Cluster(Section):
 
     @property
     def of_interface(self) -> dict[str, str]:
-        """Variables by which gloo, NCCL and libfabric's tcp provider take `interface`."""
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FI_TCP_IFACE")
-        return dict.fromkeys(names, self.interface) if self.interface else {}
+        """Variables by which gloo, NCCL (for which a bare name is a prefix) and libfabric's tcp provider take it."""
+        if not self.interface:
+            return {}
+        return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": f"={self.interface}",
+                "FI_TCP_IFACE": self.interface}
 
 
 class Observe(Section):

@@ -101,7 +101,7 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _meant(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, sorted(set(known)), n=3, cutoff=0.75)
+    near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)  # itself: no key of conf/
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -203,3 +203,13 @@ def test_a_rank_that_never_connects_ends_the_others_with_the_place_and_all_hosts
 
 def test_nothing_of_it_is_left_here():
     assert not [name for name in psutil.net_if_addrs() if name == "wire"]
+
+
+def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, make_config):
+    for name in address.INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    address.Place("10.0.0.1", 1, None, "bond0", []).use_interface()
+    asked = make_config("cluster.interface=bond0").cluster.of_interface
+    for found in (os.environ, asked):
+        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), "and not bond0.100"

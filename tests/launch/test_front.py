@@ -93,6 +93,11 @@ def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(laun
     assert not list(tmp_path.iterdir())
 
 
+def test_a_key_that_the_launcher_alone_sets_is_not_proposed_for_itself(launch):
+    code, _, err = launch("model.snapshot=/x")
+    assert code == 2 and "model.snapshot=/x: no such key" in err and "did you mean model.snapshot" not in err
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     code, out, err = launch("+experiment=qwen32b", "cluster.dry_run=true")
     assert code == 0 and not err
