@@ -46,9 +46,11 @@ class Guest:
                 env=singleton.environment(mpi_env), stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=lambda: processes.die_with_parent(here))
             try:
-                reader, writer = await asyncio.wait_for(came, START_S)
+                async with asyncio.timeout(START_S):
+                    reader, writer = await came
                 guest = cls(porter, reader, writer, "")
-                guest.port = (await asyncio.wait_for(guest._frame(), START_S)).decode()
+                async with asyncio.timeout(START_S):
+                    guest.port = (await guest._frame()).decode()
             except (TimeoutError, GuestGone):
                 if porter.returncode is None:
                     porter.kill()
@@ -85,9 +87,11 @@ class Guest:
             return
         self._closing = True
         try:
-            await asyncio.wait_for(self._writer.drain(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._writer.drain()
             self._writer.write_eof()
-            await asyncio.wait_for(self._porter.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._porter.wait()
         except (TimeoutError, OSError):
             pass  # it hangs, or is gone; either way it ends here
         finally:

@@ -30,7 +30,8 @@ class SharedEngine(Engine):
     async def around(cls, llm) -> SharedEngine:
         """`llm`: a running AsyncLLM with one engine process, the transfer engine "rose" and its worker extension."""
         model = llm.vllm_config.model_config
-        await asyncio.wait_for(llm.get_supported_tasks(), RPC_TIMEOUT_S)
+        async with asyncio.timeout(RPC_TIMEOUT_S):
+            await llm.get_supported_tasks()
         folder = await asyncio.to_thread(local_folder, model.model)
         made = cls(llm, Latest(), folder, model.max_model_len, TURN_TIMEOUT_S,
                    int(os.environ.get("ROSE_ENGINE_THREADS") or usable_threads()))

@@ -128,10 +128,12 @@ class Engine(Activation):
         building = asyncio.get_running_loop().run_in_executor(
             _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus)
         try:
-            llm, latest = await asyncio.wait_for(asyncio.shield(building), rollout.engine_start_timeout_s)
+            async with asyncio.timeout(rollout.engine_start_timeout_s):
+                llm, latest = await asyncio.shield(building)
             # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs anything else,
             # which `load_version` relies on.
-            await asyncio.wait_for(llm.get_supported_tasks(), RPC_TIMEOUT_S)
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                await llm.get_supported_tasks()
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()

@@ -138,7 +138,8 @@ class Borrowed:
             return
         try:
             await asyncio.to_thread(self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port)
-            await asyncio.wait_for(rank.comes.wait(), self._patience_s)
+            async with asyncio.timeout(self._patience_s):
+                await rank.comes.wait()
             await rank.guest.accept()
             rank.connected = True
             self._tasks.spawn(self._expect_hello(address, rank))

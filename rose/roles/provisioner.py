@@ -150,7 +150,8 @@ async def _command(*command: str) -> tuple[int, str, str]:
                                                    stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
                                                    stderr=asyncio.subprocess.PIPE)
     try:
-        out, err = await asyncio.wait_for(process.communicate(), COMMAND_S)
+        async with asyncio.timeout(COMMAND_S):
+            out, err = await process.communicate()
     except TimeoutError:
         process.kill()
         return 124, "", f"{command[0]} did not answer within {COMMAND_S:g} s"

@@ -47,6 +47,7 @@ class Changes:
         """Until the next change, or for so long: the caller's loop decides and says why."""
         self._changed.clear()
         try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
         except TimeoutError:
             return

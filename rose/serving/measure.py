@@ -123,7 +123,8 @@ class Measured:
         """Seconds of one request. Raises `EngineError`."""
         began = time.monotonic()
         try:
-            await asyncio.wait_for(self._request(prompt, answer), REQUEST_S)
+            async with asyncio.timeout(REQUEST_S):
+                await self._request(prompt, answer)
         except TimeoutError:
             raise EngineError(f"the {self.side.name} engine took over {REQUEST_S:g} s for a prompt of {prompt} "
                               "tokens") from None

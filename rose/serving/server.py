@@ -142,7 +142,8 @@ class OnlineServer:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
         await self._end()
 
     def last_lines(self) -> str:
