@@ -47,6 +47,7 @@ class Peers:
         self.late = {}  # rank -> LoadVersion that waits for its turn
         self.incarnation = {}  # of engines
         self.dead = set()  # engines that died asleep
+        self.look = lambda: None  # called at every message to a peer
         for rank in ranks[1:]:
             self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
             if rank.role is p.Role.TRAINER:
@@ -74,6 +75,7 @@ class Peers:
 
     def send(self, rank, message):
         getattr(self, f"_{type(message).__name__}")(rank, message)
+        self.look()
 
     def say(self, rank, message, about=None):
         self.words[rank].append((about, message if callable(message) else lambda: message))
@@ -200,16 +202,23 @@ class Peers:
 
 
 def run(config, folder, attempt=1, seed=0, resume_from=None, stop_when=lambda coordinator: False):
-    """A coordinator among peers, to its end or until `stop_when`; both of them afterwards."""
+    """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is asked at every
+    message to a peer and at every turn of the loop: what lasts for less than a turn is seen, too."""
     async def scene():
         step = checkpoint.step_of(resume_from) if resume_from else 0
         peers = Peers(config, seed, step)
         coordinator = Coordinator(config, folder, attempt, peers, NullRecorder(), resume_from)
 
+        def look():
+            if not coordinator._stop.is_set() and stop_when(coordinator):
+                coordinator._stop.set()
+
         async def watch():
-            while not stop_when(coordinator):
+            while not coordinator._stop.is_set():
+                look()
                 await asyncio.sleep(0)
-            coordinator._stop.set()
+
+        peers.look = look
 
         watching = asyncio.create_task(watch())
         try:
