@@ -28,6 +28,7 @@ SMALL = ["rollout.workers=1", "trainer.ranks=1", "rollout.environment_hosts=1", 
          "rollout.group_size=8", "eval.episodes=16", "trainer.checkpoint_every=1", "observe.terminal=false", "fresh=true"]
 ON_GPU = [*SMALL, f"+model.recipe.steps={TOKENIZER_STEPS}", "cluster=gpus", "trainer=zero3_gpu", "rollout=gpu",
           "model.dtype=bfloat16", "trainer.optimizer.lr=1e-4", "rollout.gpu_memory_utilization=0.5"]
+IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]  # what a user with one GPU starts, with another model
 ON_CPU = [*SMALL, "rollout.kv_cache_gib=0.05", "rollout.threads=1", "trainer.threads=1", "trainer.batch_size=8",
           "rollout.group_size=4", "eval.episodes=0", "model.dtype=float32"]
 
@@ -75,7 +76,7 @@ CHECKS = (
           {"cuda": Run([*ON_GPU, "cluster.gpus=2"], 2, 0.05), "cpu": Run(ON_CPU, 1, 1e-3)}, 240.0,
           "the log has each rank's last words", least_gpus=2, needs_model=False),
     Check("colocated", "launch.py on one GPU: trainer and engine hold it in turn", job,
-          {"cuda": Run([*ON_GPU, "cluster.gpus=1", "colocate=true"], 2, 0.05),
-           "cpu": Run([*ON_CPU, "colocate=true"], 1, 1e-3)}, 300.0,
+          {"cuda": Run([*IN_TURN, *ON_GPU, "cluster.gpus=1"], 2, 0.05),
+           "cpu": Run([*IN_TURN, *ON_CPU, "cluster=local", "cluster.gpus=0"], 1, 0.02)}, 300.0,
           "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower", needs_model=False),
 )

@@ -135,10 +135,11 @@ GPU = ("cluster=gpus", "cluster.gpus=1", "trainer.ranks=1", "rollout.workers=1")
 
 def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
     with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 .* share them in turn: colocate=true"):
-        make_config(*GPU)
-    make_config(*GPU, "colocate=true")
+        make_config(*GPU, "colocate=false")
+    assert make_config(*GPU).shares_devices and make_config(*GPU, "colocate=true").shares_devices
+    assert not make_config(*GPU, "cluster.gpus=2").shares_devices and not make_config().shares_devices
     make_config(*GPU, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.tensor_parallel=4")
-    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines"):
+    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines.*rollout.workers"):
         make_config(*GPU, "colocate=true", "rollout.workers=2")
 
 

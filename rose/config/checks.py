@@ -159,7 +159,10 @@ def _check_machine(c: Config, need: Need) -> None:
     if c.trainer.reduce_dtype == "bfloat16":
         need(c.trainer.dtype == "bfloat16", "trainer.reduce_dtype", "bfloat16 needs trainer.dtype=bfloat16")
         need(c.trainer.zero_stage > 0, "trainer.reduce_dtype",
-             "bfloat16 needs trainer.zero_stage 1 to 3, which add gradients up in float32")
+             "bfloat16 needs trainer.zero_stage 2 or 3, which add gradients up in float32")
+    need(c.trainer.dtype == "float32" or c.trainer.zero_stage != 1, "trainer.zero_stage",
+         f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another optimizer, whose shards can't "
+         "be published; 2 shares the same states and needs no more memory")
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
     ranks = 1 + hosts + c.trainer.ranks + engines
@@ -186,8 +189,8 @@ def _check_gpus(c: Config, engines: int, need: Need) -> None:
     gpus = max(ranks, of_engines) if shared else ranks + of_engines
     parts = (f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x rollout.tensor_parallel="
              f"{c.rollout.tensor_parallel}")
-    remedy = "raise it or run fewer"
-    if not shared and of_engines and max(ranks, of_engines) <= c.cluster.gpus:
+    remedy = "raise it, or lower trainer.ranks or rollout.workers"
+    if not shared and engines and c.cluster.kind == "local":
         remedy += ", or share them in turn: colocate=true"
     need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus", f"the run needs {gpus} ({parts}); {remedy}")
 
@@ -198,8 +201,8 @@ def _check_colocation(c: Config, need: Need) -> None:
         return
     batching = c.scheduler.batching.name
     need(batching == "synchronous", "scheduler.batching.name",
-         "colocate=true shares devices in turn, and this policy rolls out while the trainer trains; "
-         "scheduler/batching=synchronous, or colocate=false")
+         "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer trains; "
+         "scheduler/batching=synchronous, or two GPUs and colocate=false")
     need(c.cluster.kind == "local", "cluster.kind", "colocate=true shares the devices of one machine: cluster=gpus or "
          "local, inside one node's allocation as slurm/one_node.sbatch makes it")
     need(c.transfer.broadcast != "nccl", "transfer.broadcast",

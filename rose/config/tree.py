@@ -295,7 +295,7 @@ class Config(Section):
     mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
-    colocate: bool  # trainer and engines share the same GPUs (or cores) in turn
+    colocate: bool | None  # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
     fresh: bool  # move an earlier run of this name aside instead of continuing it
     output_dir: str
     model: Model
@@ -313,8 +313,10 @@ class Config(Section):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and engines take turns: a run without engines has nobody to share with."""
-        return self.colocate and self.rollout.replay is None
+        """Whether trainer and engines take turns: a run without engines has nobody to share with, and one GPU of one
+        machine can't be had otherwise."""
+        alone = self.cluster.gpus == 1 and self.cluster.kind == "local"
+        return (alone if self.colocate is None else self.colocate) and self.rollout.replay is None
 
     @property
     def borrows(self) -> bool:

@@ -13,7 +13,6 @@ Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage na
 - reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET); stage 3 keeps it
 Trainer, at the worst moment of a pass, more:
 - gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's stage3_max_live_parameters)
-- fresh gradients: stage 1 adds the dtype's to the accumulated ones when a pass has ended, b P
 - activations: kept for the backward pass. With e elements per token and layer (the two norms' inputs in fp32 and outputs,
   q, k, v, attention output, the gated MLP's four; attention matrices are never stored), b T e layers; with
   gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block)
@@ -128,9 +127,8 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     }
     worst = max(work, key=work.__getitem__)
     gathered = size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
-    fresh = size * shape.parameters if t.zero_stage == 1 and size == 2 else 0
-    return {"gathered parameters": float(gathered), "fresh gradients": float(fresh),
-            "activations": float(size * tokens * kept), worst: float(work[worst])}
+    return {"gathered parameters": float(gathered), "activations": float(size * tokens * kept),
+            worst: float(work[worst])}
 
 
 def _elements(shape: ModelShape, size: int) -> int:

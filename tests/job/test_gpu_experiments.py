@@ -51,9 +51,11 @@ def hub_home(tmp_path_factory):
     return home
 
 
-@pytest.mark.parametrize("experiment, repository, trainers", [
-    ("qwen7b", "acme/tiny-qwen2", 1), ("qwen8b_frozenlake", "acme/tiny-qwen3", 1), ("qwen32b", "acme/tiny-qwen3", 2)])
-def test_an_experiment_trains_a_step_with_only_its_sizes_changed(hub_home, tmp_path, experiment, repository, trainers):
+@pytest.mark.parametrize("experiment, repository, trainers, stage", [
+    ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2), ("qwen7b", "acme/tiny-qwen2", 1, 3),
+    ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3), ("qwen32b", "acme/tiny-qwen3", 2, 3)])
+def test_an_experiment_trains_a_step_with_only_its_sizes_changed(
+        hub_home, tmp_path, experiment, repository, trainers, stage):
     ended = subprocess.run(
         [sys.executable, str(REPOSITORY / "launch.py"), f"+experiment={experiment}", *SIZES,
          f"model.path={repository}", f"trainer.ranks={trainers}", f"output_dir={tmp_path}"],
@@ -64,4 +66,4 @@ def test_an_experiment_trains_a_step_with_only_its_sizes_changed(hub_home, tmp_p
     assert [row["step"] for row in rows_of(read_metrics(run), "step")] == [1]
     stored = configuration.load(run / "config.json")
     assert stored.model.source == "hub" and stored.model.path == repository
-    assert Path(stored.model.snapshot).name == hub_cache.COMMIT and stored.trainer.zero_stage == 3
+    assert Path(stored.model.snapshot).name == hub_cache.COMMIT and stored.trainer.zero_stage == stage

@@ -41,7 +41,7 @@ class Peers:
         self.seed_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
-        self.awake = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER} if config.colocate else None
+        self.awake = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER} if config.shares_devices else None
         self.orders = []  # (role, its name), where devices are shared
         self.turns_asleep = 0  # that engines got
         self.late = {}  # rank -> LoadVersion that waits for its turn
@@ -52,7 +52,7 @@ class Peers:
             self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
             if rank.role is p.Role.TRAINER:
                 self.say(rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing"))
-            elif rank.role is p.Role.ROLLOUT and config.colocate:
+            elif rank.role is p.Role.ROLLOUT and config.shares_devices:
                 self.dead.add(rank.rank)  # its first turn starts it
             elif rank.role is p.Role.ROLLOUT:
                 self.say(rank.rank, self.ready(rank, 1))

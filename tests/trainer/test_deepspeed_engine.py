@@ -22,16 +22,22 @@ def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
     settings = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000)
     assert settings["bf16"]["enabled"] and settings["communication_data_type"] == "fp32"
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
-    narrow = zero_config(make_config("trainer.dtype=bfloat16", "trainer.reduce_dtype=bfloat16").trainer, 1000)
+    narrow = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2",
+                                     "trainer.reduce_dtype=bfloat16").trainer, 1000)
     assert narrow["communication_data_type"] == "bf16" and narrow["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(("overrides", "key", "words"), [
     ((), "trainer.reduce_dtype", "needs trainer.dtype=bfloat16"),
-    (("trainer.dtype=bfloat16", "trainer.zero_stage=0"), "trainer.reduce_dtype", "zero_stage 1 to 3")])
+    (("trainer.dtype=bfloat16", "trainer.zero_stage=0"), "trainer.reduce_dtype", "zero_stage 2 or 3")])
 def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(make_config, overrides, key, words):
     with pytest.raises(ConfigError, match=f"{key}='bfloat16'.*{words}"):
         make_config("trainer.reduce_dtype=bfloat16", *overrides)
+
+
+def test_stage_1_is_refused_in_bfloat16(make_config):
+    with pytest.raises(ConfigError, match="trainer.zero_stage=1: trainer.dtype=bfloat16 needs 0, 2 or 3"):
+        make_config("trainer.dtype=bfloat16", "trainer.zero_stage=1")
 
 
 def test_zero_3_gathers_a_layer_ahead(make_config, tmp_path):
