@@ -105,9 +105,11 @@ def join_world(device: torch.device, rank: int, world: int, place: Place, timeou
         raise RendezvousError(f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
                               f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
                               f"{place.listing()}") from error
-    # The default group's own, as for groups made later; there is no public call for it.
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes). There is no public
+    # call for either.
+    for group in (None, deepspeed.utils.groups._clone_world_group()):
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def make_deterministic() -> None:

@@ -143,6 +143,12 @@ def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(wor
         assert reports[0]["metrics"][0][key] == world.reports[0]["metrics"][3][key]
 
 
+def test_every_group_of_ranks_waits_as_long_as_a_step_may_take(world):
+    for report in world.reports:
+        assert len(report["limits_s"]) > 1 and set(report["limits_s"]) == {tiny_world.settings(JOB | {
+            "ranks": world.ranks}).trainer.step_timeout_s}
+
+
 @pytest.mark.parametrize(("stage", "more"), [
     (0, []), (2, []), (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"])])
 def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):

@@ -109,6 +109,14 @@ def run_rank(job: dict, rank: int, words: Path) -> None:
     main(job, rank)
 
 
+def limits_s() -> list[float]:
+    """Seconds that a collective of each process group may take."""
+    import torch
+
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
 def settings(job: dict):
     from rose import config
     from tests.conftest import compose_tree
@@ -130,7 +138,7 @@ def main(job: dict, rank: int) -> None:
     trainer = Trainer(settings(job), rank, job["ranks"], local_place(job["port"]), folder / "model", NullRecorder())
     shape = read_shape(folder / "model")
     trainer.open_store(folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
-    report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": []}
+    report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": [], "limits_s": limits_s()}
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
