@@ -30,7 +30,7 @@ from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk; the coordinator asks for no other one sooner
+SAVE_BEFORE_S = 1800.0  # for the last checkpoint to be on disk; the coordinator asks for no other one sooner
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
@@ -223,11 +223,9 @@ class DeepSpeedEngine:
         """Copy model, optimizer, update count and random states, and write them into `folder` in a thread: it has all of
         them when `checkpoint.saved` counts every rank. Training may go on at once.
 
-        Raises `TimeoutError` when the one before is still being written.
+        Raises as `saved` when the one before is still being written.
         """
-        if not self.writer.wait(SAVE_BEFORE_S):
-            raise TimeoutError(f"{folder}: trainer rank {self.rank} is writing the checkpoint before it for over "
-                               f"{SAVE_BEFORE_S:g} s")
+        self.saved()
         self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         self.writer.save(_random_states(self.device), str(folder / f"random-{self.rank}.pt"))
         if self.rank == 0:
@@ -236,6 +234,12 @@ class DeepSpeedEngine:
             write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
         torch.distributed.barrier()
         self.writer.finish(folder)
+
+    def saved(self) -> None:
+        """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S` seconds."""
+        if not self.writer.wait(SAVE_BEFORE_S):
+            raise TimeoutError(f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
+                               f"{SAVE_BEFORE_S:g} s")
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""

@@ -33,11 +33,14 @@ CHUNK_CPU = 2**26
 
 class Offload:
     """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer uses,
-    even if their memory is not torch's (a model's file mapped into memory, a checkpoint's)."""
+    even if their memory is not torch's (a model's file mapped into memory, a checkpoint's). `quiet`
+    returns when no other thread reads tensors of the host, as one that writes a checkpoint's copies
+    does; called on a CPU, where these can't be told from the trainer's states."""
 
     def __init__(self, device: torch.device, folder: Path | str,
-                 own: Callable[[], Iterable[Tensor]] = tuple):
+                 own: Callable[[], Iterable[Tensor]] = tuple, quiet: Callable[[], object] = lambda: None):
         self._device = device
+        self._quiet = quiet
         self._folder = Path(folder)
         self._own = own
         on_gpu = device.type == "cuda"
@@ -49,8 +52,10 @@ class Offload:
 
     def give_back(self) -> DeviceMemory:
         """Everything to the host; the device's memory afterwards. Raises `RuntimeError` when there is
-        too little host memory."""
+        too little host memory, and what `quiet` raises."""
         if not self.away:
+            if self._device.type == "cpu":
+                self._quiet()
             self._gone = [(storage, storage.nbytes()) for storage in self._storages()]
             for host, on_device in self._pieces():
                 host.copy_(on_device, non_blocking=True)

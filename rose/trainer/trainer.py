@@ -139,11 +139,12 @@ class Trainer:
 
     def share_device(self, folder: Path) -> None:
         """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of `folder`."""
-        self._offload = Offload(self.device, folder, self.engine.states)
+        self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
         """All memory on the device that can go to the host goes there; until `take_device` only `tidy` is allowed.
-        Returns the device's memory afterwards."""
+        Returns the device's memory afterwards. On a CPU a checkpoint is on disk first: its copies are host memory, too.
+        Raises `TimeoutError` when that takes too long."""
         with self.recorder.timed("offload"):
             self.engine.forget_gathered()
             return self._offload.give_back()

@@ -2,12 +2,16 @@
 
 import threading
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint, checkpoint_writer
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
+from rose.trainer.deepspeed_engine import DeepSpeedEngine
+from rose.trainer.trainer import Trainer
 
 
 class Scaler:
@@ -53,6 +57,36 @@ def test_training_changes_weights_while_they_are_written_and_the_file_has_the_ol
     held.set()
     assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
     assert writer.load(str(tmp_path / "states.pt"))["view"].tolist() == [4, 5, 6, 7]
+
+
+def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_path, held):
+    """To who looks for a process's tensors the writer's copies look like the trainer's states."""
+    trainer = object.__new__(Trainer)
+    trainer.device, trainer.recorder = torch.device("cpu"), NullRecorder()
+    trainer.engine = engine = object.__new__(DeepSpeedEngine)
+    engine.settings, engine.writer = SimpleNamespace(zero_stage=0), CheckpointWriter(0)
+    wait = engine.writer.wait
+    engine.writer.wait = lambda deadline_s: (held.set(), wait(deadline_s))[-1]
+    weights = torch.arange(100_000, dtype=torch.float32)
+    engine.states = lambda: [weights]
+    for name in ("first", "second"):
+        engine.writer.save({"weights": weights}, str(tmp_path / f"{name}.pt"))
+    engine.writer.finish(tmp_path)
+    trainer.share_device(tmp_path)
+    trainer.give_device_back()
+    held.set()
+    assert wait(60) and checkpoint.saved(tmp_path) == 1
+    assert weights.untyped_storage().nbytes() == 0
+    trainer.take_device()
+    for name in ("first", "second"):
+        assert torch.equal(engine.writer.load(str(tmp_path / f"{name}.pt"))["weights"], weights)
+
+
+def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
+    engine = object.__new__(DeepSpeedEngine)
+    engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
+    with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last checkpoint for over 1800 s"):
+        engine.saved()
 
 
 def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(tmp_path, monkeypatch, capsys, state):
