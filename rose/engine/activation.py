@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again from the model's folder
+ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again from the model's folder, or for who reads them to end
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class Activation:
         """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host memory. Turns that run
         are interrupted, and go on after `wake`.
 
-        Raises `EngineError` on a GPU without vLLM's sleep mode; `EngineDied`.
+        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`; `EngineDied`.
         """
         self._check_sleep_mode()
         async with self._loading:
             self._check_active()
+            await self._quiet(ACTIVATE_TIMEOUT_S)
             self._weights_here = False
             if not self.asleep:
                 self.asleep, self._activations = True, self._activations + 1
@@ -78,13 +79,14 @@ class Activation:
     async def deactivate(self) -> None:
         """Give back the memory of weights and KV cache; the process stays. Turns that run end with finish ABORT.
 
-        Raises `EngineError` on a GPU without vLLM's sleep mode; `EngineDied`.
+        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`; `EngineDied`.
         """
         core = self._llm.engine_core
         self._check_sleep_mode()
         async with self._loading:
             if not self.active:
                 return
+            await self._quiet(ACTIVATE_TIMEOUT_S)
             self.active, self._activations = False, self._activations + 1
             for turn in self._turns.values():
                 turn.aborted = True

@@ -14,8 +14,10 @@ import os
 import time
 
 from rose.coserving import names
+from rose.engine.activation import ACTIVATE_TIMEOUT_S
+from rose.engine.staging import LAST_LOOK_S
 from rose.engine.start import Latest, local_folder
-from rose.engine.vllm_engine import LAST_LOOK_S, RPC_TIMEOUT_S, Engine, EngineError
+from rose.engine.vllm_engine import RPC_TIMEOUT_S, Engine, EngineError
 from rose.processes import usable_threads
 
 TURN_TIMEOUT_S = 600.0  # until a run says its own
@@ -64,8 +66,9 @@ class SharedEngine(Engine):
 
     async def begin_anew(self) -> None:
         """The folder's own weights, version -1, as another run expects them: its versions mean nothing here. Turns end
-        with finish ABORT. Raises `EngineDied`, also when the weights can't be read."""
+        with finish ABORT. Raises `EngineDied`, also when the weights can't be read, and as `Staging._quiet`."""
         async with self._loading:
+            await self._quiet(ACTIVATE_TIMEOUT_S)
             for turn in self._turns.values():
                 turn.aborted = True
             await self._abort_requests()

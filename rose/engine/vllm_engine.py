@@ -34,13 +34,13 @@ from rose import protocol
 from rose.config import Model, Rollout, Transfer
 from rose.coserving import names
 from rose.engine.activation import Activation
+from rose.engine.staging import Staging
 from rose.engine.start import (RPC_TIMEOUT_S, EngineDied, EngineError, Latest, build, engine_args, environment,
                                local_folder, stop_tokens)
 from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
-FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
@@ -84,7 +84,7 @@ class _Turn:
     evicted: bool = False  # its engine's scheduler gave it back
 
 
-class Engine(Activation):
+class Engine(Activation, Staging):
     """See the module's docstring. Built by `start`."""
 
     priority = 0  # vLLM's, of every turn
@@ -259,27 +259,22 @@ class Engine(Activation):
 
         Raises `TransferError` naming file or block (the old weights go on serving), `EngineDied`, also when the weights
         are neither the old nor the new ones: no such engine lives; or `EngineError` after `transfer.load_timeout_s`
-        seconds.
+        seconds. After each, and after a cancellation, the next version can be loaded.
         """
         start = time.monotonic()
         timeout_s = transfer.load_timeout_s
+        update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
+                  "threads": transfer.threads or self._threads, "dense_bytes": int(transfer.stage_gib * 2**30),
+                  "device_bytes": int(transfer.stage_device_gib * 2**30), "verify_every": transfer.verify_every,
+                  "timeout_s": timeout_s}
         async with self._loading:
             self._check_weights()
-            update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
-                      "threads": transfer.threads or self._threads,
-                      "dense_bytes": int(transfer.stage_gib * 2**30),
-                      "device_bytes": int(transfer.stage_device_gib * 2**30),
-                      "verify_every": transfer.verify_every, "timeout_s": timeout_s}
-            await self._worker("start_weight_update", RPC_TIMEOUT_S)
-            await self._worker("update_weights", RPC_TIMEOUT_S, update)
-            try:
+            async with self._session(timeout_s):
+                await self._worker("start_weight_update", RPC_TIMEOUT_S)
+                await self._worker("update_weights", RPC_TIMEOUT_S, update)
                 staged = await self._settled("staging", timeout_s + RPC_TIMEOUT_S)
-            except TransferError:
-                await self._worker("rose_abandon", RPC_TIMEOUT_S)
-                await self._worker("finish_weight_update", RPC_TIMEOUT_S)  # flips nothing: vLLM closes its session
-                raise
-            paused, resumed = await self._flip(version, transfer)
-            checked = await self._settled("checking", timeout_s)
+                paused, resumed = await self._flip(version, transfer)
+                checked = await self._settled("checking", timeout_s)
         return Loaded(version, max(s["nbytes"] for s in staged), sum(s["changed"] for s in staged), staged[0]["route"],
                       staged[0]["mirrored"], time.monotonic() - start, max(s["stage_s"] for s in staged),
                       max(s["flip_s"] for s in checked), resumed - paused)
@@ -316,35 +311,6 @@ class Engine(Activation):
 
     async def _abort_requests(self) -> None:
         await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
-
-    async def _settled(self, state: str, timeout_s: float) -> list[dict]:
-        """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`.
-
-        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile. The first comes after
-        half of the time that the version before took, the others in eighths of it.
-        """
-        began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
-        pause_s = max(FIRST_LOOK_S, expected_s / 2)
-        while True:
-            await asyncio.sleep(pause_s)
-            found = await self._worker("rose_status", RPC_TIMEOUT_S)
-            if all(status["state"] != state for status in found):
-                break
-            took_s = time.monotonic() - began
-            if took_s > timeout_s:
-                raise EngineError(f"engine process {self.pid} is {state} a version for over {timeout_s:g} s")
-            pause_s = max(min(took_s / 2, LAST_LOOK_S), expected_s / 8)
-        self._took_s[state] = time.monotonic() - began
-        self._all_well(found)
-        return found
-
-    def _all_well(self, found: list[dict]) -> None:
-        failed = [status for status in found if status["state"] == "failed"]
-        if any(status["mixture"] for status in failed) or (failed and any(s["state"] == "checking" for s in found)):
-            self._process.kill()
-            raise EngineDied(f"engine process {self.pid} was ended, as its weights were a mixture: {failed[0]['error']}")
-        if failed:
-            raise TransferError(failed[0]["error"])
 
     async def _worker(self, method: str, timeout_s: float, *args) -> list:
         """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one of them raised."""

@@ -60,6 +60,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
         self._staged: Staged | None = None
         self._staging: UpdateInfo | None = None
+        self._wanted = False  # whether what is being staged will be flipped
+        self._handover = threading.Lock()  # of what was staged, to who flips it
         self._receiver: Receiver | None = None
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._status: dict[str, Any] = {"state": "idle"}
@@ -71,14 +73,14 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         if self._status["state"] in ("staging", "checking"):
             raise TransferError(f"version {self._staging.version} is being staged or checked")
-        self._staged = None
+        self.abandon()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Begin to stage; returns at once (vLLM's own waits for the device)."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self._staging, self._status = update_info, {"state": "staging"}
+        self._staging, self._status, self._wanted = update_info, {"state": "staging"}, True
         threading.Thread(target=self._stage, name="rose-stage", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
@@ -87,10 +89,13 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._status
 
     def abandon(self) -> None:
-        """Whatever is staged won't be flipped."""
-        if self._staged is not None:
-            self._staged.release()
-        self._staged = None
+        """Whatever is staged, or being staged, won't be flipped: the first is released now, the second ends with the
+        blocks that it is at."""
+        with self._handover:
+            self._wanted = False
+            staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.release()
 
     @property
     def holds_initial(self) -> bool:
@@ -142,14 +147,22 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             have = version if version == INITIAL or lineage == self._receiver.lineage else None
             staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s,
                                           info.device_bytes if self.device.type == "cuda" else None,
-                                          info.verify_every)
+                                          info.verify_every, lambda: self._wanted)
+            status = {"state": "staged", "nbytes": staged.nbytes, "changed": staged.changed,
+                      "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
+                      "stage_s": time.perf_counter() - began}
+            if not self._hand_over(staged, status):
+                staged.release()
+                raise TransferError(f"version {info.version} was abandoned while it was staged")
         except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
-            return
-        self._staged = staged
-        self._status = {"state": "staged", "nbytes": staged.nbytes, "changed": staged.changed,
-                        "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
-                        "stage_s": time.perf_counter() - began}
+
+    def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
+        """Whether somebody still wants it."""
+        with self._handover:
+            if self._wanted:
+                self._staged, self._status = staged, status
+            return self._wanted
 
     def _check(self, staged: Staged) -> None:
         wrong = None

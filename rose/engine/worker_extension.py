@@ -46,8 +46,13 @@ class WorkerExtension(KvWorker, InactiveWorker):
         self.finish_weight_update()
         return self.weight_transfer_engine.status()
 
-    def rose_abandon(self) -> None:
+    def rose_abandon(self) -> dict:
+        """What is staged, or being staged, won't be flipped, and vLLM's session of it is closed, if one is open; the
+        status."""
         self.weight_transfer_engine.abandon()
+        if self._weight_update_active:
+            self.finish_weight_update()  # flips nothing
+        return self.weight_transfer_engine.status()
 
     def rose_checksum(self) -> dict[str, str]:
         """xxh3-128 of every live parameter of this rank, padding included."""

@@ -43,15 +43,16 @@ class Receiver:
         self._staged = 0  # versions
 
     def stage(self, have: int | None, want: int, threads: int, dense_bytes: int, timeout_s: float,
-              device_bytes: int | None = None, verify_every: int = 1) -> Staged:
+              device_bytes: int | None = None, verify_every: int = 1,
+              wanted: Callable[[], bool] = lambda: True) -> Staged:
         """`have`: the version in the live weights, null if none that can be built on. `device_bytes`: see
-        `rose.transfer.stage.stage`.
+        `rose.transfer.stage.stage`. `wanted` is asked now and then: once it says no, nothing is staged.
 
         Every live block is read and compared with the manifest's hash at the first version, at one that comes by
         several edges or in full, and else at one of `verify_every`, each time other blocks: a value that went wrong in
         the live weights is found within that many versions, and the newest full version mends it. A damaged or missing
         edge is left out, a wrong base too, until a route works. Raises `TransferError` saying what is there and what
-        was wrong with the rest, or that it took over `timeout_s` seconds.
+        was wrong with the rest, that it took over `timeout_s` seconds, or is not wanted any more.
         """
         if have == want:
             return Staged(self._live, self._places, lambda block: None, 1)
@@ -65,7 +66,7 @@ class Receiver:
                 try:
                     staged = stage(self._live, self._plan, self._places, route, have is not None
                                    and route[0].base is not None, threads, dense_bytes,
-                                   self._ticker(route, want, end, timeout_s), device_bytes,
+                                   self._ticker(route, want, end, timeout_s, wanted), device_bytes,
                                    self._compared(have, verify_every))
                     self._staged += 1
                     self._digests = want, staged.digests
@@ -140,13 +141,16 @@ class Receiver:
             why.append(str(error))
         return None
 
-    def _ticker(self, route: list[Edge], want: int, end: float, timeout_s: float) -> Callable[[], None]:
+    def _ticker(self, route: list[Edge], want: int, end: float, timeout_s: float,
+                wanted: Callable[[], bool]) -> Callable[[], None]:
         held = [edge.name for edge in route if isinstance(edge, StoredEdge)]
         renewed = 0.0
 
         def tick() -> None:
             nonlocal renewed
             now = time.monotonic()
+            if not wanted():
+                raise TransferError(f"version {want} is not wanted any more")
             if now > end:
                 raise TransferError(f"version {want} was not staged within {timeout_s:g} s, by "
                                     + ", ".join(edge_name(edge.version, edge.base) for edge in route))

@@ -286,6 +286,44 @@ def test_a_bad_version_leaves_the_old_weights_serving(start, loop, folders, tmp_
     agrees(old, loop.run_until_complete(turns(engine)))
 
 
+def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_version_comes(
+        start, loop, folders, tmp_path, monkeypatch):
+    from rose.transfer.receive import Receiver
+
+    stage = Receiver.stage
+
+    def held(self, have, want, *args):
+        staged = stage(self, have, want, *args)
+        if want == 1:
+            (tmp_path / "staged").touch()
+            while not (tmp_path / "go").exists():
+                time.sleep(0.01)
+        return staged
+
+    monkeypatch.setattr(Receiver, "stage", held)  # before the fork: the engine has it too
+    engine, world, new = start("Qwen3"), trainers(tmp_path / "store", folders["Qwen3"]), perturbed(folders["Qwen3"])
+    world.step(share=0.05)
+    world.publish(1)
+    world.weights = weights_of(new)
+    world.publish(2)
+
+    async def scene():
+        first = asyncio.ensure_future(engine.load_version(1, str(world.store), settings()))
+        while not (tmp_path / "staged").exists():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        second = asyncio.ensure_future(engine.load_version(2, str(world.store), settings()))
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not second.done() and engine.version == -1
+        (tmp_path / "go").touch()
+        return await second
+
+    loaded = loop.run_until_complete(asyncio.wait_for(scene(), 60))
+    assert loaded.version == engine.version == 2
+    agrees(new, loop.run_until_complete(turns(engine)))
+
+
 def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(start, loop, folders, tmp_path, monkeypatch):
     from rose.transfer.stage import Live
 

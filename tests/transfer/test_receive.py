@@ -310,6 +310,12 @@ def test_a_reader_that_takes_too_long_says_what_it_was_reading(eight):
         Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 0.0)
 
 
+def test_what_nobody_wants_any_more_is_not_staged_to_its_end(eight):
+    asked = iter([True, True])
+    with pytest.raises(TransferError, match="version 4 is not wanted any more"):
+        Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 30.0, wanted=lambda: next(asked, False))
+
+
 def test_versions_are_read_from_a_store_whose_disk_is_full(eight, disk):
     shutil.copytree(eight.store, disk.path / "store")
     os.sync()

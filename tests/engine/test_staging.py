@@ -1,0 +1,94 @@
+"""How an engine follows its workers from one version to the next, with workers that only say in which state they are."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rose.engine import staging
+from rose.engine.start import EngineDied, EngineError
+from rose.transfer import TransferError
+
+
+class Engine(staging.Staging):
+    """`answers`: of its one worker to each question in turn, the last one for good; an exception is raised."""
+
+    pid = 4242
+
+    def __init__(self, *answers):
+        self.answers, self.asked, self._took_s = list(answers), [], {}
+        self.killed = 0
+        self._process = SimpleNamespace(kill=self._kill)
+
+    def _kill(self):
+        self.killed += 1
+
+    async def _worker(self, method, timeout_s, *args):
+        self.asked.append(method)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return [answer]
+
+
+STAGING, STAGED, CHECKING, LOADED = ({"state": s} for s in ("staging", "staged", "checking", "loaded"))
+FAILED = {"state": "failed", "error": "Corrupted: block 7", "mixture": False}
+
+
+async def breaks_off(engine, error):
+    async with engine._session(5.0):
+        raise error
+
+
+@pytest.mark.parametrize("error", [TransferError("damaged"), EngineError("too late"), asyncio.CancelledError()])
+def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_until_they_are_done(error):
+    engine = Engine(STAGING, STAGING, FAILED)
+
+    async def scene():
+        with pytest.raises(type(error)):
+            await breaks_off(engine, error)
+        assert engine.asked == ["rose_abandon"]
+        async with engine._session(5.0):
+            assert engine.asked == ["rose_abandon"] * 3, "the next version began while the last was being staged"
+        async with engine._session(5.0):
+            pass
+
+    asyncio.run(scene())
+    assert engine.asked == ["rose_abandon"] * 3, "a load that ended well asks for nothing"
+
+
+def test_an_engine_that_does_not_answer_is_asked_before_the_next_load_and_the_first_error_is_told():
+    engine = Engine(EngineError("no answer"), STAGED)
+
+    async def scene():
+        with pytest.raises(EngineError, match="too late"):
+            await breaks_off(engine, EngineError("too late"))
+        async with engine._session(5.0):
+            assert engine.asked == ["rose_abandon"] * 2
+
+    asyncio.run(scene())
+
+
+def test_workers_that_go_on_for_too_long_are_named():
+    engine = Engine(CHECKING)
+
+    async def scene():
+        with pytest.raises(TransferError):
+            await breaks_off(engine, TransferError("damaged"))
+        with pytest.raises(EngineError, match="process 4242 is busy for over 0 s with a version whose load broke off"):
+            await engine._quiet(0.0)
+
+    asyncio.run(scene())
+
+
+def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too():
+    engine = Engine(CHECKING, FAILED | {"mixture": True})
+
+    async def scene():
+        with pytest.raises(asyncio.CancelledError):
+            await breaks_off(engine, asyncio.CancelledError())
+        with pytest.raises(EngineDied, match="its weights were a mixture: Corrupted: block 7"):
+            await engine._quiet(5.0)
+
+    asyncio.run(scene())
+    assert engine.killed == 1
