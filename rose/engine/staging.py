@@ -14,7 +14,9 @@ from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
-BUSY = frozenset({"staging", "checking"})  # states in which a worker's thread uses the live weights
+TRUST_S = 0.25  # the first comes by then, however long the version before took: a long one was an engine's first, say
+# State in which a thread of a worker uses the live weights -> the status's figure of how long that took.
+TOOK = {"staging": "stage_s", "checking": "check_s"}
 
 
 class Staging:
@@ -31,7 +33,7 @@ class Staging:
         try:
             yield
         except BaseException:
-            with suppress(TransferError, EngineError):  # an engine that does not answer now is asked before the next load
+            with suppress(TransferError, EngineError):  # who does not answer now is asked before the next load
                 await self._abandon()
             raise
         self._broke_off = False
@@ -45,8 +47,8 @@ class Staging:
             if not self._broke_off:
                 return
             if time.monotonic() > end:
-                raise EngineError(f"engine process {self.pid} is busy for over {timeout_s:g} s with a version whose load "
-                                  "broke off")
+                raise EngineError(f"engine process {self.pid} is busy for over {timeout_s:g} s with a version whose "
+                                  "load broke off")
             await asyncio.sleep(LAST_LOOK_S)
 
     async def _abandon(self) -> None:
@@ -54,16 +56,17 @@ class Staging:
         `_broke_off` until then."""
         found = await self._worker("rose_abandon", RPC_TIMEOUT_S)
         self._no_mixture(found)
-        self._broke_off = any(status["state"] in BUSY for status in found)
+        self._broke_off = any(status["state"] in TOOK for status in found)
 
     async def _settled(self, state: str, timeout_s: float) -> list[dict]:
         """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`.
 
-        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile. The first comes after
-        half of the time that the version before took, the others in eighths of it.
+        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile. The first comes
+        after half of the time that the version before took the slowest worker, but within `TRUST_S`, the others in
+        eighths of it, but within half of the time until then.
         """
         began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
-        pause_s = max(FIRST_LOOK_S, expected_s / 2)
+        pause_s = max(FIRST_LOOK_S, min(expected_s / 2, TRUST_S))
         while True:
             await asyncio.sleep(pause_s)
             found = await self._worker("rose_status", RPC_TIMEOUT_S)
@@ -72,9 +75,9 @@ class Staging:
             took_s = time.monotonic() - began
             if took_s > timeout_s:
                 raise EngineError(f"engine process {self.pid} is {state} a version for over {timeout_s:g} s")
-            pause_s = max(min(took_s / 2, LAST_LOOK_S), expected_s / 8)
-        self._took_s[state] = time.monotonic() - began
+            pause_s = min(took_s / 2, max(LAST_LOOK_S, expected_s / 8))
         self._all_well(found)
+        self._took_s[state] = max(status[TOOK[state]] for status in found)
         return found
 
     def _all_well(self, found: list[dict]) -> None:

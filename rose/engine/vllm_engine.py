@@ -99,7 +99,7 @@ class Engine(Activation, Staging):
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
-        self._took_s: dict[str, float] = {}  # state of a new version -> how long the last one was in it
+        self._took_s: dict[str, float] = {}  # see `_settled`: state of a new version -> how long the last one was in it
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config

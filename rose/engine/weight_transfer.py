@@ -165,14 +165,14 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return self._wanted
 
     def _check(self, staged: Staged) -> None:
-        wrong = None
+        wrong, began = None, time.perf_counter()
         try:
             staged.check()
         except Exception as error:
             wrong = error
         staged.release()  # before it is said that this one is done: the next may come at once
         if wrong is None:
-            self._status = self._status | {"state": "loaded"}
+            self._status = self._status | {"state": "loaded", "check_s": time.perf_counter() - began}
         else:
             self._failed(wrong, mixture=True)
 

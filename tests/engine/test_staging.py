@@ -1,4 +1,4 @@
-"""How an engine follows its workers from one version to the next, with workers that only say in which state they are."""
+"""How an engine follows its workers from one version to the next, with workers that only say their state."""
 
 import asyncio
 from types import SimpleNamespace
@@ -92,3 +92,52 @@ def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too()
 
     asyncio.run(scene())
     assert engine.killed == 1
+
+
+class Worker:
+    """Stages by a clock that only sleeping moves: `took_s` a version."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.took_s = 0.0, 0.0
+        monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(staging.asyncio, "sleep", self._sleep)
+
+    async def _sleep(self, seconds):
+        self.now += seconds
+
+    def wait(self, engine, state="staging", done="staged", figure="stage_s"):
+        """(seconds until the engine knows of the end, questions)."""
+        began, asked = self.now, 0
+
+        async def answer(method, timeout_s):
+            nonlocal asked
+            asked += 1
+            over = self.now - began >= self.took_s
+            return [{"state": done if over else state, figure: self.took_s}]
+
+        engine._worker = answer
+        asyncio.run(engine._settled(state, 600.0))
+        return self.now - began, asked
+
+
+def test_a_version_that_is_staged_fast_is_noticed_fast_also_after_a_slow_one(monkeypatch):
+    worker, engine = Worker(monkeypatch), Engine(STAGED)
+    worker.took_s = 40.0
+    worker.wait(engine)
+    worker.took_s = 0.2
+    assert worker.wait(engine)[0] <= staging.TRUST_S
+    for _ in range(3):
+        assert worker.wait(engine)[0] <= 1.25 * 0.2
+
+
+@pytest.mark.parametrize("state", [("staging", "staged", "stage_s"), ("checking", "loaded", "check_s")])
+@pytest.mark.parametrize("took_s", [0.004, 0.2, 4.0, 40.0])
+def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_versions(monkeypatch, took_s, state):
+    worker, engine = Worker(monkeypatch), Engine(STAGED)
+    worker.took_s = 0.01
+    worker.wait(engine, *state)
+    worker.took_s = took_s
+    assert worker.wait(engine, *state)[0] <= 1.5 * took_s + staging.FIRST_LOOK_S
+    for _ in range(5):
+        seconds, asked = worker.wait(engine, *state)
+        assert seconds <= 1.25 * took_s and asked <= 20
