@@ -19,7 +19,8 @@ from rose.storage import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE = "coordinator.json"
-SAVED, FAILED = "saved-", "failed-"  # marks of the trainer ranks
+SAVED, FAILED = "saved", "failed"  # marks of the trainer ranks
+MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # and no name under which one is being written
 
 
 @dataclass
@@ -39,19 +40,19 @@ def mark(folder: Path, rank: int, error: str) -> None:
     """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is gone, of an attempt
     that has ended, is nobody's any more."""
     try:
-        write_whole(Path(folder) / f"{FAILED if error else SAVED}{rank:05d}", error.encode(), sync=True)
+        write_whole(Path(folder) / f"{FAILED if error else SAVED}-{rank:05d}", error.encode(), sync=True)
     except OSError as trouble:
         print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
 
 
 def saved(folder: Path) -> int:
     """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them met."""
-    names = os.listdir(folder)
-    for name in names:
-        if name.startswith(FAILED):
-            raise SaveFailed(f"{folder}: trainer rank {int(name.removeprefix(FAILED))} could not save: "
-                             f"{(Path(folder) / name).read_text()}")
-    return sum(name.startswith(SAVED) for name in names)
+    marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
+    for found in marks:
+        if found[1] == FAILED:
+            raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: "
+                             f"{(Path(folder) / found[0]).read_text()}")
+    return len(marks)
 
 
 def _folder(run_dir: Path) -> Path:

@@ -23,6 +23,7 @@ import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from rose import storage
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
@@ -92,7 +93,10 @@ class CheckpointWriter(CheckpointEngine):
             for path in written:
                 sync(path)
         except Exception as error:  # whatever it was: the coordinator is told, and ends the run
-            checkpoint.mark(folder, self._rank, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            if (refused := storage.refusal(folder)) is not None:  # torch.save does not say so of a full disk
+                why += f"; {refused}"
+            checkpoint.mark(folder, self._rank, why)
             return
         checkpoint.mark(folder, self._rank, "")
 

@@ -38,6 +38,16 @@ def test_begin_forgets_what_an_interrupted_attempt_left_of_the_same_step(tmp_pat
     assert list(checkpoint.begin(tmp_path, 5).iterdir()) == []
 
 
+def test_a_mark_that_is_being_written_is_none_yet(tmp_path):
+    checkpoint.mark(tmp_path, 0, "")
+    (tmp_path / "saved-00001.part").write_bytes(b"")
+    (tmp_path / "failed-00003.part").write_bytes(b"")
+    assert checkpoint.saved(tmp_path) == 1
+    (tmp_path / "failed-00003.part").rename(tmp_path / "failed-00003")
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save"):
+        checkpoint.saved(tmp_path)
+
+
 def test_only_the_newest_are_kept(tmp_path):
     for step in (2, 9, 10, 100):
         saved(tmp_path, step, keep=2)

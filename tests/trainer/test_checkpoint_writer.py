@@ -1,5 +1,7 @@
 """A rank's part of a checkpoint is what it was when it was saved, whatever training does meanwhile."""
 
+import errno
+import os
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rose import storage
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint, checkpoint_writer
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
@@ -108,6 +111,22 @@ def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state
     assert writer.wait(60)
     with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"):
         checkpoint.saved(tmp_path)
+
+
+def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, monkeypatch, state):
+    def broken(*args):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
+    monkeypatch.setattr(checkpoint_writer.storage, "refusal",
+                        lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)))
+    writer = CheckpointWriter(3)
+    writer.save(state, str(tmp_path / "states.pt"))
+    writer.finish(tmp_path)
+    assert writer.wait(60)
+    with pytest.raises(checkpoint.SaveFailed, match=f"unexpected pos 704 vs 598; .*No space left.*{tmp_path.name}") as met:
+        checkpoint.saved(tmp_path)
+    assert "free some space" in storage.advice(None, str(met.value))
 
 
 def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
