@@ -19,8 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo)
 
 from rose.config import read_shape
+from rose.coserving import names
 from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
+from rose.transfer.changes import LEAST
 from rose.transfer.errors import TransferError
 from rose.transfer.receive import Receiver
 from rose.transfer.stage import Live, Place, Staged, check_type, place_blocks
@@ -56,6 +58,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         for name, parameter in model.named_parameters():  # vLLM constructs this right after the model is loaded
             check_type(name, parameter)
+        # What is free of a device that engines share is KV memory that was given back: who needs it takes it at once.
+        self._shares = device.type == "cuda" and names.FOLDER in os.environ
         self._live: Live | None = None
         self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
         self._staged: Staged | None = None
@@ -94,8 +98,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.release()
+        self._release(staged)
 
     @property
     def holds_initial(self) -> bool:
@@ -146,16 +149,27 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             lineage, version = self._held
             have = version if version == INITIAL or lineage == self._receiver.lineage else None
             staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s,
-                                          info.device_bytes if self.device.type == "cuda" else None,
-                                          info.verify_every, lambda: self._wanted)
+                                          self._device_bytes(info), info.verify_every, lambda: self._wanted)
             status = {"state": "staged", "nbytes": staged.nbytes, "changed": staged.changed,
                       "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
                       "stage_s": time.perf_counter() - began}
             if not self._hand_over(staged, status):
-                staged.release()
+                self._release(staged)
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
         except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
+
+    def _device_bytes(self, info: UpdateInfo) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return min(LEAST, info.device_bytes) if self._shares else info.device_bytes
+
+    def _release(self, staged: Staged | None) -> None:
+        """Its device memory, and on a shared device what the allocator would keep of it."""
+        if staged is not None:
+            staged.release()
+        if self._shares:
+            torch.cuda.empty_cache()
 
     def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
         """Whether somebody still wants it."""
@@ -170,7 +184,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staged.check()
         except Exception as error:
             wrong = error
-        staged.release()  # before it is said that this one is done: the next may come at once
+        self._release(staged)  # before it is said that this one is done: the next may come at once
         if wrong is None:
             self._status = self._status | {"state": "loaded", "check_s": time.perf_counter() - began}
         else:

@@ -1,0 +1,79 @@
+"""A worker's own side of a new version: what it takes of its device, with the store's reader exchanged."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rose.coserving import names
+from rose.engine.weight_transfer import RoseWeightTransferEngine, UpdateInfo
+from rose.transfer import changes
+
+ALLOWED = 2**31
+
+
+class Receiver:
+    """`stage` says what it was given, and ends as `result`."""
+
+    where, lineage = ("store", None), "lineage"
+
+    def __init__(self):
+        self.device_bytes, self.released, self.began = None, 0, lambda: None
+        self.result = SimpleNamespace(nbytes=1, changed=1, blocks=1, route=[], mirrored=0, release=self._release)
+
+    def _release(self):
+        self.released += 1
+
+    def stage(self, have, want, threads, dense_bytes, timeout_s, device_bytes, verify_every, wanted):
+        self.device_bytes = device_bytes
+        self.began()
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """made(device) -> (the worker's engine, its receiver, a list that grows as the device's cache is emptied)."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+
+    def make(device: str):
+        parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
+        engine = RoseWeightTransferEngine(None, SimpleNamespace(parallel_config=parallel, model_config=None),
+                                          torch.device(device), torch.nn.Linear(2, 2))
+        engine._receiver = Receiver()
+        return engine, engine._receiver, emptied
+
+    return make
+
+
+def staged(engine) -> None:
+    threads = set(threading.enumerate())
+    engine.start_weight_update()
+    engine.receive_weights(UpdateInfo(1, *Receiver.where, None, 1, 0, ALLOWED, 1, 30.0))
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+
+
+@pytest.mark.parametrize("device, shares, wanted", [
+    ("cuda", True, changes.LEAST), ("cuda", False, ALLOWED), ("cpu", True, None)])
+def test_on_a_device_that_engines_share_staging_takes_the_least_and_keeps_nothing(made, monkeypatch, device, shares,
+                                                                                  wanted):
+    if shares:
+        monkeypatch.setenv(names.FOLDER, "boards")
+    engine, receiver, emptied = made(device)
+    staged(engine)
+    assert engine.status()["state"] == "staged" and receiver.device_bytes == wanted and not receiver.released
+    emptied.clear()
+    engine.abandon()
+    assert receiver.released == 1 and bool(emptied) == (wanted == changes.LEAST)
+
+
+def test_a_staging_that_fails_leaves_nothing_in_the_allocator_of_a_shared_device(made, monkeypatch):
+    monkeypatch.setenv(names.FOLDER, "boards")
+    engine, receiver, emptied = made("cuda")
+    receiver.began, receiver.result = emptied.clear, OSError("gone")
+    staged(engine)
+    assert engine.status() == {"state": "failed", "error": "OSError: gone", "mixture": False} and emptied
