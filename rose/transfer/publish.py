@@ -7,12 +7,14 @@ ever holds another rank's values. `publish` is what engines wait for; `tidy` squ
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -194,7 +196,10 @@ class Publisher:
         if self._fulls[-1] == last and len(self._fulls) == 2:
             before = self._fulls[0]
             self._squash(INITIAL, [(before, INITIAL), *shortest(list(self._edges), before, last)])
-        return collect(self.store, self._keep) if self.peers.rank == 0 else []
+        removed: list[Step] = []
+        if self.peers.rank == 0:
+            self._tried(lambda: removed.extend(collect(self.store, self._keep)))
+        return removed
 
     def write_full(self) -> bool:
         """The last version once more, without a base; whether that worked on all ranks."""
@@ -211,14 +216,18 @@ class Publisher:
     def _squash(self, base: int, steps: list[Step]) -> bool:
         """One edge from `base` to the last version, from this rank's files of `steps`; false if one of these is gone, or
         the disk takes no more."""
-        there = all((self.store / edge_name(*step) / MANIFEST).exists() for step in steps)
+        there = all(os.path.exists(self.store / edge_name(*step) / MANIFEST) for step in steps)
         if self.peers.sum(there) < self.peers.world:
             return False
-        source = Folder(self.store)
-        plan, digest = read_plan(source)
-        parts = [StoredEdge(source, *step, plan, digest).payloads(self.peers.rank, self._mine) for step in steps]
-        source.close()
         writer = EdgeWriter(self.store, self.plan, self._version, base, self.peers.rank)
+        return self._together(lambda: self._compose(steps, writer)) and self._finish(writer, base)
+
+    def _compose(self, steps: list[Step], writer: EdgeWriter) -> None:
+        """This rank's blocks of `steps`, squashed. Raises `TransferError`, `OSError`, and `ValueError` for a payload
+        that is as it was written, and none."""
+        with closing(Folder(self.store)) as source:
+            plan, digest = read_plan(source)
+            parts = [StoredEdge(source, *step, plan, digest).payloads(self.peers.rank, self._mine) for step in steps]
 
         def composed(block: int) -> np.ndarray:
             payload, *others = (np.frombuffer(part[block][1], np.uint8) for part in parts)
@@ -227,7 +236,6 @@ class Publisher:
         with ThreadPoolExecutor(self._threads, "squash") as pool:
             for block, payload in zip(self._mine, pool.map(composed, self._mine)):
                 writer.add(block, payload, parts[0][block][0]["old"].tobytes(), parts[-1][block][0]["new"].tobytes())
-        return self._finish(writer, base)
 
     def _finish(self, writer: EdgeWriter, base: int | None) -> bool:
         done = self._together(writer.finish) and self._together(
@@ -236,15 +244,17 @@ class Publisher:
             self._edges.add((self._version, base))
         return done
 
-    def _together(self, write: Callable[[], object]) -> bool:
-        """Whether it worked on all ranks: none goes on alone."""
-        failed = False
+    def _together(self, work: Callable[[], object]) -> bool:
+        """Whether it worked on all ranks: none goes on alone, or leaves the others waiting."""
+        return self.peers.sum(self._tried(work)) == self.peers.world
+
+    def _tried(self, work: Callable[[], object]) -> bool:
         try:
-            write()
-        except TransferError as error:
-            failed = True
-            print(f"left out: {error}", flush=True)
-        return self.peers.sum(failed) == 0
+            work()
+        except (TransferError, OSError, ValueError) as error:
+            print(f"trainer rank {self.peers.rank} left out: {error}", flush=True)
+            return False
+        return True
 
 
 def collect(store: Path, keep: int) -> list[Step]:

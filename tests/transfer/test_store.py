@@ -1,5 +1,6 @@
 """An edge is either committed, whole and verified, or it doesn't exist; and the collector leaves what is needed."""
 
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from rose.transfer import Corrupted, Missing, TransferError, codec
+from rose.transfer import Corrupted, Missing, TransferError, codec, publish
 from rose.transfer.blocks import Tensor, cut
 from rose.transfer.edge import StoredEdge, read_plan
 from rose.transfer.publish import Publisher, collect
@@ -318,6 +319,38 @@ def test_a_squashed_edge_says_of_every_block_the_same_as_its_parts_one_after_the
             start = world.read_of(weights[base], block)
             assert np.array_equal(codec.decode(payload, start), values)
             assert (entry["old"] == old).all() and entry["new"].tobytes() == xxhash.xxh3_128_digest(values)
+
+
+def raises(error):
+    def broken(*args):
+        raise error
+
+    return broken
+
+
+@pytest.mark.parametrize("trouble", ["damaged file", "payload that is none", "disk that can't be listed"])
+def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_on(tmp_path, monkeypatch, capfd,
+                                                                                 trouble):
+    world, weights = published(tmp_path / "store", 3, full_every=100, keep=2)
+    with monkeypatch.context() as patch:
+        if trouble == "damaged file":
+            path = world.store / edge_name(2, 1) / "rank-00001.h5"
+            data = path.read_bytes()
+            path.write_bytes(bytes(byte ^ 4 for byte in data))
+        elif trouble == "payload that is none":
+            patch.setattr(codec, "compose", raises(ValueError("not a payload")))
+        else:
+            patch.setattr(publish, "collect", raises(OSError(errno.ESTALE, "Stale file handle")))
+        assert world.tidy() == []
+    assert "left out" in capfd.readouterr().out
+    assert (edge_name(2, 0) in names(world.store)) == (trouble == "disk that can't be listed")
+    if trouble == "damaged file":
+        path.write_bytes(data)
+    for version in (3, 4):
+        world.step()
+        world.publish(version)
+        world.tidy()
+    assert same(materialise(world.store, 4), world.weights) and edge_name(4, 2) in names(world.store)
 
 
 def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path):
