@@ -90,4 +90,5 @@ class Staging:
         failed = [status for status in found if status["state"] == "failed"]
         if any(status["mixture"] for status in failed) or (failed and any(s["state"] == "checking" for s in found)):
             self._process.kill()
-            raise EngineDied(f"engine process {self.pid} was ended, as its weights were a mixture: {failed[0]['error']}")
+            raise EngineDied(f"engine process {self.pid} was ended, as its weights were a mixture: "
+                             f"{failed[0]['error']}")
