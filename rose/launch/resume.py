@@ -23,8 +23,10 @@ MAY_CHANGE = (
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
     "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",
 )
-WARNING_SAVES = 2.0  # a checkpoint on a busy file system can take twice as long as the last one
-SAVE_SHARE = 1 / 3  # of the time to stop: half is the limit for saving, and the last save may be exceeded by half
+# A save may have begun when a run is stopped, and the last step is saved after it: twice what the last one took, and a
+# quarter more on a busy file system. Half of the time to stop is the limit for both.
+SAVE_SHARE = 1 / 5
+WARNING_SAVES = 3.0
 RECIPES_MAY_CHANGE = ("model.path",)  # where the cache is; the model is named by the recipe's arguments
 
 
