@@ -171,7 +171,7 @@ class _Peers:
         torch.distributed.barrier()
 
     def sum(self, value: int) -> int:
-        total = torch.tensor(value, device=self._device)
+        total = torch.tensor(int(value), device=self._device)  # a sum of truth values would be one
         torch.distributed.all_reduce(total)
         return int(total)
 

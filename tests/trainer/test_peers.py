@@ -1,0 +1,12 @@
+"""What the trainer ranks tell each other while they publish and tidy."""
+
+import torch
+
+from rose.trainer.trainer import _Peers
+
+
+def test_ranks_that_say_yes_are_counted_and_not_only_whether_one_did(monkeypatch):
+    """torch.distributed's sum of truth values is a truth value."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, **_: total.add_(total))  # of two ranks alike
+    peers = _Peers(0, 2, torch.device("cpu"))
+    assert peers.sum(True) == 2 and peers.sum(False) == 0 and peers.sum(5) == 10
