@@ -78,11 +78,13 @@ def use_device(gpus: int, index: int) -> torch.device:
     return torch.device("cpu")
 
 
-def join_world(device: torch.device, rank: int, world: int, place: Place, timeout_s: float) -> None:
+def join_world(device: torch.device, rank: int, world: int, place: Place,
+               timeout_s: float) -> torch.distributed.ProcessGroup:
     """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after that, a collective
     that takes over `timeout_s` seconds fails.
 
-    Raises `RendezvousError`, which names all hosts and addresses.
+    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until all ranks are there,
+    which may be an engine's turn by then. Raises `RendezvousError`, which names all hosts and addresses.
     """
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 
@@ -101,15 +103,18 @@ def join_world(device: torch.device, rank: int, world: int, place: Place, timeou
         torch.distributed.all_reduce(met)  # NCCL connects at the first collective
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        backend = "gloo"
+        on_hosts = torch.distributed.new_group(backend=backend, timeout=first)
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
         raise RendezvousError(f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
                               f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
                               f"{place.listing()}") from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes). There is no public
-    # call for either.
-    for group in (None, deepspeed.utils.groups._clone_world_group()):
+    # call for any of them.
+    for group in (None, on_hosts, deepspeed.utils.groups._clone_world_group()):
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return on_hosts
 
 
 def make_deterministic() -> None:

@@ -61,7 +61,8 @@ class Trainer:
             make_deterministic()
         torch.manual_seed(config.seed)
         self.device = use_device(config.cluster.gpus, index)
-        join_world(self.device, index, world, place, config.trainer.step_timeout_s)
+        on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
+        self._peers = _Peers(index, world, on_hosts)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         self._publisher: Publisher | None = None
@@ -75,7 +76,7 @@ class Trainer:
         if found or not t.share_prefixes:
             return found or "", None
         without = policy.why_not_flex(self.device)
-        flex = not _Peers(self.index, self.world, self.device).sum(int(bool(without)))
+        flex = not self._peers.sum(int(bool(without)))
         if flex:
             policy.use_flex()
         elif t.micro_batch_tokens > DENSE_TOKENS:
@@ -112,7 +113,7 @@ class Trainer:
                              self.index, self.world)
         blocks = cut(shards.tensors, {t.name: cuts(t.name, t.shape) for t in shards.tensors}, shards.shards, self.world)
         self._publisher = Publisher(
-            folder, Plan(FORMAT, "", self.world, shards.tensors, blocks), _Peers(self.index, self.world, self.device),
+            folder, Plan(FORMAT, "", self.world, shards.tensors, blocks), self._peers,
             shards.read, c.transfer.threads or c.trainer.threads or usable_threads(), c.transfer.full_every,
             c.transfer.keep_versions, c.trainer.step_timeout_s)
 
@@ -162,17 +163,18 @@ class Trainer:
 
 
 class _Peers:
-    """The trainer ranks over torch.distributed."""
+    """The trainer ranks over torch.distributed, by the hosts' memory (`join_world`'s group): the device may be an
+    engine's while they tidy."""
 
-    def __init__(self, rank: int, world: int, device: torch.device):
-        self.rank, self.world, self._device = rank, world, device
+    def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
+        self.rank, self.world, self._group = rank, world, group
 
     def barrier(self) -> None:
-        torch.distributed.barrier()
+        torch.distributed.barrier(self._group)
 
     def sum(self, value: int) -> int:
-        total = torch.tensor(int(value), device=self._device)  # a sum of truth values would be one
-        torch.distributed.all_reduce(total)
+        total = torch.tensor(int(value))  # a sum of truth values would be one
+        torch.distributed.all_reduce(total, group=self._group)
         return int(total)
 
 

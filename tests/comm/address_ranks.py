@@ -45,13 +45,15 @@ def main(folder: str, rank: int, interface: str | None = None, absent: str = "")
     import torch
 
     from rose.trainer import deepspeed_engine
+    from rose.trainer.trainer import _Peers
 
     if absent:
         deepspeed_engine.MEET_S = 5.0
-    deepspeed_engine.join_world(torch.device("cpu"), rank, WORLD, place, 600.0)
+    on_hosts = deepspeed_engine.join_world(torch.device("cpu"), rank, WORLD, place, 600.0)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
-    print(json.dumps({"address": place.address, "interface": place.interface, "sum": float(total),
+    agreed = _Peers(rank, WORLD, on_hosts).sum(True)
+    print(json.dumps({"address": place.address, "interface": place.interface, "sum": float(total), "agreed": agreed,
                       "name_leads_to": socket.gethostbyname(socket.gethostname())}))
 
 
