@@ -83,8 +83,8 @@ def join_world(device: torch.device, rank: int, world: int, place: Place,
     """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after that, a collective
     that takes over `timeout_s` seconds fails.
 
-    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until all ranks are there,
-    which may be an engine's turn by then. Raises `RendezvousError`, which names all hosts and addresses.
+    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until all ranks are
+    there, and it may be an engine's by then. Raises `RendezvousError`, which names all hosts and addresses.
     """
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 

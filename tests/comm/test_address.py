@@ -183,7 +183,7 @@ def test_two_hosts_whose_names_lead_to_loopback_meet_on_the_wire_between_them(tw
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert [words["address"] for _, words, _ in ended] == ["10.77.0.1"] * 2
     assert [words["interface"] for _, words, _ in ended] == ["wire"] * 2
-    assert [words["sum"] for _, words, _ in ended] == [3.0, 3.0] and [words["agreed"] for _, words, _ in ended] == [2, 2]
+    assert [(words["sum"], words["agreed"]) for _, words, _ in ended] == [(3.0, 2)] * 2
     assert all(words["name_leads_to"] == "127.0.1.1" for _, words, _ in ended)
 
 
