@@ -17,7 +17,7 @@ from pathlib import Path
 from rose import config as cfg
 from rose import protocol as p
 from rose.comm import address
-from rose.launch import guard
+from rose.launch import guard, rank_status
 from rose.launch.layout import Rank, layout
 
 SEND_DEADLINE_S = 5.0
@@ -49,6 +49,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     peers = split_by_role(world, me.role)
     mailbox = Mailbox(world)
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
+    rank_status.mark_joined(run_dir, attempt, me.rank)
     if me.rank != COORDINATOR:
         mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:

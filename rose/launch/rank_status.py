@@ -24,6 +24,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     state: Literal["running", "done", "failed"]
+    joined: bool = False  # the MPI world: its first collectives, which have no deadline of their own, are behind it
     error: str = ""  # the exception, in the rank's own words
     exit_code: int | None = None  # negative: minus the signal that killed it, as in subprocess
     since: float = 0.0  # wall clock, seconds: when this state was entered
@@ -44,6 +45,11 @@ def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     storage.write_whole(path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
+
+
+def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
+    """Said by the rank itself. Raises OSError as `write` does."""
+    write(run_dir, attempt, msgspec.structs.replace(read(run_dir, attempt, rank), joined=True))
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:

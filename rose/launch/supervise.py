@@ -126,10 +126,10 @@ class Job:
             time.sleep(SETTLE_S)  # a guard may still be writing
             dead = self._dead(self.statuses(), starter_gone=True)
             return self._first(dead) if dead else self._starter_failure(states)
-        if len(states) < len(self.ranks) and now > deadlines["appear"]:
-            missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
-            return (f"{', '.join(missing)} did not start within cluster.start_timeout_s="
-                    f"{self.cluster.start_timeout_s:g}\n{self._words(self.starter + '.log')}")
+        if len(states) == len(self.ranks) and all(status.joined for status in states.values()):
+            deadlines.pop("appear", None)
+        if now > deadlines.get("appear", now):
+            return self._late(states)
         if now > deadlines.get("stop", now):
             return f"the coordinator did not stop within cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
         if now > self.probed + PROBE_S:
@@ -137,6 +137,18 @@ class Job:
             if storage.refusal(self.run_dir):
                 return "the launcher could not write there"
         return ""
+
+    def _late(self, states: dict[int, RankStatus]) -> str:
+        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever, the coordinator, too."""
+        within = f"within cluster.start_timeout_s={self.cluster.start_timeout_s:g}"
+        missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
+        if missing:
+            return f"{', '.join(missing)} did not start {within}\n{self._words(self.starter + '.log')}"
+        out = [f"{status.role.value} rank {status.rank} on {status.host}" for rank, status in sorted(states.items())
+               if not status.joined]
+        return (f"{', '.join(out)} did not join the MPI world {within}: MPI may have taken a network by which hosts do "
+                f"not reach each other; name one that they share (cluster.interface={self.cluster.interface!r})\n"
+                f"{self._words(self.starter + '.log')}")
 
     def _explained(self, failure: str) -> Outcome:
         """A rank that dies of a disk that takes no more may not be able to say so: it then looks lost, and isn't."""

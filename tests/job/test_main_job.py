@@ -100,6 +100,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
 def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
     job = Job(tmp_path)
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
+    assert all(job.rank(role)["joined"] for role in ("coordinator", "environment", "trainer", "rollout"))
     os.kill(job.rank("trainer")["pid"], signal.SIGKILL)
     assert job.wait(30) == 1
     assert "trainer 0" in job.said and "SIGKILL" in job.said and "trainer-2.log" in job.said

@@ -13,15 +13,16 @@ import sys
 import time
 from pathlib import Path
 
-from rose.launch import guard, resume
+from rose.launch import guard, rank_status, resume
 from rose.protocol import Role
 
 
-def body(me, run_dir):
+def body(me, run_dir, attempt):
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     world.Barrier()
+    rank_status.mark_joined(run_dir, attempt, me.rank)
     print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
         engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -69,4 +70,4 @@ if __name__ == "__main__":
     parser.add_argument("--run", type=Path)
     parser.add_argument("--attempt", type=int)
     args = parser.parse_args()
-    guard.run(args.run, args.attempt, lambda me: body(me, args.run))
+    guard.run(args.run, args.attempt, lambda me: body(me, args.run, args.attempt))
