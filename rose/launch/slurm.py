@@ -31,6 +31,11 @@ from rose.observe.terminal import say
 
 COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
+OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # how the variables begin that Slurm puts into a job's processes
+OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # by which its commands find it
+# srun would apply these to all components: what sbatch set for the first one, or what the shell had that submitted
+OF_ONE_COMPONENT = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_GPU_BIND", "SLURM_GPUS", "SLURM_TRES_PER_TASK",
+                    "SLURM_NTASKS_PER_", "SLURM_CPUS_PER_", "SLURM_MEM_PER_", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV")
 
 
 def check_programs() -> None:
@@ -50,6 +55,25 @@ class Executor(submitit.SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._text
+
+    def _submit_command(self, command: str) -> submitit.SlurmJob:
+        with _as_outside_a_job():
+            return super()._submit_command(command)
+
+
+@contextmanager
+def _as_outside_a_job() -> Iterator[None]:
+    """sbatch hands this process's variables on to the job. Those of another job, in whose shell somebody submits, would
+    there bind the ranks to the CPUs and GPUs of that one. Outside a job they are the user's or the site's own."""
+    inside = "SLURM_JOB_ID" in os.environ
+    theirs = {name: value for name, value in os.environ.items()
+              if inside and name.startswith(OF_A_JOB) and name not in OF_THE_SITE}
+    for name in theirs:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(theirs)
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
@@ -193,7 +217,6 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    """srun's: without what sbatch set for the first component only, which srun would apply to all of them."""
-    ours = ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_NODE",
-            "SLURM_MEM_PER_CPU", "SLURM_DISTRIBUTION")
-    return {name: value for name, value in local.environment(c).items() if name not in ours}
+    """srun's; what cluster.env says goes for all ranks."""
+    return {name: value for name, value in local.environment(c).items()
+            if not name.startswith(OF_ONE_COMPONENT) or name in c.cluster.env}

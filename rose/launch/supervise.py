@@ -139,7 +139,7 @@ class Job:
         return ""
 
     def _late(self, states: dict[int, RankStatus]) -> str:
-        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever, the coordinator, too."""
+        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever, the first one too."""
         within = f"within cluster.start_timeout_s={self.cluster.start_timeout_s:g}"
         missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
         if missing:

@@ -197,9 +197,10 @@ def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_c
 def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
     """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder, would find first."""
     srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$PYTHONPATH"; echo "$*"\n')
+    srun.write_text('#!/bin/sh\necho "$PYTHONPATH"; echo "$*"; env | grep BIND\nexit 0\n')
     srun.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_GPUS_PER_TASK": "1",
+           "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_MEM_BIND": "quiet,none",
            "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python"}
     said = subprocess.run(["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"], env=env, text=True,
                           capture_output=True, check=True).stdout.splitlines()
