@@ -244,7 +244,7 @@ class Container(Section):
     runtime: Literal["apptainer", "singularity", "pyxis"]  # pyxis: srun --container-image
     image: str  # a .sif or .sqsh file that all nodes see, or what the runtime can pull
     python: str  # inside: the interpreter that has ROSE's packages
-    mounts: list[str]  # besides run, model and this checkout: "/scratch", or "/host/path:/path/inside"
+    mounts: list[str]  # besides output_dir, model and this checkout: "/scratch", or "/host/path:/path/inside"
     args: list[str]  # further options of the runtime, such as "--no-home"
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rose.config import Config, ConfigError, from_dict
 from rose.doctor import join, machine, slurm, world
 from rose.doctor.finding import Finding
-from rose.launch import errors, front
+from rose.launch import container, errors, front
 from rose.models import REPOSITORY
 
 CONF = REPOSITORY / "conf"
@@ -37,6 +37,7 @@ def main() -> int:
         if len(trees) != 1:
             raise ConfigError(f"{' '.join(overrides)}: the doctor takes one configuration, no sweep")
         c = from_dict(trees[0])
+        container.check(c)
     except errors.COMPLAINTS as error:
         return _refuse(errors.explain(error, CONF, overrides))
     except ConfigError as error:

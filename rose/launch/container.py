@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.config import Config, Container
+from rose.config import Config, ConfigError, Container
 from rose.models import REPOSITORY
 
 
 def command(c: Config, folders: Sequence[Path]) -> list[str]:
-    """Behind srun's options: [further options of srun,] program, arguments. `folders` are seen inside under the same
-    path, beside this checkout and the model's folder."""
+    """Behind srun's options: [further options of srun,] program, arguments. `folders`, of or in output_dir, are seen
+    inside under the same path, beside this checkout and the model's folder. Raises `ConfigError` as `check` does."""
     box = _box(c)
     if box is None:
         return [sys.executable]
@@ -37,17 +37,26 @@ def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
     return [*(starter if box is not None and box.runtime == "pyxis" else []), *command(c, folders)]
 
 
+def check(c: Config) -> None:
+    """Raises `ConfigError` for a path of the run that the container's runtime would take for several."""
+    if _box(c) is not None:
+        _mounts(c, [Path(c.output_dir).resolve()])
+
+
 def _box(c: Config) -> Container | None:
     return c.cluster.slurm.container if c.cluster.kind == "slurm" else None
 
 
 def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
     """Each once, without those within another."""
-    wanted = [REPOSITORY, *folders]
+    wanted = {REPOSITORY: "this checkout"} | {folder.absolute(): "output_dir" for folder in folders}
     model = c.model.snapshot if c.model.source == "hub" else c.model.path  # a hub's path is its id
     if model is not None and Path(model).is_absolute():
-        wanted.append(_whole(Path(model)))
-    wanted = list(dict.fromkeys(folder.absolute() for folder in wanted))
+        wanted[_whole(Path(model))] = "the model's folder"
+    for path, key in wanted.items():
+        if {",", ":"} & set(str(path)):
+            raise ConfigError(f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "
+                              f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without them")
     return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import ASK_FOR_JOBS
-from rose.launch import memory
+from rose.launch import container, memory
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import say
 from rose.protocol import Role
@@ -36,6 +36,7 @@ class Plan:
 
 def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become `Plan.warnings`."""
+    container.check(c)
     doubts = (*doubts, *_check_container(c), *_check_threads(c))
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"

@@ -50,7 +50,7 @@ def lend_script(c: Config, run_dir: Path, name: str) -> str:
     options = _component_options(c, c.cluster.slurm.borrowed, 1, 1)
     if c.cluster.gpus:
         options["gpus-per-node"] = c.rollout.tensor_parallel
-    python = container.alone(c, [run_dir], options["cpus-per-task"])
+    python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
         command=_submitted(python, run_dir), folder=str(folder(run_dir)),
         job_name=f"{c.name}-{name}", wckey=None, use_srun=False, stderr_to_stdout=True, setup=_setup(c), time=None,
@@ -66,7 +66,8 @@ def _submitted(python: Sequence[str], run_dir: Path) -> str:
 def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
               rank_command: Sequence[str] = ()) -> list[str]:
     """One srun over all components, whose ranks find their roles by their number."""
-    rank_command = rank_command or (*container.command(c, [run_dir]), "-m", "rose.main")
+    # not the run's folder, which may have commas in its name (a point of a sweep): they part mounts from each other
+    rank_command = rank_command or (*container.command(c, [run_dir.parent]), "-m", "rose.main")
     components = _by_component(ranks)
     argv = ["srun", *c.cluster.mpi.srun]
     for number, members in enumerate(components):

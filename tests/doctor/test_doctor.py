@@ -224,7 +224,9 @@ def test_a_package_that_takes_too_long_to_import_is_told_from_one_that_is_not_th
 
 @pytest.mark.parametrize(("overrides", "words"), [
     (["cluster.kind=pbs"], "cluster.kind='pbs'"), (["cluster=nowhere"], "cluster=nowhere"),
-    (["-m", "seed=1,2"], "no sweep")])
+    (["-m", "seed=1,2"], "no sweep"),
+    (["cluster=slurm", "output_dir=/a:b", "cluster.slurm.container={runtime: apptainer, image: /i, python: /p, "
+      "mounts: [], args: []}"], "/a:b can't be mounted")])
 def test_bad_overrides_are_refused_with_code_2(monkeypatch, capsys, overrides, words):
     monkeypatch.setattr(sys, "argv", ["doctor", *overrides])
     assert command.main() == 2

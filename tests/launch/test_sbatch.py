@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.config import ConfigError, from_dict
-from rose.launch import sbatch
+from rose.launch import plan, sbatch
 from rose.launch.layout import layout
 from rose.models import REPOSITORY
 from rose.protocol import Role
@@ -85,15 +85,17 @@ def ends(argv):
 
 
 @pytest.mark.parametrize(("runtime", "begins"), [
-    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind {REPOSITORY},/run,/scratch:/data "
-                  "--no-home /shared/rose.sif /usr/local/bin/python -m rose.main --run /run --attempt 3"),
+    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind "
+                  f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python -m rose.main "
+                  "--run /runs/7b-seed=1,algorithm=grpo --attempt 3"),
     ("pyxis", "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 --container-image=/shared/rose.sif "
-              f"--container-mounts={REPOSITORY}:{REPOSITORY},/run:/run,/scratch:/data --no-home "
-              "/usr/local/bin/python -m rose.main --run /run --attempt 3")])
+              f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
+              "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3")])
 def test_every_rank_starts_in_the_container(make_config, runtime, begins):
     c = make_config(*SEVEN_B, BOX % runtime, "cluster.slurm.trainer.cpus_per_task=4",
                     "cluster.slurm.rollout.cpus_per_task=4")
-    assert ends(sbatch.srun_argv(c, layout(c), Path("/run"), 3)) == [begins, begins]
+    point = Path("/runs/7b-seed=1,algorithm=grpo")  # of a sweep
+    assert ends(sbatch.srun_argv(c, layout(c), point, 3)) == [begins, begins]
     assert sys.executable in sbatch.script(c, layout(c), Path("/run")), "what watches needs Slurm's commands"
 
 
@@ -105,10 +107,10 @@ def test_without_a_container_ranks_start_with_this_interpreter(make_config):
 def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config):
     last = {}
     for runtime in ("apptainer", "pyxis"):
-        text = sbatch.lend_script(make_config(*SEVEN_B, BOX % runtime), Path("/my run"), "lend-1")
+        text = sbatch.lend_script(make_config(*SEVEN_B, BOX % runtime), Path("/my runs/a,b"), "lend-1")
         last[runtime] = text.strip().splitlines()[-1]
-    submit = "/usr/local/bin/python -u -m submitit.core._submit '/my run/submitted'"
-    assert last["apptainer"] == (f"exec apptainer exec --nv --bind '{REPOSITORY},/my run,/scratch:/data' --no-home "
+    submit = "/usr/local/bin/python -u -m submitit.core._submit '/my runs/a,b/submitted'"
+    assert last["apptainer"] == (f"exec apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home "
                                  f"/shared/rose.sif {submit}")
     assert last["pyxis"].startswith("exec srun --mpi=none --ntasks=1 --cpus-per-task=12 "
                                     "--container-image=/shared/rose.sif "), "srun takes no CPUs over from the job"
@@ -120,8 +122,19 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
     ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee")])
 def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config, model):
     c = make_config(*SEVEN_B, BOX % "apptainer", *model)
-    (mounts,) = {end.split("--bind ")[1].split()[0] for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1))}
-    assert mounts == f"{REPOSITORY},/run,/hub/models--a--b,/scratch:/data"
+    (mounts,) = {end.split("--bind ")[1].split()[0]
+                 for end in ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))}
+    assert mounts == f"{REPOSITORY},/runs,/hub/models--a--b,/scratch:/data"
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
+    ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted")])
+def test_a_path_that_the_runtime_would_take_for_two_is_refused_when_the_run_is_planned(make_config, override, words):
+    ours = ("model.source=folder", override)
+    with pytest.raises(ConfigError, match=words):
+        plan.make(make_config(*SEVEN_B, BOX % "apptainer", *ours), None)
+    plan.make(make_config(*SEVEN_B, *ours), None)
 
 
 @pytest.mark.parametrize(("box", "words"), [
