@@ -224,7 +224,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
     """Ranks divide evenly over the nodes of their component, and nothing in an option can end its line."""
     parts = (("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
              ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel))
-    for name, component, key, ranks, gpus in parts:
+    for name, component, key, ranks, gpus in parts if engines else parts[:1]:
         nodes = nodes_of(component, ranks * gpus, c.cluster.gpus > 0)
         need(ranks % nodes == 0, f"cluster.slurm.{name}.nodes",
              f"{key}={ranks} ranks don't divide evenly over {nodes} nodes; change one of them")

@@ -156,6 +156,11 @@ def test_a_run_without_engines_is_a_plain_job(make_config, tmp_path):
     assert "--het-group" not in " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 1))
 
 
+def test_a_run_without_engines_trains_on_gpus_too(make_config):
+    ranks = layout(make_config(*SEVEN_B, "rollout.replay=/archive/run"))
+    assert len(ranks) == 18 and all(rank.role is not Role.ROLLOUT for rank in ranks)
+
+
 def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_config):
     ranks = layout(make_config(*SEVEN_B))
     assert [r.rank for r in ranks] == list(range(26))
