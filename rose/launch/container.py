@@ -53,6 +53,10 @@ def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
     model = c.model.snapshot if c.model.source == "hub" else c.model.path  # a hub's path is its id
     if model is not None and Path(model).is_absolute():
         wanted[_whole(Path(model))] = "the model's folder"
+    if c.rollout.replay is not None:
+        wanted[Path(c.rollout.replay).absolute().parent] = "rollout.replay"  # of a run, whose name may have commas
+    if c.transfer.relay is not None:
+        wanted[Path(c.transfer.relay_token_file).absolute()] = "transfer.relay_token_file"
     for path, key in wanted.items():
         if {",", ":"} & set(str(path)):
             raise ConfigError(f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "

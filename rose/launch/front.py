@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
+import msgspec
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
@@ -121,7 +122,7 @@ def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
     from rose.trainer import algorithms  # imports torch (2 s): worth the wait for the algorithm's own checks, here only
 
-    c = configuration.from_dict(tree)
+    c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
     staleness = scheduler.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
@@ -138,6 +139,14 @@ def check(tree: dict) -> plan.Plan:
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made
+
+
+def with_whole_paths(c: Config) -> Config:
+    """What else ranks read, by its path from the root, links followed: in a container they may start in another folder,
+    and that path is mounted."""
+    replayed, token = (path and str(Path(path).resolve()) for path in (c.rollout.replay, c.transfer.relay_token_file))
+    return msgspec.structs.replace(c, rollout=msgspec.structs.replace(c.rollout, replay=replayed),
+                                   transfer=msgspec.structs.replace(c.transfer, relay_token_file=token))
 
 
 def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:

@@ -36,6 +36,9 @@ def check(stored: Path, new: Config) -> None:
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
         now["model.path"] = str(models.resolve(new.model).resolve())  # as it is stored
+    for flat in (before, now):  # earlier launchers stored it as it was given
+        if replayed := flat.get("rollout.replay"):
+            flat["rollout.replay"] = str(Path(replayed).resolve())
     changed = [key for key in sorted(before.keys() | now.keys())
                if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in rules)]
     if changed:

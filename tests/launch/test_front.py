@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from rich.console import Console
@@ -114,13 +115,30 @@ def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
     assert "cluster.mpi.join" not in launch("cluster=slurm", "cluster.dry_run=true")[1]
 
 
+def test_what_ranks_read_has_its_whole_path_and_the_run_continues_with_either(tree, tmp_path, monkeypatch):
+    """In a container ranks may start in another folder."""
+    (tmp_path / "saved" / "rollouts").mkdir(parents=True)
+    for step in (1, 2):
+        replay.save(tmp_path / "saved", step, [])
+    (tmp_path / "link").symlink_to("saved")
+    monkeypatch.chdir(tmp_path)
+    made = front.check(tree("rollout.replay=link", "trainer.steps=2", "transfer.relay=http://node:7673",
+                            "transfer.relay_token_file=token", "cluster.dry_run=true")).config
+    assert made.rollout.replay == str(tmp_path / "saved")
+    assert made.transfer.relay_token_file == str(tmp_path / "token")
+    before = tmp_path / "config.json"  # of a launcher that stored the path as it was given
+    stored = msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, replay="link"))
+    configuration.save(stored, before)
+    resume.check(before, made)
+
+
 def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
     for step in (1, 2):
         replay.save(tmp_path / "earlier", step, [])
     code, out, err = launch("rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true")
     assert code == 0 and not err
-    assert "frozenlake: 2 ranks, no GPU" in out and "trajectories saved in earlier" in out
+    assert "frozenlake: 2 ranks, no GPU" in out and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     assert "environment" not in out and "engines" not in out
 
 

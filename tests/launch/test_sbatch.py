@@ -127,6 +127,13 @@ def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_con
     assert mounts == f"{REPOSITORY},/runs,/hub/models--a--b,/scratch:/data"
 
 
+def test_what_else_ranks_read_is_mounted(make_config):
+    c = make_config(*SEVEN_B, BOX % "apptainer", "rollout.replay=/archive/a,b", "transfer.relay=http://node:7673",
+                    "transfer.relay_token_file=/keys/token")
+    (only,) = ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))
+    assert only.split("--bind ")[1].split()[0] == f"{REPOSITORY},/runs,/archive,/keys/token,/scratch:/data"
+
+
 @pytest.mark.parametrize(("override", "words"), [
     ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
     ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted")])
