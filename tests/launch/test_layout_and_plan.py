@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from rose.config import ConfigError
+from rose.config import ConfigError, cpus_of
 from rose.launch import memory, plan
 from rose.launch.layout import layout
 from rose.protocol import Role
@@ -146,12 +146,20 @@ def test_offloading_moves_states_to_the_host(make_config):
     assert estimate.host["last published version"] == pytest.approx(2 * p / 8 / GIB)
 
 
+@pytest.mark.parametrize(("experiment", "cpus"), [("qwen7b", 48), ("qwen8b_frozenlake", 80), ("qwen32b", 80)])
+def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(make_config, experiment, cpus):
+    c = make_config(f"+experiment={experiment}", "cluster=slurm")
+    ranks = [rank for rank in layout(c) if rank.component == 0 and rank.node == 0]
+    assert cpus_of(c.cluster.slurm.trainer, c.rollout) == 8
+    assert len(ranks) * 8 == cpus
+
+
 def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
     slurm = [o for o in QWEN3_8B if o != "cluster=gpus"] + ["cluster=slurm"]
     c = make_config(*slurm, "trainer.threads=16", "rollout.threads=12", "rollout.tensor_parallel=2", "rollout.workers=4")
     (warning,) = plan.make(c, c.model.shape).warnings
     assert "trainer.threads=16 is more than the 8 CPUs" in warning and "slurm.trainer.cpus_per_task" in warning
-    assert "trainer: 1 node with 13 ranks x 8 CPUs = 104 CPUs and all of the memory" in printed(plan.make(c, c.model.shape))
+    assert "trainer: 1 node with 10 ranks x 8 CPUs = 80 CPUs and all of the memory" in printed(plan.make(c, c.model.shape))
     assert "rollout: 1 node with 4 ranks x 12 CPUs = 48 CPUs" in printed(plan.make(c, c.model.shape))
 
 
@@ -166,8 +174,9 @@ def test_parameters_of_the_published_models(make_config):
 
 
 @pytest.mark.parametrize("experiment, ranks, gpus, parameters", [
-    ("smollm", 5, 0, "134.52M"), ("qwen3_0_6b", 4, 1, "596.04M"), ("qwen7b", 13, 8, "7.62B"), ("qwen8b_frozenlake", 21, 16, "8.19B"),
-    ("qwen32b", 33, 48, "32.76B"), ("rose_8b", 21, 16, "8.19B"), ("rose_32b", 33, 48, "32.76B")])
+    ("smollm", 5, 0, "134.52M"), ("qwen3_0_6b", 4, 1, "596.04M"), ("qwen7b", 10, 8, "7.62B"),
+    ("qwen8b_frozenlake", 18, 16, "8.19B"),
+    ("qwen32b", 28, 48, "32.76B"), ("rose_8b", 18, 16, "8.19B"), ("rose_32b", 28, 48, "32.76B")])
 def test_experiments_validate_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")
     made = plan.make(c, c.model.shape)
