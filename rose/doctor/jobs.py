@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from rose.config import Component, Config
+from rose.doctor.finding import DEADLINE_S, IMPORT_S
 
 QUEUE_S = 40  # heterogeneous jobs are started by the backfill scheduler alone, every 30 s where nobody changed that
+GPUS_S = IMPORT_S + DEADLINE_S  # for torch to be read from a busy file system, and then to compute
+CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread beside it
 
 
-def srun(*options: str, queue_s: int = QUEUE_S) -> list[str]:
-    """Its own job, of a minute at most; ends if it doesn't start within `queue_s`."""
-    return ["srun", f"--immediate={queue_s}", "--time=1", *options]
+def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
+    """Its own job, of `work_s` seconds at most, in whole minutes; ends if it doesn't start within `queue_s`."""
+    return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
 
 
 def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
@@ -17,3 +22,9 @@ def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
     named = {name: getattr(component, name) for name in ("partition", "account", "qos", "constraint")}
     return ["--nodes=1", "--ntasks=1", *(f"--{name}={value}" for name, value in named.items() if value is not None),
             *([f"--gpus-per-node={gpus}"] if c.cluster.gpus else [])]
+
+
+def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
+    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory that ranks have."""
+    memory = [f"--mem={component.mem}"] if component.mem is not None else []
+    return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

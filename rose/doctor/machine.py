@@ -71,11 +71,11 @@ def gpus(c: Config) -> list[Finding]:
     return [*found, nccl(len(whole), c)] if len(whole) > 1 else found
 
 
-def nccl(count: int, c: Config, python: Sequence[str] = (sys.executable,)) -> Finding:
+def nccl(count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S) -> Finding:
     """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node, or that on which
     `python` (an srun) starts one."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
-    return reduced(run(argv, local.environment(c), IMPORT_S), count)
+    return reduced(run(argv, local.environment(c), deadline_s), count)
 
 
 def reduced(done: Ended, count: int) -> Finding:

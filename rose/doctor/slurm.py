@@ -10,7 +10,7 @@ from pathlib import Path
 from rose.config import Config
 from rose.doctor import devices, join, machine, rank
 from rose.doctor.finding import Finding, run
-from rose.doctor.jobs import srun, task
+from rose.doctor.jobs import GPUS_S, QUEUE_S, gpu_task, srun, task
 from rose.doctor.world import world
 from rose.launch import container, local
 
@@ -90,6 +90,8 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
 def gpus(c: Config) -> list[Finding]:
     """Those of one node of the trainer's component, as many as the run may have there, and NCCL between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
-    starter = [*srun("--mpi=none"), *task(c, c.cluster.slurm.trainer, count), *container.command(c, [])]
-    found = devices.said(run([*starter, "-m", "rose.doctor.devices", str(count), "0"], local.environment(c)))
-    return [*found, machine.nccl(count, c, starter)] if count > 1 else found
+    starter = [*srun("--mpi=none", work_s=GPUS_S), *gpu_task(c, c.cluster.slurm.trainer, count),
+               *container.command(c, [])]
+    asked = [*starter, "-m", "rose.doctor.devices", str(count), "0"]
+    found = devices.said(run(asked, local.environment(c), QUEUE_S + GPUS_S))
+    return [*found, machine.nccl(count, c, starter, QUEUE_S + GPUS_S)] if count > 1 else found

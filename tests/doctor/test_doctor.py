@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose.doctor import __main__ as command
-from rose.doctor import join, machine, rank
+from rose.doctor import jobs, join, machine, rank, slurm
 from rose.doctor.finding import Child, Ended, run
 from rose.doctor.world import world
 from rose.launch.gpus import Device
@@ -203,6 +203,21 @@ def test_nccl_is_tried_between_the_gpus_that_were_given_with_the_variables_of_ra
     machine.gpus(make_config("+cluster.env.NCCL_P2P_DISABLE='1'"))
     assert [int(argv[-1]) for argv, _ in asked] == tried
     assert all(env["NCCL_P2P_DISABLE"] == "1" for _, env in asked), "the remedy that it gives is tried, too"
+
+
+def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_config, monkeypatch):
+    """IMPORT_S is what the check on the node waits for torch: the job, and who waits for it in the queue, last longer."""
+    asked = []
+    monkeypatch.setattr(slurm, "run", lambda argv, env, deadline_s: asked.append((argv, deadline_s)) or ended())
+    monkeypatch.setattr(machine, "run", slurm.run)
+    slurm.gpus(make_config("+experiment=qwen7b", "cluster=slurm", "cluster.slurm.trainer.gpus_per_node=4",
+                           "cluster.slurm.trainer.mem=200G"))
+    assert ["rose.doctor.devices" in argv for argv, _ in asked] == [True, False]
+    for argv, deadline_s in asked:
+        (minutes,) = (int(option.removeprefix("--time=")) for option in argv if option.startswith("--time="))
+        assert minutes * 60 > machine.IMPORT_S
+        assert deadline_s >= jobs.QUEUE_S + machine.IMPORT_S
+        assert {"--gpus-per-node=4", "--cpus-per-task=8", "--mem=200G"} <= set(argv)
 
 
 def test_a_name_that_is_no_gpu_of_this_machine_is_a_finding(make_config, monkeypatch):
