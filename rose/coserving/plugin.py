@@ -1,7 +1,7 @@
 """vLLM's entry point into ROSE (group `vllm.general_plugins`): loaded in every process of an engine.
 
 It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to wake its loop. A
-scheduler of another class is left alone. And on a CPU it does what vLLM leaves to its environment: it asks Linux for
+scheduler of another class is left alone. It tells vLLM the GPU of a MIG slice. And on a CPU it does what vLLM leaves to its environment: it asks Linux for
 AMX, and keeps the memory of one step for the next.
 """
 
@@ -10,16 +10,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-from rose.coserving import heap, names
+from rose.coserving import heap, mig, names
 
 
 def register() -> None:
-    """May be called any number of times in a process. In engines that share no device it only does what is for CPUs."""
+    """May be called any number of times in a process. In engines that share no device it only does what is for CPUs
+    and for MIG slices."""
     from vllm.platforms import current_platform
 
     ask_for_amx()
     if current_platform.is_cpu():
         heap.keep()
+    if current_platform.is_cuda():
+        from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
+
+        mig.find_gpus_of_slices(NvmlCudaPlatform, pynvml)
     if names.FOLDER not in os.environ:
         return
     from vllm.v1.engine.core import EngineCoreProc
