@@ -6,6 +6,7 @@ Left out: the texts that Slurm gets (sbatch.py) and the state of a job afterward
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -158,12 +160,16 @@ class Run:
 def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
     """Slurm's warning before the time limit comes as early as the job asked for when it was submitted. Where saving has
     turned out to take longer, this process warns itself."""
-    end, over = float(os.environ.get("SLURM_JOB_END_TIME", "inf")), threading.Event()
+    over = threading.Event()
 
     def watch() -> None:
+        end = None
         while not over.wait(LOOK_S):
             needed = resume.warning_s(run_dir, slurm)
-            if needed > slurm.warning_s and time.time() > end - needed:
+            if needed <= slurm.warning_s:
+                continue  # Slurm's own comes in time
+            end = _end_time() if end is None else end
+            if end is not None and time.time() > end - needed:
                 print(f"{needed} s are left, which saving may take: the last checkpoint took "
                       f"{resume.last_save_s(run_dir):.0f} s", flush=True)
                 os.kill(os.getpid(), signal.SIGUSR2)
@@ -176,6 +182,23 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def _end_time() -> float | None:
+    """When Slurm will end this job, seconds of the epoch; inf without a limit, None while Slurm does not say."""
+    if said := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
+        return float(said)
+    try:
+        asked = subprocess.run(["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
+                               env=os.environ | {"SLURM_TIME_FORMAT": "standard"}, capture_output=True, text=True,
+                               timeout=LOOK_S)
+    except subprocess.TimeoutExpired:
+        return None
+    # of every component, local time; other words (N/A) where there is no limit
+    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", asked.stdout, re.MULTILINE)
+    if asked.returncode or not asked.stdout.strip():
+        return None
+    return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))
 
 
 def _refuse_shared_nodes() -> None:

@@ -1,5 +1,6 @@
 """A job whose checkpoints take longer than the warning that it asked Slurm for warns itself in time."""
 
+import os
 import signal
 import threading
 import time
@@ -32,6 +33,42 @@ def test_the_warning_comes_when_saving_needs_what_is_left_and_slurm_would_be_lat
     resume.note_save(tmp_path, took_s)
     with slurm._warned_in_time(tmp_path, settings):
         assert warned.wait(30.0 if comes else 0.3) is comes
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """squeue(words, code): one that says so, in a job of a Slurm that sets no SLURM_JOB_END_TIME."""
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def make(words, code=0):
+        program = tmp_path / "squeue"
+        program.write_text(f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && printf '{words}'\nexit {code}\n")
+        program.chmod(0o755)
+
+    return make
+
+
+def at(seconds):
+    """As squeue tells a time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+
+def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(warned, settings, squeue, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "LOOK_S", 1.0)
+    squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
+    resume.note_save(tmp_path, 100.0)
+    with slurm._warned_in_time(tmp_path, settings):
+        assert warned.wait(30.0)
+
+
+@pytest.mark.parametrize(("words", "code", "end"), [
+    ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))),
+    ("N/A\\n", 0, float("inf")), ("", 0, None), ("", 1, None)])
+def test_the_end_is_the_earliest_components_and_unknown_while_slurm_does_not_answer(squeue, words, code, end):
+    squeue(words, code)
+    assert slurm._end_time() == end
 
 
 def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, tmp_path):
