@@ -102,8 +102,22 @@ def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch
     hosts = [Host("a", "1", [("docker0", "172.17.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1")]),
              Host("b", "2", [("ib0", "10.1.0.2")]), Host("b", "2", [("ib0", "10.1.0.2")])]
     monkeypatch.setattr(address, "_source", lambda there: "10.1.0.1")
-    assert address._by_vote(hosts) == ["10.1.0.1", "172.17.0.1", "10.0.0.1"]
+    assert address._by_vote(hosts) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], "a bridge that all hosts have comes last"
     assert not [ip for _, ip in address._addresses(None) if ip.startswith("127.")]
+
+
+def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastest(monkeypatch, tmp_path):
+    """NCCL is told the one that is taken, and would by itself have taken InfiniBand's."""
+    linux = {"eno1": ("1", "1000"), "eno2": ("1", "100000"), "ibp3s0": ("32", "40000"), "tun0": ("65534", "")}
+    for name, (kind, speed) in linux.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    monkeypatch.setattr(address, "INTERFACES", tmp_path)
+    monkeypatch.setattr(address, "_source", lambda there: there[:-1] + "1")
+    own = {name: f"10.{number}.0.1" for number, name in enumerate(linux)}
+    hosts = [Host("a", "1", list(own.items())), Host("b", "2", [(name, ip[:-1] + "2") for name, ip in own.items()])]
+    assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
 # ---------------------------------------------------------------- two hosts: network namespaces with a Debian hosts file
