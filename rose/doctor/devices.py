@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.config import Config
+from rose.config import Config, ConfigError
 from rose.doctor.finding import IMPORT_S, Ended, Finding, run, say
+from rose.launch import gpus
 
 FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
 # The oldest Linux driver for each major version of CUDA, by its release notes ("minor version compatibility").
@@ -100,7 +101,7 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
                             "that was just updated), or use cluster=local"), room]
         return [Finding("ok", PART, "none, and none needed on this machine"), room]
     seen = run([sys.executable, "-m", "rose.doctor.torch_view"], deadline_s=IMPORT_S)
-    found = [here(listed, wanted), cuda(listed, seen), room, *old(listed)]
+    found = [here(listed, wanted), *named(wanted), cuda(listed, seen), room, *old(listed)]
     if len(listed) > 1:
         found.append(between(links(run([smi, "topo", "-m"]).out), seen))
     return found
@@ -123,6 +124,19 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
         return Finding("warning", PART, words, "another process is on it (nvidia-smi names it); end it, or lower "
                        "rollout.gpu_memory_utilization and name the other GPUs in CUDA_VISIBLE_DEVICES")
     return Finding("ok", PART, f"{words}; python scripts/gpu_check.py tries them")
+
+
+def named(wanted: int) -> list[Finding]:
+    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants: the launcher hands out no others."""
+    variable = os.environ.get(gpus.VARIABLE)
+    try:
+        names = gpus.given(gpus.installed(), variable)
+    except ConfigError:
+        return []  # a name of no GPU here, which rose/doctor/machine.py tells
+    if variable is None or len(names) >= wanted:
+        return []
+    return [Finding("failed", f"{gpus.VARIABLE}={variable}", f"names {len(names)} GPUs; the run wants {wanted}",
+                    "name as many or unset it, or lower cluster.gpus with trainer.ranks and rollout.workers")]
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:

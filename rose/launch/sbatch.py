@@ -75,6 +75,7 @@ def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
         argv += [f"--het-group={number}"] if len(components) > 1 else []
         argv += [f"--nodes={_nodes(members)}", f"--ntasks={len(members)}",
                  f"--ntasks-per-node={len(members) // _nodes(members)}", "--distribution=block", "--kill-on-bad-exit=0",
+                 "--wait=0", "--export=ALL",  # whatever a site's settings say: ranks end one after the other
                  *_step_options(c, members), *rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
     return argv
 

@@ -45,6 +45,28 @@ def test_number_and_free_memory(text, wanted, state, words):
     assert found.state == state and words in found.words
 
 
+@pytest.mark.parametrize(("variable", "wanted", "words"), [
+    ("4,5", 8, ["names 2 GPUs; the run wants 8"]), ("", 1, ["names 0 GPUs; the run wants 1"]), ("4,5", 2, []),
+    (None, 8, []), ("9", 1, [])])
+def test_gpus_that_are_there_and_not_given_do_not_count(nvidia_smi, variable, wanted, words):
+    nvidia_smi(variable=variable)
+    found = devices.named(wanted)
+    assert [finding.words for finding in found] == words
+    assert all((finding.state, finding.part) == ("failed", f"CUDA_VISIBLE_DEVICES={variable}") for finding in found)
+
+
+def test_a_node_is_looked_at_with_what_was_given_of_it(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    listing = "".join(f"GPU {number}: NVIDIA H200 (UUID: GPU-{number})\n" for number in (0, 1))
+    smi.write_text(f'#!/bin/sh\ncase "$1" in -L) echo "{listing}" ;; --query*) echo "{TWO}" ;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    real = devices.run
+    monkeypatch.setattr(devices, "run", lambda argv, **more: real(argv, **more) if argv[0] == str(smi) else view())
+    assert ("failed", "names 1 GPUs; the run wants 2") in [found[0:3:2] for found in devices.of_node(2, 0.0)]
+
+
 @pytest.mark.parametrize(("text", "seen", "state", "words", "remedy"), [
     (H200, view(), "ok", "driver 580.159.04, torch 2.13.0+cu130 built for CUDA 13.0; torch computes on 1", ""),
     (OLD_DRIVER, view(error="The NVIDIA driver on your system is too old"), "failed", "too old",

@@ -70,9 +70,9 @@ def test_one_srun_over_both_components(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.mem=64G", "cluster.slurm.rollout.mem=null")
     assert " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 3, ["rank"])) == (
         "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 --distribution=block "
-        "--kill-on-bad-exit=0 --cpus-per-task=8 --gpus-per-node=8 --gpu-bind=none --mem=64G rank --run /run --attempt 3 : "
-        "--het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block --kill-on-bad-exit=0 "
-        "--cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3")
+        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=8 --gpus-per-node=8 --gpu-bind=none --mem=64G "
+        "rank --run /run --attempt 3 : --het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block "
+        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3")
 
 
 BOX = ("cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /usr/local/bin/python, "
@@ -81,7 +81,7 @@ BOX = ("cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /
 
 def ends(argv):
     """What each component starts, behind srun's other options."""
-    return [part.split("--kill-on-bad-exit=0 ")[1] for part in " ".join(argv).split(" : ")]
+    return [part.split("--export=ALL ")[1] for part in " ".join(argv).split(" : ")]
 
 
 @pytest.mark.parametrize(("runtime", "begins"), [
