@@ -20,6 +20,7 @@ from typing import Protocol
 from rose.coserving.blocks import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+SPARE = 2**28  # bytes of a GPU that neither KV cache takes: kernels are loaded at their first use, allocators grow a little
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -64,12 +65,16 @@ class Driver(Protocol):
     def zero(self, address: int, nbytes: int) -> None:
         """Done when it returns; doesn't wait for what else the device does."""
 
+    def available(self) -> int:
+        """Bytes of the device that nobody has."""
+
     def synchronize(self) -> None:
         """Waits until the device has done all that was submitted to it, on all streams."""
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first.
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes of the device that it
+    leaves to others.
 
     When a page may be unmapped: after every kernel that was given its address, which `release` waits for by itself. So
     whoever calls it must have submitted those kernels. vLLM's scheduler plans a step while the last one runs, and frees
@@ -78,8 +83,8 @@ class PagePool:
     behind all steps planned so far.
     """
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        self._driver, self.page = driver, driver.granularity
+    def __init__(self, driver: Driver, nbytes: int, spare: int = 0) -> None:
+        self._driver, self.page, self._spare = driver, driver.granularity, spare
         self.nbytes = -(-nbytes // self.page) * self.page
         self.address = driver.reserve(self.nbytes)
         self._handles: dict[int, int] = {}  # offset of a mapped page -> its memory
@@ -91,12 +96,15 @@ class PagePool:
     def map(self, ranges: Ranges) -> None:
         """Pages that are mapped already stay as they are; fresh ones are zeros.
 
-        Raises `MemoryError` when the device has no more, `CudaError`; what this call mapped is taken back then.
+        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what this call mapped is taken
+        back then.
         """
+        parts = [[offset for offset in range(low, high, self.page) if offset not in self._handles]
+                 for low, high in self._within(ranges)]
+        self._check_spare(self.page * sum(map(len, parts)))
         fresh: list[int] = []
         try:
-            for low, high in self._within(ranges):
-                new = [offset for offset in range(low, high, self.page) if offset not in self._handles]
+            for new in parts:
                 for offset in new:
                     self._back(offset)
                     fresh.append(offset)
@@ -155,6 +163,14 @@ class PagePool:
         """Give back everything, addresses too."""
         self._drop(list(self._handles))
         self._driver.free(self.address, self.nbytes)
+
+    def _check_spare(self, nbytes: int) -> None:
+        if not nbytes or not self._spare:
+            return
+        available = self._driver.available()
+        if available - nbytes < self._spare:
+            raise MemoryError(f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the GPU's "
+                              f"memory to all else; {available} are free, and {self.mapped_bytes} of {self.nbytes} mapped")
 
     def _back(self, offset: int) -> None:
         handle = self._create()
@@ -223,6 +239,7 @@ _CALLS = {
     "cuCtxSynchronize": (),
     "cuGetErrorName": (ctypes.c_int, _POINTER),
     "cuMemGetAllocationGranularity": (_POINTER, _POINTER, ctypes.c_int),
+    "cuMemGetInfo_v2": (_POINTER, _POINTER),
     "cuMemAddressReserve": (_POINTER, _SIZE, _SIZE, _WORD, _WORD),
     "cuMemAddressFree": (_WORD, _SIZE),
     "cuMemCreate": (_POINTER, _SIZE, _POINTER, _WORD),
@@ -285,6 +302,11 @@ class CudaDriver:
     def zero(self, address: int, nbytes: int) -> None:
         self._in_context("cuMemsetD8Async", address, 0, nbytes, self._stream)
         self._call("cuStreamSynchronize", self._stream)
+
+    def available(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._in_context("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
 
     def synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")

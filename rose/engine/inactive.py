@@ -48,10 +48,12 @@ class InactiveWorker:
 
     def rose_activate(self) -> None:
         """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the weights are not
-        those of before."""
+        those of before, or when the device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
+        if self.rose_headroom is not None:
+            self.rose_headroom.keep()
         if self.rose_kv is not None:
             self.rose_kv.resume()
         found = self.rose_checksum() if self._rose_initial is not None else None

@@ -6,7 +6,8 @@ sleep mode and for KV connectors; here a `TorchFunctionMode` takes its place, wh
 first only block 0 has memory, vLLM's null block: the scheduler maps what it means to use. Before there is a scheduler
 vLLM warms up its kernels with real steps on blocks 1, 2, ... (v1/worker/gpu/warmup.py), which share one page of memory
 meanwhile: nobody reads what these steps make. All else that runs without a scheduler - the profile run, the capture of
-CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads block 0. Importing this imports vLLM.
+CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads block 0. On a GPU the worker also keeps the memory
+that its steps take besides (rose/engine/headroom.py). Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from rose.coserving.blocks import BlockMemory, Pool, layout_of
 from rose.coserving.pages import HostPages
 from rose.coserving.pool import FAILED
-from rose.coserving.vmm import CudaDriver, CudaError, PagePool
+from rose.coserving.vmm import SPARE, CudaDriver, CudaError, PagePool
+from rose.engine.headroom import Headroom
 
 logger = init_logger(__name__)
 
@@ -60,7 +62,9 @@ class KvAllocation(TorchFunctionMode):
 
 
 def new_pool(nbytes: int, device: torch.device) -> Pool:
-    return HostPages(nbytes) if device.type == "cpu" else PagePool(CudaDriver(torch.cuda.current_device()), nbytes)
+    if device.type == "cpu":
+        return HostPages(nbytes)
+    return PagePool(CudaDriver(torch.cuda.current_device()), nbytes, SPARE)
 
 
 def _warm_up_in_scratch(worker: Worker) -> None:
@@ -69,15 +73,32 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
     def compile_or_warm_up_model():
         with worker.rose_kv.scratch():
-            return warm_up()
+            done = warm_up()
+        if worker.rose_headroom is not None:
+            worker.rose_headroom.keep()
+        return done
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
+def _measure_headroom(worker: Worker) -> None:
+    """When vLLM's profile run comes, which follows the model's loading; on the instance as above."""
+    profile = worker.determine_available_memory
+    worker.rose_headroom = Headroom(worker.device)
+
+    def determine_available_memory():
+        with worker.rose_headroom.measured():
+            return profile()
+
+    worker.determine_available_memory = determine_available_memory
+
+
 def _context(worker: Worker, tag: str):
-    if tag == "kv_cache" and os.environ.get("ROSE_COSERVING"):
-        return KvAllocation(worker)
-    return _vllms_context(worker, tag)
+    if not os.environ.get("ROSE_COSERVING"):
+        return _vllms_context(worker, tag)
+    if tag == "weights" and worker.device.type == "cuda":
+        _measure_headroom(worker)
+    return KvAllocation(worker) if tag == "kv_cache" else _vllms_context(worker, tag)
 
 
 _vllms_context = Worker._maybe_get_memory_pool_context
@@ -88,6 +109,7 @@ class KvWorker:
     """Mixed into vLLM's worker. Block ids are those of the scheduler's block pool."""
 
     rose_kv: BlockMemory | None = None
+    rose_headroom: Headroom | None = None  # none on a CPU, where all memory is the system's
 
     def rose_kv_layout(self) -> dict:
         """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`, `strides` of `blocks.Layout`;

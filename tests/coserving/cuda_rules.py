@@ -70,6 +70,9 @@ class StrictDriver:
         for page in range(address, address + nbytes, self.granularity):
             self.write(page, 0)
 
+    def available(self):
+        return (self.pages - len(self.created)) * self.granularity
+
     def synchronize(self):
         self.waits += 1
         self.running.clear()
@@ -113,6 +116,9 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
     return CUDA_SUCCESS; }
 CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) {
     *size = PAGE; return right(p) && f == CU_MEM_ALLOC_GRANULARITY_MINIMUM ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemGetInfo(size_t *available, size_t *total) {
+    if (current != (CUcontext)0x7ffff0001234) return CUDA_ERROR_INVALID_CONTEXT;
+    *available = (LIMIT - live) * PAGE; *total = LIMIT * PAGE; return CUDA_SUCCESS; }
 CUresult cuMemAddressReserve(CUdeviceptr *p, size_t n, size_t alignment, CUdeviceptr at, unsigned long long flags) {
     *p = (CUdeviceptr)mmap(0, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); return CUDA_SUCCESS; }
 CUresult cuMemAddressFree(CUdeviceptr p, size_t n) {

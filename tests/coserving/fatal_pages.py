@@ -105,6 +105,9 @@ class FatalDriver:
     def zero(self, address, nbytes):
         ctypes.memset(address, 0, nbytes)
 
+    def available(self):
+        return len(self.device._free) * PAGE
+
     def synchronize(self):
         self.device.run()
 
@@ -112,8 +115,8 @@ class FatalDriver:
 class FatalPages(PagePool):
     """The GPU's pool with a tensor that a CPU can use."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        super().__init__(FatalDriver(device), nbytes)
+    def __init__(self, device: Device, nbytes: int, spare: int = 0) -> None:
+        super().__init__(FatalDriver(device), nbytes, spare)
 
     def tensor(self):
         import torch

@@ -78,6 +78,18 @@ def test_a_device_out_of_memory_is_said_and_leaves_everything_as_it_was():
     assert memory.map([3, 4]) == 2 * PAGE
 
 
+def test_a_pool_leaves_to_others_what_it_was_told_to_spare():
+    driver = StrictDriver(pages=8)
+    pool = PagePool(driver, 8 * PAGE, spare=3 * PAGE)
+    pool.map([(0, 2 * PAGE), (4 * PAGE, 6 * PAGE)])
+    with pytest.raises(MemoryError, match="8192 bytes more of KV cache would leave less than 12288 .*; 16384 are free"):
+        pool.map([(0, 4 * PAGE)])
+    assert pool.mapped_bytes == 4 * PAGE
+    pool.map([(0, 3 * PAGE)])
+    driver.pages -= 2  # somebody else's
+    pool.map([(0, 3 * PAGE)])  # it has them
+
+
 @pytest.mark.parametrize("call, at", [("map", 2), ("map", 1), ("allow", 0), ("zero", 0)])
 def test_a_call_that_fails_midway_leaks_nothing(call, at, monkeypatch):
     driver = StrictDriver()
@@ -113,6 +125,7 @@ def test_the_calls_are_those_of_cudas_header(tmp_path):
     assert pool.nbytes == 5 * page and pool.__cuda_array_interface__["data"][0] == pool.address > 2**32
     pool.map([(page, 4 * page)])
     assert rights(pool.address + page) == "rw" and rights(pool.address) == "--"
+    assert driver.available() == 0
     with pytest.raises(MemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         pool.map([(0, page)])
     pool.release([(page, 2 * page)])

@@ -1,0 +1,90 @@
+"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill who touches one which is
+not there: from its weights to the end of its warm-up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rose.coserving import names
+from rose.coserving.vmm import SPARE
+from rose.engine import headroom
+from tests.coserving.allocator import Gpu, Process
+from tests.coserving.fatal_pages import PAGE, Device, FatalPages
+
+pytestmark = pytest.mark.slow  # imports vLLM
+BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
+
+
+class Standing:
+    """For vLLM's worker: its calls in the order in which EngineCore makes them. `steps`: blocks that warm-up writes."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, process: Process, steps) -> None:
+        tensor = SimpleNamespace(size=BLOCKS * STRIDE, block_stride=STRIDE, host_resident=False)
+        spec = SimpleNamespace(has_layer_views=True)
+        self.model_runner = SimpleNamespace(kv_cache_config=SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], has_mamba_layers=False, num_blocks=BLOCKS,
+            kv_cache_tensors=[tensor]))
+        self.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(name="BLHNC"))
+        self.process, self.steps = process, steps
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=False))
+
+    def determine_available_memory(self) -> int:
+        self.process.pass_by(STEP)
+        return BLOCKS * STRIDE
+
+    def compile_or_warm_up_model(self) -> str:
+        for block in self.steps:
+            self.rose_kv.pool.touch(block * STRIDE)
+            self.rose_kv.pool.touch((block + 1) * STRIDE - 1)
+        self.process.empty_cache()  # graphs are captured
+        return "times"
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """started(gpu, steps) -> (the worker after its start, its process)."""
+    from rose.engine import kv_worker
+
+    monkeypatch.setenv(names.FOLDER, str(tmp_path))
+    monkeypatch.setattr(kv_worker, "new_pool", lambda nbytes, device: FatalPages(Device(20), nbytes))
+
+    def start(gpu: Gpu, steps=range(1, BLOCKS)):
+        process = Process(gpu)
+        monkeypatch.setattr(headroom, "torch", process)
+        worker = type("Worker", (Standing, kv_worker.KvWorker), {})(process, steps)
+        with kv_worker._context(worker, "weights"):
+            process.take(10 * 2**20)
+        assert worker.determine_available_memory() == BLOCKS * STRIDE
+        with kv_worker._context(worker, "kv_cache"):
+            torch.zeros(BLOCKS * STRIDE, dtype=torch.int8, device="cuda:0")
+        assert worker.compile_or_warm_up_model() == "times"
+        return worker, process
+
+    return start
+
+
+def test_warm_up_may_write_to_any_block_and_leaves_the_null_blocks_page(started):
+    worker, _ = started(Gpu(2**30))
+    assert worker.rose_kv_layout()["held"] == 1
+    assert worker.rose_kv.mapped_bytes == worker.rose_kv.pool.mapped_bytes == PAGE
+
+
+def test_after_warm_up_the_memory_of_the_largest_step_is_this_engines(started):
+    gpu = Gpu(2**30)
+    _, process = started(gpu)
+    Process(gpu).take(gpu.free)
+    process.pass_by(STEP)
+
+
+def test_an_engine_for_whose_steps_the_gpu_is_too_small_does_not_start(started):
+    with pytest.raises(RuntimeError, match="the steps of this engine take 0.11 GiB"):
+        started(Gpu(10 * 2**20 + STEP + SPARE))
+
+
+def test_an_engine_on_a_cpu_keeps_nothing(started, monkeypatch):
+    monkeypatch.setattr(Standing, "device", torch.device("cpu"))
+    worker, process = started(Gpu(2**30))
+    assert worker.rose_headroom is None and not process.cached
