@@ -8,6 +8,8 @@ soon as requests need it, and takes it when the rollout engine's board says that
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import signal
 import time
@@ -18,7 +20,7 @@ from rose.coserving.blocks import Layout
 from rose.coserving.board import Peer
 from rose.coserving.heap import Ahead
 from rose.coserving.member import Member, vllm_scheduler
-from rose.coserving.pool import Call
+from rose.coserving.pool import AT_ONCE, Call
 from rose.coserving.predictor import Predictor, Work
 from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
@@ -64,6 +66,7 @@ class OnlineScheduler(Member):
         self._step_bytes = min(self._blocks(self._most), MOST_KEPT * self.device.kv_bytes)
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
+        self._gives = False  # memory, of which the rest goes at later steps
         self.state.kv_held = self.device.kv_bytes  # until the workers say what they took
 
     def attach(self, core) -> None:
@@ -74,7 +77,7 @@ class OnlineScheduler(Member):
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
         super().begin(call, layout, page)
-        self._share_memory()
+        self._share_memory(at_once=True)
 
     def _publish(self) -> None:
         if self._promptness is not None:
@@ -229,10 +232,20 @@ class OnlineScheduler(Member):
         requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
         return sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests)
 
+    def _soon(self) -> float:
+        """Bytes that requests use, or will in the next step, their prompts whole; and those of any step of prompts."""
+        tokens = nbytes = 0
+        for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
+            if tokens >= self._most:
+                break
+            tokens += max(1, r.num_tokens - r.num_computed_tokens)
+            nbytes += self._blocks(r.num_tokens + 1) - self._blocks(r.num_computed_tokens)
+        return self.pool.used + max(nbytes, self._step_bytes)
+
     def _to_hold(self, needed: float) -> float:
         """With a reserve for their growth; as it is, while little is won by a change."""
         held = self.pool.limit_bytes
-        if needed + self._reserve <= held <= needed + RELAX * self._reserve:
+        if not self._gives and needed + self._reserve <= held <= needed + RELAX * self._reserve:
             return held
         return min(needed + self._reserve, self.pool.total)
 
@@ -250,17 +263,20 @@ class OnlineScheduler(Member):
             return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
         return rollout.kv_budget if board.is_alive(rollout) else 0.0
 
-    def _share_memory(self) -> None:
+    def _share_memory(self, at_once: bool = False) -> None:
         """Say what is needed first, and look at what is lent afterwards: the rollout engine does it the same way round,
-        so that the two never count the same bytes."""
+        so that the two never count the same bytes. But for what the next step needs, little changes hands before it
+        unless `at_once`: all who run wait for that."""
         needed = self._needed()
-        hold = self._to_hold(needed) if self._lends() else self.pool.total
+        goal = self._to_hold(needed) if self._lends() else self.pool.total
+        hold = goal if at_once else self.pool.paced(goal, self._soon())
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
             self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped  # in between; it may be any part
             self._board.write()
-        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent())
+        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE)
+        self._gives = self.pool.limit_bytes > goal
         with self._writing:
             self.state.kv_held = max(reached, self.pool.limit_bytes)
             self._board.write()

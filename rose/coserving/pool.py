@@ -22,7 +22,9 @@ from rose.coserving.free_queue import LowFirst
 RELEASE, MAP = "rose_release_blocks", "rose_map_blocks"  # of the workers
 FAILED = -1  # what they return when the device has no memory
 AGAIN_S = 1.0  # before memory is asked for that the device has just not had
-AT_ONCE = 2**28  # bytes that one call maps, so that of a large wish the first part is there when the rest isn't
+# Bytes that one call maps, so that of a large wish the first part is there when the rest isn't; and that change hands
+# while a step is planned: about 10 ms on a GPU, during which no request goes on.
+AT_ONCE = 2**28
 FEW = 16  # blocks that aren't asked for one by one
 SETTLE = 32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
 
@@ -105,9 +107,14 @@ class Pool:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return high
 
-    def limit(self, nbytes: float, most: float = math.inf) -> int:
+    def paced(self, nbytes: float, soon: float = 0.0) -> float:
+        """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon` must be there."""
+        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE) if nbytes > self.limit_bytes else nbytes
+
+    def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of pages. What requests
-        hold stays. Returns the bytes of pages that this engine has now.
+        hold stays. Of blocks that go, at most `at_once` bytes go in this call while there is room for all within `most`;
+        the others at later ones. Returns the bytes of pages that this engine has now.
 
         Raises nothing for want of memory: those blocks stay withheld.
         """
@@ -115,10 +122,11 @@ class Pool:
         now = int(self._usable.sum()) - 1
         if asked[0] < now or self.mapped > most or self._may_settle():
             self._become(self._without_oldest(*asked) if self._pages.alone else
-                         self._pages.choose(self._usable & (self._counts() > 0), *asked))
+                         self._pages.choose(self._usable & (self._counts() > 0), *asked),
+                         asked, at_once if self.mapped <= most else math.inf)
             self.strewn = not self._pages.alone and self._pages.nbytes(self._usable) > self._ideal()
         elif asked[0] > now and (asked != self._asked or self._failed_at and self.can_map):
-            self._become(self._pages.choose(self._usable, *asked))
+            self._become(self._pages.choose(self._usable, *asked), asked, at_once)
         self._asked = asked
         return self.mapped
 
@@ -150,9 +158,13 @@ class Pool:
         counts[0] = 1
         return counts
 
-    def _become(self, usable: np.ndarray) -> None:
-        """Memory goes back before any is asked for."""
-        self._withhold(np.flatnonzero(self._usable & ~usable))
+    def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
+        """Memory goes back before any is asked for; where not all of it goes yet, only what is lacking is asked for."""
+        gone = np.flatnonzero(self._usable & ~usable)
+        some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)):]
+        self._withhold(some)
+        if some.size < gone.size:
+            usable = self._pages.choose(self._usable, *asked)
         self._lend(np.flatnonzero(~self._usable & usable))
 
     def _withhold(self, ids: np.ndarray) -> None:

@@ -20,6 +20,7 @@ from rose.coserving.budget import Budget
 from rose.coserving.evict import Evicting
 from rose.coserving.gate import Gate, Reason
 from rose.coserving.member import Member, pause_s, vllm_scheduler
+from rose.coserving.pool import AT_ONCE
 from rose.coserving.predictor import Work
 from rose.coserving.priority import Priority
 from rose.coserving.steps import work_of
@@ -168,6 +169,7 @@ class RolloutScheduler(Evicting, Member):
         if not self._moves(target):
             target = held
         elif target > held:
+            target = min(target, held + max(AT_ONCE, self.pool.grain))  # who maps hears of no revocation
             # Said before it is looked once more whether it is free: the online engine does it the same way round.
             self._say_budget(target)
             target = max(held, min(target, self._room()))

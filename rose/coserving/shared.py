@@ -109,7 +109,7 @@ class SharedScheduler(Evicting, OnlineScheduler):
         self._tell_rollouts()
         return outputs
 
-    def _share_memory(self) -> None:
+    def _share_memory(self, at_once: bool = False) -> None:
         """There is nobody else's: blocks change hands inside of one pool."""
         held = self.pool.limit(self.pool.total)
         with self._writing:

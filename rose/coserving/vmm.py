@@ -20,7 +20,7 @@ from typing import Protocol
 from rose.coserving.blocks import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-SPARE = 2**28  # bytes of a GPU that neither KV cache takes: kernels are loaded at their first use, allocators grow a little
+SPARE = 2**28  # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a little
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -73,8 +73,8 @@ class Driver(Protocol):
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes of the device that it
-    leaves to others.
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes of the device that
+    it leaves to others.
 
     When a page may be unmapped: after every kernel that was given its address, which `release` waits for by itself. So
     whoever calls it must have submitted those kernels. vLLM's scheduler plans a step while the last one runs, and frees
@@ -96,8 +96,8 @@ class PagePool:
     def map(self, ranges: Ranges) -> None:
         """Pages that are mapped already stay as they are; fresh ones are zeros.
 
-        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what this call mapped is taken
-        back then.
+        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what this call mapped is
+        taken back then.
         """
         parts = [[offset for offset in range(low, high, self.page) if offset not in self._handles]
                  for low, high in self._within(ranges)]
@@ -170,7 +170,7 @@ class PagePool:
         available = self._driver.available()
         if available - nbytes < self._spare:
             raise MemoryError(f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the GPU's "
-                              f"memory to all else; {available} are free, and {self.mapped_bytes} of {self.nbytes} mapped")
+                              f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} mapped")
 
     def _back(self, offset: int) -> None:
         handle = self._create()

@@ -30,7 +30,7 @@ class Headroom:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where the device has too little."""
+        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where there is too little."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:

@@ -1,5 +1,5 @@
-"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill who touches one which is
-not there: from its weights to the end of its warm-up."""
+"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill who touches one which
+is not there: from its weights to the end of its warm-up."""
 
 from types import SimpleNamespace
 

@@ -7,7 +7,9 @@ import time
 import msgspec
 import pytest
 
-from rose.coserving import board, device
+from rose.coserving import board, device, pool
+from rose.coserving import online as online_scheduler
+from rose.coserving import rollout as rollout_scheduler
 from rose.coserving.blocks import BlockMemory, Layout
 from tests.coserving.fatal_pages import PAGE, Device, FatalPages
 from tests.coserving.vllm_schedulers.conftest import PROFILE
@@ -92,8 +94,11 @@ def used(*engines) -> list[int]:
 
 @pytest.mark.parametrize("missing", [0, 9], ids=["enough", "too little"])
 @pytest.mark.parametrize("seed", range(2))
-def test_both_live_on_one_budget_whatever_comes(pair, boards, asynchronous, seed, missing):
-    """`missing`: pages of the budget that somebody else on the device has."""
+def test_both_live_on_one_budget_whatever_comes(pair, boards, asynchronous, seed, missing, monkeypatch):
+    """`missing`: pages of the budget that somebody else on the device has. With the second seed little changes hands at
+    once, as it does where there is much."""
+    for module in (pool, online_scheduler, rollout_scheduler) if seed else ():
+        monkeypatch.setattr(module, "AT_ONCE", 6 * BLOCK_BYTES)
     dice = random.Random(seed)
     gpu, online, rollout = pair(BUDGET // PAGE - missing)
     serial, lent = 0, 0

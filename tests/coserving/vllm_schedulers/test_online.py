@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rose.coserving import board, online
+from rose.coserving import board, online, pool
 
 pytestmark = pytest.mark.slow  # imports vLLM
 TOTAL = 64 * 4096
@@ -126,6 +126,64 @@ def test_when_lending_stops_everything_is_held_again(driven, boards):
     boards.set("control", lend=0)
     driven.step()
     assert driven.scheduler.pool.limit_bytes == TOTAL
+
+
+@pytest.fixture
+def four_at_once(monkeypatch):
+    for module in (pool, online):
+        monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
+
+
+def changes(driven, step) -> tuple[int, int]:
+    """Blocks that lose their memory, and get some, meanwhile."""
+    driven.calls.clear()
+    step()
+    return tuple(sum(len(ids) for method, ids in driven.calls if method == name) for name in (pool.RELEASE, pool.MAP))
+
+
+def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_end(driven, boards, four_at_once):
+    scheduler = driven.scheduler
+    assert scheduler.pool.limit_bytes == TOTAL, "nobody waits at the start"
+    driven.add("a", prompt=32, tokens=200)
+    driven.step()
+    boards.begin("rollout", board.Rollout)
+    scheduler._rollout._looked_at = float("-inf")
+    given = [changes(driven, driven.step) for _ in range(20)]
+    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)  # "a" grows by a block in between
+    needed = scheduler._needed()
+    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, "not a part of it is kept for the delay"
+    boards.set("control", lend=0)
+    taken = [changes(driven, driven.step) for _ in range(20)]
+    assert all(got <= 4 and not lost for lost, got in taken) and taken[0] == (0, 4)
+    assert scheduler.pool.limit_bytes == TOTAL
+
+
+def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(driven, boards, four_at_once):
+    driven.add("a", prompt=32, tokens=200)
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.steps(20)
+    had = driven.scheduler.pool.limit_bytes
+    for name in "bcd":
+        driven.add(name, prompt=200, tokens=20)
+    scheduled = []
+    lost, got = changes(driven, lambda: scheduled.append(driven.step()))
+    assert scheduled == [{"a": 1, "b": 200, "c": 55}], "256 tokens are a step"
+    assert not lost and 0 < got < 30 and driven.scheduler.pool.limit_bytes - had == got * 4096
+    driven.steps(5)
+    assert driven.scheduler.state.running == 4 and not driven.scheduler.state.preempted
+
+
+def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, four_at_once):
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._looked_at = float("-inf")
+    for lend in (1, 0):
+        boards.set("control", lend=lend)
+        turns = 0
+        while driven.scheduler._wants_turn():
+            assert max(changes(driven, driven.step)) <= 4
+            turns += 1
+        assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
 
 
 def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(driven, boards):

@@ -1,6 +1,7 @@
 """KV blocks that an engine may not use are in nobody's hands, and their memory is the system's: vLLM's own block pool
 over the GPU's page pool, on pages of 2 MiB that kill who touches one which is not there."""
 
+import math
 import os
 import random
 from types import SimpleNamespace
@@ -119,10 +120,13 @@ def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_it
             what = dice.random()
             if what < 0.4:
                 wanted, most = dice.randint(0, pool.total), dice.choice((pool.total + PAGE, dice.randint(0, pool.total)))
-                before = pool.mapped
-                reached = pool.limit(wanted, most)
+                before, had, at_once = pool.mapped, pool.limit_bytes, dice.choice((math.inf, 3 * pool.block_bytes))
+                reached = pool.limit(wanted, most, at_once)
                 assert reached <= max(most, pages_of(engine, engine.held)) or reached < before
-                assert pool.limit_bytes <= max(wanted, len(engine.held) * pool.block_bytes)
+                least = max(wanted, len(engine.held) * pool.block_bytes)
+                assert pool.limit_bytes <= (least if before > most else max(least, had - at_once))
+                if wanted < had and before <= most:
+                    assert pool.limit_bytes >= min(least // pool.block_bytes * pool.block_bytes, had - at_once)
             elif what < 0.7:
                 engine.take(f"r{serial}", dice.randint(1, layout.blocks // 3))
                 serial += 1
@@ -167,6 +171,42 @@ def test_a_device_without_memory_withholds_blocks_and_they_come_when_it_has_some
     assert engine.pool.can_map
     assert engine.pool.limit(engine.pool.total) == engine.mapped == 14 * PAGE and engine.free > 0
     engine.step()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_of_much_memory_a_part_goes_with_each_call_and_the_highest_first(layout):
+    engine = Engine(layout, [Device(100)])
+    pool, some = engine.pool, 5 * engine.pool.block_bytes
+    pool.limit(pool.total)
+    engine.take("a", 3)
+    wanted, moved = 4 * pool.block_bytes, []
+    while pool.limit_bytes > wanted:
+        had = pool.limit_bytes
+        pool.limit(wanted, math.inf, some)
+        moved.append((had - pool.limit_bytes) // pool.block_bytes)
+        engine.step()
+    assert set(moved[:-1]) <= {5} and 0 < moved[-1] <= 5 and pool.used == 3 * pool.block_bytes
+    assert pool.paced(pool.total) == 4 * pool.block_bytes + module.AT_ONCE or pool.paced(pool.total) == pool.total
+    pool.limit(pool.total)
+    assert pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2  # others have counted on it: all at once
+
+
+def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
+    engine = Engine(LAYOUTS[0], [Device(100)])
+    pool = engine.pool
+    pool.limit(pool.total)
+    engine.take("below", 20)
+    engine.take("above", 8)
+    engine.end("below")
+    pool.limit(8 * pool.block_bytes)
+    engine.take("more", 2)
+    assert pool.strewn
+    engine.end("above")
+    for _ in range(3 * module.SETTLE):
+        before = engine.workers[0]._held.copy()
+        pool.limit(10 * pool.block_bytes, math.inf, pool.block_bytes)
+        assert (before & ~engine.workers[0]._held).sum() <= 1 and pool.limit_bytes >= 8 * pool.block_bytes
+        engine.step()
 
 
 def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():

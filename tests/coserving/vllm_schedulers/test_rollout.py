@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from rose.coserving import board, names, rollout
+from rose.coserving import board, names, pool, rollout
 from rose.coserving.gate import Reason
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -152,6 +152,22 @@ def test_it_takes_only_what_the_online_engine_has_let_go(driven, boards):
     driven.add("a")
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
+
+
+def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(driven, boards, monkeypatch):
+    for module in (pool, rollout):
+        monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
+    driven.step()
+    taken = 0
+    while driven.scheduler._wants_turn():
+        before = blocks_held(driven)
+        driven.step()
+        assert 0 < blocks_held(driven) - before <= 4
+        taken += 1
+    assert taken > 5
+    boards.set("control", lend=0)
+    driven.step()
+    assert not blocks_held(driven), "but that it gives back at once"
 
 
 def test_who_waits_too_long_at_the_gate_is_handed_back(driven, boards):
