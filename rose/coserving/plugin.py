@@ -45,8 +45,13 @@ def register() -> None:
             self.scheduler.attach(self)
         return original(self)
 
+    def rose_rest(self, resting):
+        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they do."""
+        if hasattr(self.scheduler, "rest"):
+            self.scheduler.rest(resting)
+
     run_busy_loop.attaches = True
-    EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
 
 
 def ask_for_amx() -> None:

@@ -52,6 +52,7 @@ class RolloutScheduler(Evicting, Member):
         self._beside: deque[float | None] = deque()  # of the steps under way: `_online_idle` when they began
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
+        self._resting = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
 
     def attach(self, core) -> None:
@@ -164,6 +165,13 @@ class RolloutScheduler(Evicting, Member):
 
     # ------------------------------------------------------------------ memory
 
+    def rest(self, resting: bool) -> None:
+        """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor give it back while it
+        reads them. For the thread of the engine's loop, with nothing running."""
+        self._resting = resting
+        if self.device is not None:
+            self._fit_memory()
+
     def _fit_memory(self) -> None:
         target, held = self._target(self._budget), self.pool.mapped
         if not self._moves(target):
@@ -194,6 +202,8 @@ class RolloutScheduler(Evicting, Member):
 
     def _target(self, budget: Budget) -> float:
         """Bytes of pages: the budget, but no more than the online engine has let go of."""
+        if self._resting:
+            return 0.0
         target = min(budget.update(time.monotonic(), self._online.read(), self.control.read()), self.pool.total)
         held = self.pool.mapped
         return target if target <= held else max(held, min(target, self._room()))

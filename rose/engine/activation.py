@@ -7,8 +7,10 @@ workers' side is rose/engine/inactive.py.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from rose.coserving import names
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
@@ -93,6 +95,7 @@ class Activation:
             # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps it from matching.
             await self._call(core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S)
             await self._abort_requests()
+            await self._rest(True)
             await self._worker_or_death("rose_deactivate")
 
     async def activate(self) -> None:
@@ -107,8 +110,14 @@ class Activation:
             self.version = -1
             core = self._llm.engine_core
             await self._call(core.set_weight_version_async(str(self.version)), RPC_TIMEOUT_S)
+            await self._rest(False)
             await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
             self.active = True
+
+    async def _rest(self, resting: bool) -> None:
+        """Where the device is shared, the scheduler takes none of its KV memory meanwhile."""
+        if names.FOLDER in os.environ:  # as vLLM's plugin looks at it, who makes this call
+            await self._call(self._llm.engine_core.call_utility_async("rose_rest", resting), RPC_TIMEOUT_S)
 
     async def _worker_or_death(self, method: str, *args) -> list:
         """What fails midway leaves weights that are nobody's."""

@@ -79,6 +79,19 @@ def test_after_warm_up_the_memory_of_the_largest_step_is_this_engines(started):
     process.pass_by(STEP)
 
 
+def test_an_engine_that_was_inactive_has_that_memory_again_before_it_serves(started):
+    from rose.engine.inactive import InactiveWorker
+
+    gpu = Gpu(2**30)
+    worker, process = started(gpu)
+    process.empty_cache()  # as vLLM's sleep mode does
+    worker.wake_up = worker._read_folder = lambda: None
+    worker._rose_initial = None
+    InactiveWorker.rose_activate(worker)
+    Process(gpu).take(gpu.free)
+    process.pass_by(STEP)
+
+
 def test_an_engine_for_whose_steps_the_gpu_is_too_small_does_not_start(started):
     with pytest.raises(RuntimeError, match="the steps of this engine take 0.11 GiB"):
         started(Gpu(10 * 2**20 + STEP + SPARE))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config.tree import Serving
-from rose.coserving import device
+from rose.coserving import board, device, gate
 from rose.coserving.pages import resident_bytes
 from rose.engine.vllm_engine import EngineDied, EngineError
 from tests.engine.test_vllm_engine import (
@@ -188,3 +188,28 @@ def test_an_engine_that_shares_no_device_says_so_when_blocks_are_asked_of_it(sta
     engine = start("Qwen3")
     with pytest.raises(Exception, match="started without ROSE_COSERVING"):
         worker(engine, loop, "rose_release_blocks", [1])
+
+
+def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(start, loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
+    serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
+    lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)
+    for name, value in device.describe(tmp_path, msgspec.structs.replace(serving, lending=lending), None).items():
+        monkeypatch.setenv(name, value)
+    for name, kind, said in (("online", board.Online, {}), ("control", board.Control, {"lend": 1.0})):
+        writer = board.Writer(tmp_path / name, kind)
+        vars(writer.state).update(said)
+        writer.write()
+    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.coserving.rollout.scheduler"})
+    told = board.Reader(tmp_path / "rollout", board.Rollout)
+
+    async def until_lent() -> None:
+        while not told.read().kv_budget > 0:
+            await asyncio.sleep(0.01)
+
+    for _ in range(2):
+        loop.run_until_complete(asyncio.wait_for(until_lent(), 60))
+        loop.run_until_complete(engine.deactivate())
+        layout = worker(engine, loop, "rose_kv_layout")
+        assert layout["held"] == 1 and layout["mapped_bytes"] == told.read().kv_budget == 0
+        loop.run_until_complete(engine.activate())

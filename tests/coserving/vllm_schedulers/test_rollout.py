@@ -170,6 +170,31 @@ def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(driv
     assert not blocks_held(driven), "but that it gives back at once"
 
 
+def test_while_it_rests_it_holds_no_memory_and_says_all_the_same_that_lending_began(driven, boards):
+    driven.add("a", tokens=2)
+    driven.steps(4)
+    scheduler = driven.scheduler
+    boards.set("control", lend=0)
+    driven.step()
+    assert not blocks_held(driven)
+    boards.set("control", lend=1)
+    driven.step()
+    assert blocks_held(driven)
+    scheduler.rest(True)  # the operator lends again just then
+    assert not blocks_held(driven) and scheduler.state.kv_budget == 0
+    boards.set("control", lend=0)
+    assert scheduler._wants_turn()
+    driven.step()
+    assert scheduler.state.shut_by == Reason.STOPPED and not scheduler._wants_turn()
+    boards.set("control", lend=1)
+    assert scheduler._wants_turn()
+    driven.step()
+    assert scheduler.state.shut_by == Reason.OPEN, "who sleeps until then hears of it"
+    assert not blocks_held(driven) and not scheduler._wants_turn()
+    scheduler.rest(False)
+    assert blocks_held(driven) and scheduler.state.kv_budget > 0
+
+
 def test_who_waits_too_long_at_the_gate_is_handed_back(driven, boards):
     driven.add("a")
     driven.step()
