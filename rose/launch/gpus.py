@@ -23,6 +23,7 @@ NONE_GIVEN = ("", "-1", "NoDevFiles")  # what users and Slurm write for "no GPU"
 COMMAND_DEADLINE_S = 60.0  # a node whose driver has to wake up takes some seconds per GPU
 
 _GPU = re.compile(r"GPU (\d+): (.*?)(?: \(UUID: (GPU-[^)]+)\))?$")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)$")
 
 
@@ -154,19 +155,34 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: if the task sees more, those at its place
-    by SLURM_LOCALID; {} if it sees as many as it needs. `environ`: as the task found it.
+    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: those at its place by SLURM_LOCALID if it
+    sees others' too; {} if all that it sees is its own, or as many as it needs. `environ`: as the task found it.
 
-    Raises `ConfigError` when it sees fewer.
+    Raises `ConfigError` when it sees fewer, or only what tasks before it on the node have.
     """
     variable = environ.get(VARIABLE)
     names = given(installed(), variable)
-    at = int(environ.get("SLURM_LOCALID", "0"))
-    if len(names) == count:
+    at, total = int(environ.get("SLURM_LOCALID", "0")), environ.get("SLURM_GPUS_ON_NODE", "")
+    shared = total.isdigit() and len(names) >= int(total) and at > 0
+    if len(names) >= count and (_all_its_own(len(names), environ) or len(names) == count and not shared):
         return {}
     if len(names) >= (at + 1) * count:
         return {VARIABLE: own(range(at * count, (at + 1) * count), names)}
     seen = ", ".join(names) if names else "none"
     raise ConfigError(
         f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} (SLURM_LOCALID), sees "
-        f"{len(names)} in all ({seen}; {VARIABLE}={variable!r}); submit it with --gpus-per-task={count}")
+        f"{len(names)} in all ({seen}; {VARIABLE}={variable!r}){', as the tasks before it do' if shared else ''}; "
+        f"submit it with --gpus-per-task={count}")
+
+
+def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
+    """Whether the `count` GPUs that a process sees are no other task's: it is none of Slurm's tasks, or the only one on
+    its node, or Slurm has bound it to fewer than the step has there (SLURM_GPUS_ON_NODE). SLURM_STEP_GPUS doesn't tell:
+    it has a bound task's own, and SLURM_GPUS_PER_TASK is the batch script's."""
+    if "SLURM_LOCALID" not in environ:
+        return True
+    total = environ.get("SLURM_GPUS_ON_NODE", "")
+    words = (_TASKS.fullmatch(word) for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","))
+    tasks = [int(word[1]) for word in words if word for _ in range(int(word[2] or 1))]  # "2(x3),1": of each node
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return total.isdigit() and count < int(total) or tasks[node:node + 1] == [1]

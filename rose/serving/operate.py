@@ -66,13 +66,17 @@ def has_gpus(arguments: list[str]) -> bool:
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as many as the larger
-    engine of the two spreads over. Raises `ConfigError` when this task sees fewer."""
+    engine of the two spreads over, where other tasks of the node see the same ones. Raises `ConfigError` when this task
+    sees fewer."""
     if not has_gpus(overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
     wanted = {"serving.online.engine_args.tensor_parallel_size": int(options.get("tensor_parallel_size", 1))}
-    with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing is known
-        wanted["rollout.tensor_parallel"] = of_run(run_dir, overrides).rollout.tensor_parallel
+    rollouts = parse(overrides).get("rollout.tensor_parallel")
+    with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing else is known
+        rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
+    if isinstance(rollouts, int):
+        wanted["rollout.tensor_parallel"] = rollouts
     key = max(wanted, key=wanted.__getitem__)
     os.environ.update(gpus.of_task(wanted[key], f"{key}={wanted[key]}"))
 

@@ -6,7 +6,7 @@ import pytest
 
 from rose.config import ConfigError
 from rose.coserving import names
-from rose.launch import local
+from rose.launch import gpus, local
 from rose.serving import lender, operate, settings
 
 RUN = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "rollout.workers=2",
@@ -76,6 +76,47 @@ def test_a_server_and_its_lender_take_as_many_as_the_larger_of_both(run, nvidia_
     monkeypatch.setattr(operate, "has_gpus", lambda _: True)
     operate.take_gpus(run if begun else run.with_name("later"), overrides, serving)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
+    """What Slurm tells a task: of a real cluster with GPUs that are none, by srun of these shapes."""
+    return {"SLURM_LOCALID": str(local), "SLURM_GPUS_ON_NODE": str(total), "SLURM_STEP_TASKS_PER_NODE": tasks,
+            "SLURM_NODEID": str(node)}
+
+
+@pytest.mark.parametrize(("slurm", "visible", "extra", "taken"), [
+    (step("1", 2, 0), "0,1", [], "0,1"),  # --ntasks=1 --gpus-per-task=2
+    (step("2", 4, 0), "0,1", [], "0,1"),  # --ntasks=2 --gpus-per-task=2
+    (step("3", 6, 2), "4,5", [], "4,5"),
+    (step("2(x2),1", 2, 0, node=2), "0,1", [], "0,1"),  # a heterogeneous job, or five tasks on three nodes
+    (step("2", 8, 1), "0,1,2,3,4,5,6,7", ["rollout.tensor_parallel=2"], "2,3"),  # --ntasks=2 --gres=gpu:8
+    ({}, "0,1,2", [], "0,1"),  # by hand
+], ids=str)
+def test_a_server_before_its_run_leaves_the_rollout_engine_the_gpus_that_it_will_need(
+        run, nvidia_smi, monkeypatch, slurm, visible, extra, taken):
+    """The operator's view, then the lender's, in its child, when the run has begun."""
+    nvidia_smi(variable=visible)
+    for name in ("SLURM_LOCALID", "SLURM_GPUS_ON_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(operate, "has_gpus", lambda _: True)
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+    overrides = ["serving.online.model=m", *extra]
+    operate.take_gpus(run.with_name("later"), overrides, settings.of_server(overrides))
+    monkeypatch.setattr(os, "environ", os.environ | {names.FOLDER: "/nowhere"})
+    lender.Lender(run, overrides)._prepare(settings.of_run(run, overrides))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def test_two_tasks_that_see_one_gpu_do_not_share_it(run, nvidia_smi, monkeypatch):
+    """--ntasks=2 --gres=gpu:1; and with --gpus-per-task=1 each has its own."""
+    nvidia_smi()
+    seen = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert gpus.of_task(1, "an engine", seen | step("2", 1, 0)) == {}
+    with pytest.raises(ConfigError, match="number 1 on .* sees 1 in all .*, as the tasks before it do; .*-per-task=1"):
+        gpus.of_task(1, "an engine", seen | step("2", 1, 1))
+    assert gpus.of_task(1, "an engine", {"CUDA_VISIBLE_DEVICES": "1"} | step("2", 2, 1)) == {}
 
 
 def test_a_server_that_sees_too_few_is_refused(run, nvidia_smi):
