@@ -170,6 +170,7 @@ class Both:
         self.tasks: list[asyncio.Task] = []
         self.engine: Any = None
         self.made = self.evicted = 0  # tokens and turns of R
+        self.rests = False  # R is inactive, or about to be: no turn is begun
         self.latencies: list[float] = []  # of S's requests, seconds
         self.refused: list[str] = []
 
@@ -219,6 +220,8 @@ class Both:
         dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
         at = 0
         while True:
+            while self.rests:
+                await asyncio.sleep(LOOK_S)
             at += 1
             tokens, finish = dice.integers(0, self.vocabulary, prompt), None
             async for chunk in self.engine.generate(f"r{number}.{at}", protocol.pack_tokens(tokens),
@@ -279,6 +282,7 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
             both.tasks += users
             report.figure("R beside S's users", await _rate(both, sizes.phase_s), "token/s")
             await _stopped(report, both)
+            await _rested(report, both)
             report.figure("R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0)
             await both.until(lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers")
             online = both.board("online")
@@ -323,7 +327,23 @@ async def _stopped(report: Report, both: Both) -> None:
         report.figure("the device's memory in use, lent and not, differs by", (lent - _used()) / GIB, "GiB",
                       most=BEYOND * report.sizes.kv_gib,
                       remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC")
-    both.control.start("gpu_check")
+
+
+async def _rested(report: Report, both: Both) -> None:
+    """As when nothing is lent for long: R gives its weights back, and takes them again, beside S under load."""
+    both.rests, before = True, _used()
+    began = time.monotonic()
+    await both.engine.deactivate()
+    report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
+    report.figure("KV memory of an inactive R", await both.mapped() / GIB, "GiB", most=0.0)
+    if before is not None:
+        report.figure("memory of the device that R gives back by it", (before - _used()) / GIB, "GiB", least=0.1)
+    both.control.start("gpu_check")  # S may be lending by the time that R has read them
+    began = time.monotonic()
+    await both.engine.activate()
+    report.figure("R is active again after", time.monotonic() - began, "s")
+    both.rests = False
+    await both.until(lambda: both.board("rollout").kv_budget, 60.0, "R to be lent memory again")
 
 
 def _used() -> int | None:
