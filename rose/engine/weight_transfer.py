@@ -58,7 +58,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         for name, parameter in model.named_parameters():  # vLLM constructs this right after the model is loaded
             check_type(name, parameter)
-        # What is free of a device that engines share is KV memory that was given back: who needs it takes it at once.
+        # What is free of a device that engines share is KV memory that was given back: who needs it takes it at once. The
+        # allocator keeps the little that staging takes: emptied, it would lose what steps need (rose/engine/headroom.py).
         self._shares = device.type == "cuda" and names.FOLDER in os.environ
         self._live: Live | None = None
         self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
@@ -98,7 +99,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
-        self._release(staged)
+        if staged is not None:
+            staged.release()
 
     @property
     def holds_initial(self) -> bool:
@@ -154,7 +156,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                       "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
                       "stage_s": time.perf_counter() - began}
             if not self._hand_over(staged, status):
-                self._release(staged)
+                staged.release()
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
         except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
@@ -163,13 +165,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type != "cuda":
             return None
         return min(LEAST, info.device_bytes) if self._shares else info.device_bytes
-
-    def _release(self, staged: Staged | None) -> None:
-        """Its device memory, and on a shared device what the allocator would keep of it."""
-        if staged is not None:
-            staged.release()
-        if self._shares:
-            torch.cuda.empty_cache()
 
     def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
         """Whether somebody still wants it."""
@@ -184,7 +179,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staged.check()
         except Exception as error:
             wrong = error
-        self._release(staged)  # before it is said that this one is done: the next may come at once
+        staged.release()  # before it is said that this one is done: the next may come at once
         if wrong is None:
             self._status = self._status | {"state": "loaded", "check_s": time.perf_counter() - began}
         else:
