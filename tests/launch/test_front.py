@@ -102,7 +102,7 @@ def test_a_key_that_the_launcher_alone_sets_is_not_proposed_for_itself(launch):
 def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     code, out, err = launch("+experiment=qwen32b", "cluster.dry_run=true")
     assert code == 0 and not err
-    assert "qwen32b: 33 ranks, 48 GPUs" in out and "KV cache" in out
+    assert "qwen32b: 28 ranks, 48 GPUs" in out and "KV cache" in out
     assert not list(tmp_path.iterdir())
 
 
