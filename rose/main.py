@@ -47,9 +47,9 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
                            "for the MPI whose mpiexec started it?")
     shared_memory.unname(world)
     peers = split_by_role(world, me.role)
+    rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
-    rank_status.mark_joined(run_dir, attempt, me.rank)
     if me.rank != COORDINATOR:
         mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:

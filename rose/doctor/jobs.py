@@ -25,6 +25,7 @@ def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
-    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory that ranks have."""
-    memory = [f"--mem={component.mem}"] if component.mem is not None else []
+    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory that ranks have, but for
+    all of a node's ("0"), which a node with other jobs hasn't."""
+    memory = [f"--mem={component.mem}"] if component.mem not in (None, "0") else []
     return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

@@ -41,9 +41,9 @@ class Headroom:
         peak, lasting = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
-    def keep(self) -> None:
+    def keep(self, spare: int = SPARE) -> None:
         """From here on this engine has memory for any step. Raises `RuntimeError` when the device hasn't so much, and
-        `SPARE` beyond it."""
+        `spare` bytes beyond it."""
         torch.cuda.empty_cache()
         try:
             torch.empty(self.nbytes, dtype=torch.int8, device=self.device)
@@ -51,10 +51,10 @@ class Headroom:
             left = -1
         else:
             left = torch.cuda.mem_get_info(self.device)[0]
-        if left < SPARE:
+        if left < spare:
             torch.cuda.empty_cache()
             raise RuntimeError(f"the steps of this engine take {self.nbytes / GIB:.2f} GiB of GPU memory beside weights "
-                               f"and KV cache (measured in vLLM's profile run), and {SPARE / GIB:.2f} must stay free; "
+                               f"and KV cache (measured in vLLM's profile run), and {spare / GIB:.2f} must stay free; "
                                f"{self._remedy()}")
 
     def _remedy(self) -> str:

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from rose import device_memory
 from rose.coserving.pages import give_back
+from rose.coserving.vmm import SPARE
 
 SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping engine gives back
 
@@ -53,7 +54,7 @@ class InactiveWorker:
             self.wake_up()
         self._read_folder()
         if self.rose_headroom is not None:
-            self.rose_headroom.keep()
+            self.rose_headroom.keep(SPARE // 2)  # the rest may be what the spare memory is for, by now
         if self.rose_kv is not None:
             self.rose_kv.resume()
         found = self.rose_checksum() if self._rose_initial is not None else None

@@ -80,6 +80,16 @@ class Staging:
         self._took_s[state] = max(status[TOOK[state]] for status in found)
         return found
 
+    async def _flipped(self, timeout_s: float) -> None:
+        """Put what is staged in place. Raises as `_settled`; an engine of which it is not known which weights it has, as
+        where the workers did not answer in time, is ended."""
+        try:
+            found = await self._worker("rose_flip", timeout_s)
+        except BaseException:
+            self._process.kill()
+            raise
+        self._all_well(found)
+
     def _all_well(self, found: list[dict]) -> None:
         self._no_mixture(found)
         failed = [status for status in found if status["state"] == "failed"]

@@ -285,7 +285,7 @@ class Engine(Activation, Staging):
         self._open.clear()
         try:
             paused = time.monotonic() if self.asleep else await self._pause(transfer.in_flight)
-            self._all_well(await self._worker("rose_flip", transfer.load_timeout_s))
+            await self._flipped(transfer.load_timeout_s)
             self.version = version
             # sent before "resume", and done in this order, but not waited for while nothing is generated
             labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))

@@ -33,6 +33,7 @@ from rose.observe.terminal import say
 
 COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
+ANSWER_S = 20.0  # for squeue, of which the next look asks again
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # how the variables begin that Slurm puts into a job's processes
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # by which its commands find it
 # srun would apply these to all components: what sbatch set for the first one, or what the shell had that submitted
@@ -191,7 +192,7 @@ def _end_time() -> float | None:
     try:
         asked = subprocess.run(["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
                                env=os.environ | {"SLURM_TIME_FORMAT": "standard"}, capture_output=True, text=True,
-                               timeout=LOOK_S)
+                               timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return None
     # of every component, local time; other words (N/A) where there is no limit

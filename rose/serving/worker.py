@@ -14,7 +14,7 @@ from rose.comm.mailbox import COORDINATOR
 from rose.comm.wire import decode, encode
 from rose.config import Config
 from rose.coserving.gate import Reason
-from rose.engine.vllm_engine import Engine, EngineDied
+from rose.engine.vllm_engine import Engine, EngineDied, EngineError
 from rose.observe.recorder import NullRecorder
 from rose.roles.rollout import RolloutWorker
 from rose.serving.capacity import CapacityWatch, EngineBoard
@@ -133,6 +133,9 @@ class BorrowedWorker(RolloutWorker):
                     print(f"{self.name}: nothing is lent; the engine gave its memory back", flush=True)
             except EngineDied:
                 continue  # `_keep_engine` has seen it
+            except EngineError as error:  # busy for too long: it keeps its memory, and is asked again
+                print(f"{self.name}: {error}", flush=True)
+                self._awake.set()
 
     async def _activate(self, engine: Engine) -> None:
         began = time.monotonic()

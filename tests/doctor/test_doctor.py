@@ -220,6 +220,12 @@ def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_co
         assert {"--gpus-per-node=4", "--cpus-per-task=8", "--mem=200G"} <= set(argv)
 
 
+def test_the_doctors_jobs_find_a_place_beside_other_jobs(make_config):
+    c = make_config("+experiment=qwen7b", "cluster=slurm")
+    assert c.cluster.slurm.trainer.mem == "0"
+    assert not [option for option in jobs.gpu_task(c, c.cluster.slurm.trainer, 4) if option.startswith("--mem")]
+
+
 def test_a_name_that_is_no_gpu_of_this_machine_is_a_finding(make_config, monkeypatch):
     monkeypatch.setattr(machine.launcher, "installed", lambda: (Device(0, "some", "GPU-0"),))
     monkeypatch.setattr(machine.devices, "examine", lambda c: [])

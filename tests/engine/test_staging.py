@@ -94,6 +94,21 @@ def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too()
     assert engine.killed == 1
 
 
+@pytest.mark.parametrize("error", [EngineError("no answer"), TransferError("?"), asyncio.CancelledError()])
+def test_an_engine_of_which_nobody_knows_which_weights_it_has_is_ended(error):
+    engine = Engine(error)
+    with pytest.raises(type(error)):
+        asyncio.run(engine._flipped(5.0))
+    assert engine.killed == 1
+
+
+def test_a_flip_that_was_taken_back_ends_nothing():
+    engine = Engine(FAILED)
+    with pytest.raises(TransferError, match="block 7"):
+        asyncio.run(engine._flipped(5.0))
+    assert engine.killed == 0
+
+
 class Worker:
     """Stages by a clock that only sleeping moves: `took_s` a version."""
 

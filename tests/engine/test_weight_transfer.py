@@ -19,7 +19,7 @@ class Receiver:
     where, lineage = ("store", None), "lineage"
 
     def __init__(self):
-        self.device_bytes, self.released, self.began = None, 0, lambda: None
+        self.device_bytes, self.released = None, 0
         self.result = SimpleNamespace(nbytes=1, changed=1, blocks=1, route=[], mirrored=0, release=self._release)
 
     def _release(self):
@@ -27,7 +27,6 @@ class Receiver:
 
     def stage(self, have, want, threads, dense_bytes, timeout_s, device_bytes, verify_every, wanted):
         self.device_bytes = device_bytes
-        self.began()
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
