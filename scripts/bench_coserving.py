@@ -9,12 +9,11 @@ Slices of a trace (Azure's format; made by rose.traces if none is given) are rep
 server S, with the rollout engine R beside it in a closed loop; both engines are confined to one core, which stands for
 the device. The trace's lengths are scaled down to models that a core serves, and its times so that S alone keeps the
 core busy for `busy` of the time. Every seed is another slice; under it the scenarios run one after the other:
-    alone              S, twice a seed: what differs between the two is the machine's noise
-    naive              R beside it; the system's scheduler shares the core, each engine has all the KV memory
-    static             the same, with half of the KV memory each
-    priority           one engine of the same weights with vLLM's priority scheduling; rollouts have the lower one
-    ours               two engines, R behind the gate
-    ours_same_weights  one engine, the gate inside its scheduler
+    alone     S, twice a seed: what differs between the two is the machine's noise
+    naive     R beside it; the system's scheduler shares the core, each engine has all the KV memory
+    static    the same, with half of the KV memory each
+    priority  one engine of the same weights with vLLM's priority scheduling; rollouts have the lower one
+    ours      two engines, R behind the gate
 Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them; before
 that each scenario has had a run that isn't counted, which warms its engines. On a virtual machine a run of which the
 hypervisor took more than 4% is made again, twice at most.
@@ -78,7 +77,7 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
         if scenario != ALONE:
             bench.warm(scenario)
     sides = {PLAN[name][1] for name in chosen}  # each is compared with such an engine of its own, ungated
-    bench.start(*["naive"] * bool(sides & {"static", "ours"}), *["priority"] * ("shared_load" in sides))
+    bench.start(*["naive"] * bool(sides & {"static", "ours"}))
     runs, alone = [], Alone([], [])
     for seed in range(bench.options.seeds):
         traffic = bench.slice(seed, bench.options.seconds)

@@ -27,14 +27,13 @@ from rose.models import cache_dir
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import (Failed, Guard, Operator, Process, Rollouts, Server, busy_s, confine,
                                      plugin_folder)
-from bench_coserving_tables import ALONE, Run, Slo, percentile, slo_of
+from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
 from live_runs import Stolen, wait_for_calm
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # scenario -> (server, rollout side)
 PLAN = {"alone": ("plain", None), "naive": ("plain", "naive"), "static": ("static", "static"),
-        "priority": ("priority", "priority_load"), "ours": ("ours", "ours"),
-        "ours_same_weights": ("shared", "shared_load")}
+        "priority": ("priority", "priority_load"), "ours": ("ours", "ours")}
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = 1024, 64, 2048  # the latter two as conf/serving/borrow.yaml
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
@@ -74,8 +73,8 @@ class Bench:
         self.host = os.sched_getaffinity(0) - self.device
         self.servers: dict[str, Server] = {}
         self.rollouts: dict[str, Rollouts] = {}
-        self.operators: dict[str, Operator] = {}  # of the servers with our schedulers
-        self.environments: dict[str, dict[str, str]] = {}  # of them and their rollout sides
+        self.operator: Operator | None = None  # of the engines with our schedulers
+        self._lent: dict[str, str] = {}  # their environment
         self.slo: Slo | None = None
         self.trace = traces.read(options.trace) if options.trace else traces.generate(0)
         self.trace = self.trace.tokens_scaled(options.prompt_scale, options.output_scale)
@@ -126,12 +125,12 @@ class Bench:
         args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
                 "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": kv_bytes}
         env = self._environment()
-        if kind in ("priority", "shared"):
+        if kind == "priority":
             args["scheduling_policy"] = "priority"
-        if kind in ("ours", "shared"):
-            args["scheduler_cls"] = f"rose.coserving.{'online' if kind == 'ours' else 'shared'}.scheduler"
+        if kind == "ours":
+            args["scheduler_cls"] = "rose.coserving.online.scheduler"
             args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
-            env |= self._lends(kind)
+            env |= self._lends()
         made = Server(self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env)
         self._stack.callback(made.end)
         return made
@@ -147,7 +146,7 @@ class Bench:
             kind, engine_args = "engine", {}
             if name == "ours":
                 engine_args["scheduler_cls"] = "rose.coserving.rollout.scheduler"
-                env |= self._lends(server)
+                env |= self._lends()
             job |= {"model": str(model(options.rollout_model, 1)), "max_context": MAX_CONTEXT,
                     "max_sequences": options.concurrency, "engine_args": engine_args,
                     "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1))}
@@ -160,9 +159,9 @@ class Bench:
         return {"VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
                 "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
 
-    def _lends(self, kind: str) -> dict[str, str]:
+    def _lends(self) -> dict[str, str]:
         """What the engines of a lent device are told. It is described, and said to be lent, at the first call."""
-        if kind not in self.environments:
+        if self.operator is None:
             options, profile = self.options, self.profile()
             given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
             given["online"] |= {
@@ -170,13 +169,13 @@ class Bench:
                 "max_sequences": MAX_SEQUENCES, "max_batched_tokens": MAX_BATCHED,
                 "kv_cache_gib": options.kv_mib / 2**10,
                 "slo": {f"{name}_s": seconds for name, seconds in vars(self.slo).items()}}
-            given["lending"] |= {"same_weights": kind == "shared", "profile": str(profile)}
+            given["lending"]["profile"] = str(profile)
             serving = msgspec.convert(given, config.Serving)
-            operator = self.operators[kind] = Operator(f"bench-{os.getpid()}-{kind}", EPOCH_S)
-            self._stack.callback(operator.close)
-            self.environments[kind] = device.describe(operator.folder, serving, json.loads(profile.read_text()))
-            operator.start()
-        return self.environments[kind]
+            self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
+            self._stack.callback(self.operator.close)
+            self._lent = device.describe(self.operator.folder, serving, json.loads(profile.read_text()))
+            self.operator.start()
+        return self._lent
 
     def profile(self) -> Path:
         """Of this device and these models; measured, once, on the device's core, with all else parked."""
@@ -262,7 +261,7 @@ class Bench:
         requests = await sending
         passed = after["at"] - before["at"]
         grown = {name: after[name] - before[name] for name in before}
-        if scenario in ("priority", "ours_same_weights"):  # its engine counts the tokens of both sides
+        if scenario == "priority":  # its engine counts the tokens of both sides
             grown["made"] -= sum(sum(at <= seconds for at in request.chunks) for request in requests)
         opened = grown["open_s"] + grown["shut_s"]
         return Run(scenario, seed, seconds, [r.ttft for r in requests], [r.tpot for r in requests],
@@ -277,13 +276,12 @@ class Bench:
         if side:
             said = side.ask("count")
             found |= {name: said[name] for name in ("made", "evicted", "wasted")}
-        if scenario in ("priority", "ours_same_weights"):
+        if scenario == "priority":
             found["made"] = server.metric("vllm:generation_tokens_total")
         found["preempted"] = server.metric("vllm:num_preemptions_total")
-        if scenario.startswith("ours"):
-            operator = self.operators[PLAN[scenario][0]]
-            state = operator.read("rollout", board.Rollout)
-            online = operator.read("online", board.Online)
+        if scenario == OURS:
+            state = self.operator.read("rollout", board.Rollout)
+            online = self.operator.read("online", board.Online)
             if state:
                 found |= {"open_s": state.open_s, "shut_s": state.shut_s}
             if online:

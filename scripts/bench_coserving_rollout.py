@@ -29,6 +29,7 @@ from rose.coserving import names, priority  # noqa: E402
 
 from bench_coserving_client import WORDS  # noqa: E402
 
+PRIORITY = 1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first
 ELSEWHERE_S = 0.25  # an aborted turn goes to another engine; the next one for this engine comes by and by
 
 
@@ -119,18 +120,14 @@ class HttpLoop(Loop):
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
         body = {"model": self._job["served"], "prompt": prompt.tolist(), "max_tokens": new, "ignore_eos": True,
-                "priority": names.ROLLOUT_PRIORITY, "temperature": 1.0}
+                "priority": PRIORITY, "temperature": 1.0}
         async with self._session.post(f"{self._job['url']}/v1/completions", json=body) as response:
             said = await response.json()
         if response.status != 200:
             raise RuntimeError(f"status {response.status}: {str(said)[:300]}")
-        made = said["usage"]["completion_tokens"]
-        evicted = said["choices"][0]["finish_reason"] == "abort"
-        self.count["made"] += made
+        self.count["made"] += said["usage"]["completion_tokens"]
         self.count["turns"] += 1
-        self.count["evicted"] += evicted
-        self.count["wasted"] += evicted * (len(prompt) + made)
-        return not evicted
+        return True
 
 
 async def serve(loop: Loop, say) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 LATENCY = 1.10  # P99 of ours / P99 of S alone, at most
 HARVEST = 0.60  # of the idle compute, at least
 FAILS = 1.10  # naive co-location must be slower than that, or the load is too light
-ALONE, NAIVE = "alone", "naive"
-OURS = ("ours", "ours_same_weights")
+ALONE, NAIVE, OURS = "alone", "naive", "ours"
 METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 BLOCK = 10  # requests in a row, which share a burst's fate: drawn together
 DRAWS = 200
@@ -122,7 +121,7 @@ def _blocks(values: list[float | None]) -> list[list[float]]:
 
 def harvest(runs: list[Run], scenario: str, alone: Alone) -> list[float]:
     """Rollout tokens/s of what R would make in the time that S alone leaves idle; one a seed."""
-    kind = alone.server if scenario in ("priority", "ours_same_weights") else alone.engine
+    kind = alone.server if scenario == "priority" else alone.engine
     idle = 1 - mean(run.busy for run in runs if run.scenario == ALONE)
     return [run.made / (mean(kind) * idle) for run in runs if run.scenario == scenario]
 
@@ -204,18 +203,16 @@ def targets(rows: list[dict]) -> list[str]:
         said.append(f"  {verdict:12}  {what}: {found}")
 
     alone = by[ALONE]
-    for name in OURS:
-        if name not in by:
-            continue
-        row = by[name]
+    if OURS in by:
+        row = by[OURS]
         for metric, words in (("ttft_p99", "P99 TTFT"), ("tpot_p99", "P99 TPOT")):
             (_, middle, _), itself = row[f"{metric}_ratio"], alone[f"{metric}_ratio"]
-            say(f"{name}: {words} within {LATENCY:.2f}x of S alone", middle <= LATENCY,
+            say(f"{OURS}: {words} within {LATENCY:.2f}x of S alone", middle <= LATENCY,
                 f"{_range(row[f'{metric}_ratio'])}; S alone to itself {_range(itself)}", middle <= itself[2])
-        say(f"{name}: attainment no lower than S alone's", row["attainment"] >= alone["attainment"],
+        say(f"{OURS}: attainment no lower than S alone's", row["attainment"] >= alone["attainment"],
             f"{100 * row['attainment']:.2f}% and {_range(tuple(100 * x for x in alone['attainments']), '%')}",
             row["attainment"] >= alone["attainments"][0])
-        say(f"{name}: {100 * HARVEST:.0f}% of the idle compute harvested", row["harvest"][1] >= HARVEST,
+        say(f"{OURS}: {100 * HARVEST:.0f}% of the idle compute harvested", row["harvest"][1] >= HARVEST,
             _range(tuple(100 * x for x in row["harvest"]), "%", 0))
     if NAIVE in by:
         worst = max(by[NAIVE][f"{metric}_ratio"][1] for metric in ("ttft_p99", "tpot_p99"))

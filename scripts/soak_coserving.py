@@ -112,15 +112,15 @@ class Soak:
                 return f"{answered}; it misses its targets by itself, and lends nothing until it meets them"
             if time.monotonic() > end:
                 raise Failed(f"rollouts made no token within {PROGRESS_S:g} s; their board says "
-                             f"{self.bench.operators[SCENARIO].read('rollout', board.Rollout)}, the server's "
-                             f"{self.bench.operators[SCENARIO].read('online', board.Online)}; "
+                             f"{self.bench.operator.read('rollout', board.Rollout)}, the server's "
+                             f"{self.bench.operator.read('online', board.Online)}; "
                              f"{self.side.failed('wrote')}")
             time.sleep(0.05)
         return f"{answered}, rollouts made {now - made} tokens after {time.monotonic() - start:.1f} s"
 
     def _refuses(self) -> bool:
         """On a machine with other guests S may miss its targets whatever is lent."""
-        online = self.bench.operators[SCENARIO].read("online", board.Online)
+        online = self.bench.operator.read("online", board.Online)
         return online is not None and online.lends == 0
 
     def look(self) -> None:
@@ -148,11 +148,11 @@ class Soak:
 
     def _steps(self) -> float:
         """Steps that R has ended."""
-        return self.bench.operators[SCENARIO].read("rollout", board.Rollout).steps
+        return self.bench.operator.read("rollout", board.Rollout).steps
 
     def _made(self) -> float:
         """Tokens by R's scheduler; what the other side has received of them comes later."""
-        return self.bench.operators[SCENARIO].read("rollout", board.Rollout).made_tokens
+        return self.bench.operator.read("rollout", board.Rollout).made_tokens
 
     # ----------------------------------------------------------------- what goes wrong
 
@@ -209,10 +209,10 @@ class Soak:
         return f"{path.name} to {left} bytes"
 
     def _board(self) -> Path:
-        return self.bench.operators[SCENARIO].folder / str(self.draw.choice(["online", "rollout", "control"]))
+        return self.bench.operator.folder / str(self.draw.choice(["online", "rollout", "control"]))
 
     def switch_off(self) -> str:
-        operator = self.bench.operators[SCENARIO]
+        operator = self.bench.operator
         operator.lend(False)
         time.sleep(STOP_S)
         first = self._steps()

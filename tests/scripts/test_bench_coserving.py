@@ -63,9 +63,9 @@ def test_what_differs_no_more_than_s_alone_from_itself_is_said_to_be_in_the_nois
 
 def test_harvest_is_of_what_the_rollout_engine_would_make_in_the_idle_time():
     runs = [run("alone", busy=0.2), run("alone", busy=0.3), run("ours", made=450.0),
-            run("ours_same_weights", made=150.0)]
+            run("priority", made=150.0)]
     assert tables.harvest(runs, "ours", Alone([800.0, 1000.0], [400.0])) == pytest.approx([450 / (900 * 0.75)])
-    assert tables.harvest(runs, "ours_same_weights", Alone([900.0], [400.0])) == pytest.approx([150 / (400 * 0.75)])
+    assert tables.harvest(runs, "priority", Alone([900.0], [400.0])) == pytest.approx([150 / (400 * 0.75)])
 
 
 def canned(ours=1.05, naive=3.0, made=400.0, done=True):
