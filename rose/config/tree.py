@@ -183,7 +183,6 @@ class Lending(Section):
     """When and how much of the device the online engine lends to the rollout engine."""
 
     profile: str | None  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
-    same_weights: bool  # one engine serves both sides
     chunk_tokens: Count  # the most that one step of the rollout engine takes in
     step_share: Share  # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
     priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU

@@ -4,4 +4,3 @@ FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
 CONFIG = "config.json"  # in it: what `device.Device` reads
 STEPS = "ROSE_COSERVING_STEPS"  # environment: a file to which an engine appends its steps, one JSON object a line
 EVICTED = "rose-evicted"  # vLLM's stop_reason of a request that was handed back for want of memory or time
-ROLLOUT_PRIORITY = 1000  # vLLM's request priority from which a request is a rollout, where one engine serves both

@@ -128,16 +128,15 @@ class Lender:
         threads = 1 if config.deterministic else config.rollout.threads
         shares = names.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
-        if config.cluster.gpus and not member.shares_engine(config):
+        if config.cluster.gpus:
             count = config.rollout.tensor_parallel
             given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ  # the operator took the task's
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
             wanted |= caches.variables(config.cluster, self.environ)
         if self.prepared is None:
             os.environ.update(wanted)
-            if not member.shares_engine(config):
-                say("importing vLLM")
-                start.preload()
+            say("importing vLLM")
+            start.preload()
         elif self.prepared != wanted:
             os.execve(sys.executable, [sys.executable, "-u", *self.command], self.environ)
         self.prepared = wanted

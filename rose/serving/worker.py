@@ -18,7 +18,6 @@ from rose.engine.vllm_engine import Engine, EngineDied, EngineError
 from rose.observe.recorder import NullRecorder
 from rose.roles.rollout import RolloutWorker
 from rose.serving.capacity import CapacityWatch, EngineBoard
-from rose.serving.remote_engine import RemoteEngine
 
 FIRST_PAUSE_S = 0.0002
 GOODBYE_S = 2.0  # the coordinator's, so that no last word of ours is lost in a closing connection
@@ -176,13 +175,3 @@ class BorrowedWorker(RolloutWorker):
         await asyncio.sleep(0)  # they send what they have
         self._send(p.WorkerLeft(self.name, self.incarnation, reason))
         await asyncio.sleep(GOODBYE_S)  # Shutdown, the answer, ends the worker before this
-
-
-class SharingWorker(BorrowedWorker):
-    """Its engine is the online server's: both serve the same weights."""
-
-    async def start_engine(self) -> None:
-        """Raises `EngineError`, `ConfigError`."""
-        self.engine = await RemoteEngine.connect(self._board.parent, self.folder, self.config)
-        self._max_sequences = min(self._max_sequences, self.engine.max_sequences)
-        self.incarnation += 1

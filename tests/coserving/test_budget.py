@@ -87,7 +87,7 @@ fractions = st.floats(0, 1.5)
                           st.booleans(), st.integers(0, 2)), max_size=60),
        st.floats(0.0, 0.9), st.floats(0.1, 1.0))
 def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(events, reserve, watermark):
-    lending = Lending(profile=None, same_weights=False, chunk_tokens=512, step_share=0.1, priority="idle", kv_gib=None,
+    lending = Lending(profile=None, chunk_tokens=512, step_share=0.1, priority="idle", kv_gib=None,
                       reserve=reserve, high_watermark=watermark, stale_after_s=0.25, revoke_after_s=2.0,
                       patience_s=5.0, hours={}, control_port=0, stop_file=None)
     budget, now, epoch = Budget(lending, TOTAL), 100.0, 0

@@ -88,7 +88,7 @@ chunks = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), max_siz
        st.integers(1, 4000), st.lists(st.floats(0.01, 10), max_size=20))
 def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(prompts, decodes, context, slack, hold, share,
                                                                           chunk, observed):
-    lending = Lending(profile=None, same_weights=False, chunk_tokens=chunk, step_share=share, priority="idle",
+    lending = Lending(profile=None, chunk_tokens=chunk, step_share=share, priority="idle",
                       kv_gib=None, reserve=0.1, high_watermark=0.9, stale_after_s=0.25, revoke_after_s=2.0,
                       patience_s=5.0, hours={}, control_port=0, stop_file=None)
     predictor = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6))

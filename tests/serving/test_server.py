@@ -191,21 +191,6 @@ def test_vllms_arguments():
                     ["--compilation-config", '{"level": 0}'], ["--allowed-origins", "*", "a"]]
 
 
-def test_a_server_for_both_sides_takes_weights_and_turns_beside_what_else_is_installed(make, monkeypatch):
-    made = make("serving.lending.same_weights=true", kind=OnlineServer)
-    words = made.command()
-    for option, value in (("--scheduler-cls", "rose.coserving.shared.scheduler"), ("--scheduling-policy", "priority"),
-                          ("--worker-extension-cls", "rose.engine.worker_extension.WorkerExtension"),
-                          ("--weight-transfer-config", '{"backend": "rose"}')):
-        assert words[words.index(option) + 1] == value
-    assert words[words.index("--seed") + 1] != made.command()[words.index("--seed") + 1]
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    assert {"rose", "lora_hf_hub_resolver"} <= set(made.environment()["VLLM_PLUGINS"].split(","))
-    monkeypatch.setenv("VLLM_PLUGINS", "mine")
-    assert made.environment()["VLLM_PLUGINS"] == "mine,rose"
-    assert make(kind=OnlineServer).environment()["VLLM_PLUGINS"] == "mine"
-
-
 def test_settings_become_arguments_and_engine_args_go_over_them(make):
     made = make("serving.online.engine_args={max-num-seqs: 3, seed: 1}", kind=OnlineServer)
     words = made.command()
