@@ -9,9 +9,7 @@ from rose.coserving import names
 
 
 class Evicting:
-    """Mixin before vLLM's scheduler; `Member` comes after it. `rollout_state`: the board's state that counts."""
-
-    rollout_state = None
+    """Mixin before vLLM's scheduler; `Member`, whose board counts what is handed back, comes after it."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -35,15 +33,5 @@ class Evicting:
             return
         self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
         self._evicted += victims
-        self.rollout_state.evicted += len(victims)
-        self.rollout_state.wasted_tokens += sum(r.num_computed_tokens for r in victims)
-
-    def evict_blocks(self, excess: int, candidates: list[Request]) -> None:
-        """Free at least `excess` blocks, as far as `candidates` hold so many: those with the fewest computed tokens go
-        first, which loses least."""
-        manager = self.kv_cache_manager.block_pool
-        goal = manager.get_num_free_blocks() + excess
-        for request in sorted(candidates, key=lambda r: r.num_computed_tokens):
-            if manager.get_num_free_blocks() >= goal:
-                return
-            self.evict([request])  # one by one: blocks that several share are freed with the last of them
+        self.state.evicted += len(victims)
+        self.state.wasted_tokens += sum(r.num_computed_tokens for r in victims)

@@ -10,7 +10,6 @@ that were let through already is part of T. Anything unknown, silent, damaged or
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rose.config.tree import Lending, Slo
@@ -82,22 +81,18 @@ class Gate:
         return Admission(self._largest(demand, share, slack), Reason.OPEN)
 
     def _largest(self, demand: Work, share: float, slack: float) -> int:
-        """The most tokens that fit; 1 does."""
+        """The most tokens that fit, by halving; 1 does."""
         def fits(tokens: int) -> bool:
             work = part(demand, tokens)
             return self.hold * self.predictor.seconds(work) <= share and self.hold * self.predictor.p99(work) <= slack
 
-        return largest(fits, 1, min(self._lending.chunk_tokens, demand.tokens))
-
-
-def largest(fits: Callable[[int], bool], low: int, most: int) -> int:
-    """The largest number up to `most` that fits, by halving; `low` does."""
-    if most <= low or fits(most):
-        return max(low, most)
-    while most - low > 1:
-        middle = (low + most) // 2
-        low, most = (middle, most) if fits(middle) else (low, middle)
-    return low
+        low, most = 1, min(self._lending.chunk_tokens, demand.tokens)
+        if most == 1 or fits(most):
+            return most
+        while most - low > 1:
+            middle = (low + most) // 2
+            low, most = (middle, most) if fits(middle) else (low, middle)
+        return low
 
 
 def lent(now: float, online: Online | None, control: Control | None, lending: Lending) -> Reason:

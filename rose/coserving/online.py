@@ -52,7 +52,6 @@ class OnlineScheduler(Member):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._seen: dict[str, _Seen] = {}
-        self._most = self.max_num_scheduled_tokens  # which a subclass may lower for a step
         self._promptness: Promptness | None = None
         if self.device is None:
             return
@@ -63,7 +62,7 @@ class OnlineScheduler(Member):
         self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
-        self._step_bytes = min(self._blocks(self._most), MOST_KEPT * self.device.kv_bytes)
+        self._step_bytes = min(self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes)
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
         self._gives = False  # memory, of which the rest goes at later steps
@@ -96,18 +95,16 @@ class OnlineScheduler(Member):
         self._tell()
 
     def schedule(self, throttle_prefills: bool = False):
-        if self.device is not None:
-            self._due = False
-            self._share_memory()
-        online = [r for r in self.running if r.request_id in self._seen]
-        before = {r.request_id: r.num_preemptions for r in online}
+        if self.device is None:
+            return super().schedule(throttle_prefills)
+        self._due = False
+        self._share_memory()
+        before = {r.request_id: r.num_preemptions for r in self.running}
         output = super().schedule(throttle_prefills)
-        if self.device is not None:
-            lost = sum(self.requests[name].num_preemptions > count for name, count in before.items()
-                       if name in self.requests)
-            self.state.preempted += lost
-            if not output.total_num_scheduled_tokens:
-                self._tell()
+        self.state.preempted += sum(self.requests[name].num_preemptions > count for name, count in before.items()
+                                    if name in self.requests)
+        if not output.total_num_scheduled_tokens:
+            self._tell()
         return output
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -179,7 +176,8 @@ class OnlineScheduler(Member):
                 left = 0
             requests.append(Request(seen.arrival, left, done, seen.first_token_at, seen.tokens,
                                     seen.last_token_at if seen.first_token_at is not None else None))
-        return hold_until(now, requests, self._predictor, self._slo, self._most, self.max_num_running_reqs)
+        return hold_until(now, requests, self._predictor, self._slo, self.max_num_scheduled_tokens,
+                          self.max_num_running_reqs)
 
     def _decode_s(self) -> float:
         running = [self.requests[name].num_computed_tokens for name, seen in self._seen.items()
@@ -236,7 +234,7 @@ class OnlineScheduler(Member):
         """Bytes that requests use, or will in the next step, their prompts whole; and those of any step of prompts."""
         tokens = nbytes = 0
         for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
-            if tokens >= self._most:
+            if tokens >= self.max_num_scheduled_tokens:
                 break
             tokens += max(1, r.num_tokens - r.num_computed_tokens)
             nbytes += self._blocks(r.num_tokens + 1) - self._blocks(r.num_computed_tokens)

@@ -42,7 +42,6 @@ class RolloutScheduler(Evicting, Member):
         if self.device is None:
             return
         lending = self._lending = self.device.serving.lending
-        self.rollout_state = self.state
         self._online = Peer(self.device.folder / "online", board.Online)
         self._gate = Gate(lending, self.device.serving.online.slo, self.device.profile)
         self._predictor = self._gate.predictor

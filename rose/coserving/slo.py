@@ -109,17 +109,6 @@ def _due(now: float, request: Request, slo: Slo) -> float:
     return min(request.first_token_at + request.tokens * slo.tpot_p99_s, last + CREDIT * slo.tpot_p99_s)
 
 
-def pace(begins: float, running: Iterable[tuple[float, int]], slo: Slo) -> float:
-    """Seconds that a step which begins at `begins` may take for running requests to make tokens at tpot_p50_s on
-    average; infinite without any. `running`: (time of the first token, tokens made until `begins`) of each.
-
-    Whom a prompt has held up may catch up, whoever is ahead may lose that again; neither counts for more than CREDIT
-    tokens, so that one that is beyond help does not decide for the others."""
-    most = CREDIT * slo.tpot_p50_s
-    left = [min(max(first + tokens * slo.tpot_p50_s - begins, -most), most) for first, tokens in running]
-    return sum(left) / len(left) if left else INFINITE
-
-
 class Promptness:
     """How much of what a rollout step may hold a request up (lending.step_share) leaves the median TTFT at ttft_p50_s:
     in (0, 1], less after each first token that came later, more after each that came sooner, so that it settles where

@@ -6,7 +6,6 @@ which `python -m rose.serving.profile` fits the predictor.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter, deque
@@ -88,29 +87,13 @@ class Timed:
         pass
 
 
-def left_of(request: Request) -> int:
-    """Tokens that its next step computes, if nothing limits it."""
-    return max(1, request.num_tokens - request.num_computed_tokens)
-
-
-def decodes_next(request: Request) -> bool:
-    return request.num_output_placeholders > 0 or left_of(request) == 1
-
-
-def work_of(requests: Iterable[Request], most: float = math.inf) -> Work:
-    """Their next step, if nothing limited it; those after `most` tokens are not looked at."""
-    prefill, decodes, context, tokens = [], 0, 0, 0
+def work_of(requests: Iterable[Request]) -> Work:
+    """Their next step, if nothing limited it."""
+    prefill, decodes, context = [], 0, 0
     for request in requests:
-        if tokens >= most:
-            break
-        if decodes_next(request):
-            decodes, context, tokens = decodes + 1, context + request.num_computed_tokens, tokens + 1
+        left = max(1, request.num_tokens - request.num_computed_tokens)
+        if request.num_output_placeholders > 0 or left == 1:
+            decodes, context = decodes + 1, context + request.num_computed_tokens
         else:
-            left = left_of(request)
             prefill.append((left, request.num_computed_tokens))
-            tokens += left
     return Work(tuple(prefill), decodes, context)
-
-
-def together(a: Work, b: Work) -> Work:
-    return Work(a.prefill + b.prefill, a.decodes + b.decodes, a.decode_context + b.decode_context)

@@ -52,7 +52,9 @@ class InactiveWorker:
         those of before, or when the device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
-        self._read_folder()
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            loader = get_model_loader(self.vllm_config.load_config)
+            loader.load_weights(self.model_runner.get_model(), self.model_config)
         if self.rose_headroom is not None:
             self.rose_headroom.keep(SPARE // 2)  # the rest may be what the spare memory is for, by now
         if self.rose_kv is not None:
@@ -89,16 +91,6 @@ class InactiveWorker:
     def _rose_moved(self, before: device_memory.DeviceMemory) -> tuple[float, float, float]:
         now = device_memory.look(self.device)
         return now.given_since(before), now.free, now.total
-
-    def rose_begin_anew(self) -> None:
-        """Read the folder's own weights over the live ones; the KV cache stays."""
-        self.weight_transfer_engine.begin_anew()
-        self._read_folder()
-
-    def _read_folder(self) -> None:
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            loader = get_model_loader(self.vllm_config.load_config)
-            loader.load_weights(self.model_runner.get_model(), self.model_config)
 
 
 def _storages(tensors) -> set[tuple[int, int]]:

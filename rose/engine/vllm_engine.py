@@ -87,13 +87,11 @@ class _Turn:
 class Engine(Activation, Staging):
     """See the module's docstring. Built by `start`."""
 
-    priority = 0  # vLLM's, of every turn
-
     def __init__(self, llm, latest: Latest, folder: Path, max_context: int, turn_timeout_s: float, threads: int):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context, self.turn_timeout_s, self._threads = max_context, turn_timeout_s, threads
+        self._max_context, self._turn_timeout_s, self._threads = max_context, turn_timeout_s, threads
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
@@ -208,7 +206,7 @@ class Engine(Activation, Staging):
         request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
         self._prompted += len(prompt)
         try:
-            async for output in self._llm.generate(request, params, turn.request, priority=self.priority):
+            async for output in self._llm.generate(request, params, turn.request):
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
                 tokens, logprobs = list(part.token_ids), list(part.logprobs.logprobs) if part.token_ids else []
                 self._cached += cached if first else 0
@@ -302,7 +300,7 @@ class Engine(Activation, Staging):
         """Since when nothing is generated, monotonic."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
         await self._call(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
-                         self.turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S)
+                         self._turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S)
         paused = time.monotonic()
         if mode == "abort":
             # Requests that reached vLLM after the pause are still queued there, under the old version's label.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rose.config.tree import Slo
 from rose.coserving.predictor import Predictor, Work
-from rose.coserving.slo import (CREDIT, FORGET_S, JUDGED, Attainment, Promptness, Request, Typical, hold_until, pace,
+from rose.coserving.slo import (CREDIT, FORGET_S, JUDGED, Attainment, Promptness, Request, Typical, hold_until,
                                 why_not_alone)
 
 NOW = 100.0
@@ -162,26 +162,6 @@ def test_misses_while_lending_are_not_its_own(slo):
     for _ in range(300):
         seen.add(9.0, 0.1, lent=True)
     assert not seen.misses_alone
-
-
-# ---------------------------------------------------------------------- the pace of running requests
-
-
-def test_a_step_may_take_the_median_target_while_requests_are_on_time(slo):
-    assert pace(5.0, [(4.0, 10)], slo) == pytest.approx(10 * slo.tpot_p50_s - 1.0)  # the eleventh token is due then
-    assert pace(5.0, [(5.0, 1)], slo) == pytest.approx(slo.tpot_p50_s)
-    assert pace(5.0, [], slo) == float("inf")
-
-
-def test_a_request_that_was_held_up_catches_up_and_one_that_is_ahead_may_lose_that(slo):
-    late, early = (5.0 - 0.3, 1), (5.0 - 0.01, 1)
-    assert pace(5.0, [late], slo) == pytest.approx(slo.tpot_p50_s - 0.3) and pace(5.0, [late], slo) < 0
-    assert pace(5.0, [early, late], slo) == pytest.approx(slo.tpot_p50_s - 0.155)
-
-
-def test_one_beyond_help_or_far_ahead_counts_for_no_more_than_a_few_tokens(slo):
-    assert pace(100.0, [(0.0, 1)], slo) == pytest.approx(-CREDIT * slo.tpot_p50_s)
-    assert pace(1.0, [(0.0, 10_000)], slo) == pytest.approx(CREDIT * slo.tpot_p50_s)
 
 
 # ---------------------------------------------------------------------- the median of first tokens

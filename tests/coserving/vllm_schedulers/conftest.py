@@ -97,19 +97,19 @@ def asynchronous():
 
 @pytest.fixture
 def make_scheduler(model_folder, asynchronous):
-    """make_scheduler("rose.coserving.rollout", blocks=..., policy="fcfs") -> a `Driven` scheduler. `memory`: a
-    `BlockMemory` of so many blocks, else nothing is behind the blocks."""
+    """make_scheduler("rose.coserving.rollout", blocks=...) -> a `Driven` scheduler. `memory`: a `BlockMemory` of
+    so many blocks, else nothing is behind the blocks."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    def make(module, blocks=BLOCKS, policy="fcfs", max_num_seqs=16, max_num_batched_tokens=256, memory=None):
+    def make(module, blocks=BLOCKS, memory=None):
         model = ModelConfig(model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0)
-        scheduling = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                                     max_model_len=512, enable_chunked_prefill=True, is_encoder_decoder=False,
-                                     policy=policy, async_scheduling=asynchronous)
+        scheduling = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512,
+                                     enable_chunked_prefill=True, is_encoder_decoder=False,
+                                     async_scheduling=asynchronous)
         cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True)
         config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache,
                             device_config=DeviceConfig("cpu"))
@@ -163,7 +163,7 @@ class Driven:
             return [BLOCK_BYTES * len(ids)]
         return [getattr(Worker(self.memory), method)(ids)]
 
-    def add(self, name, prompt=32, tokens=32, priority=0):
+    def add(self, name, prompt=32, tokens=32):
         from vllm import SamplingParams
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.utils.hashing import sha256
@@ -175,7 +175,7 @@ class Driven:
         first = zlib.crc32(name.encode())  # not hash(), by which two names in some processes would share a prefix
         ids = [(first + i) % 250 + 2 for i in range(prompt)]
         self.scheduler.add_request(Request(request_id=name, prompt_token_ids=ids, sampling_params=params,
-                                           pooling_params=None, arrival_time=time.time(), priority=priority,
+                                           pooling_params=None, arrival_time=time.time(),
                                            block_hasher=get_request_block_hasher(BLOCK, sha256)))
 
     def step(self):

@@ -64,6 +64,27 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     assert (state.finished, state.finished_lending) == (2, 1)
 
 
+def test_first_tokens_later_than_their_median_target_leave_rollouts_a_smaller_share_until_they_are_sooner(
+        driven, monkeypatch):
+    monkeypatch.setattr("rose.coserving.slo.FORGET_S", 1e6)
+    shares = []
+    for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
+        for i in range(60):
+            driven.add(f"{late_s}-{i}", prompt=20, tokens=1)
+            driven.scheduler._seen[f"{late_s}-{i}"].arrival -= late_s
+            driven.step()
+        driven.scheduler._publish()
+        shares.append(driven.scheduler.state.prompt_share)
+    assert shares[0] < 0.02 and shares[1] == 1
+
+
+def test_requests_that_lose_their_memory_to_others_are_counted(driven):
+    for name in "abc":
+        driven.add(name, prompt=250, tokens=250)  # 32 blocks each in the end, of 64
+    driven.steps(600)
+    assert driven.scheduler.state.preempted > 0 and driven.made == dict.fromkeys("abc", 250)
+
+
 def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_does_not_need(driven, boards):
     driven.add("a", prompt=64, tokens=50)
     driven.step()
