@@ -143,6 +143,13 @@ def test_a_made_trace_has_the_rate_the_lengths_and_the_peaks_asked_for():
         assert trace.prompt_tokens.min() >= 1 and trace.output_tokens.min() >= 1
 
 
+def test_a_made_trace_has_the_lengths_of_a_named_service_and_none_that_it_has_not():
+    made = traces.generate(1, rate=20, prompt="azure_code", output="azure_code")
+    assert np.percentile(made.prompt_tokens, [50, 90, 99, 100]) == pytest.approx([1469, 5188, 7436, 7437], rel=0.05)
+    assert np.percentile(made.output_tokens, [0, 50, 90]) == pytest.approx([6, 13, 55], rel=0.05)
+    assert made.output_tokens.max() <= 1899
+
+
 def test_a_steady_trace_is_poisson_and_the_seed_decides():
     steady = traces.generate(1, rate=100, minute_peak=1, second_peak=1)
     counts = np.bincount(steady.at.astype(int))
@@ -154,6 +161,7 @@ def test_a_steady_trace_is_poisson_and_the_seed_decides():
     (dict(rate=0), "rate=0"), (dict(seconds=-1), "seconds=-1"), (dict(minute_peak=0.5), "a peak of 0.5"),
     (dict(second_peak=1e9), "a peak of 1000000000"), (dict(minute_peak=3, second_peak=1.1), "second_peak=1.1"),
     (dict(seconds=1, rate=1e-9), "no request arrives"),
+    (dict(prompt="azure"), "lengths like those of 'azure'; known are azure_conv, azure_code"),
 ])
 def test_a_trace_that_cannot_be_made_is_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
