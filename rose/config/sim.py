@@ -63,7 +63,7 @@ class SimServing(Section):
     hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
     pace: Share  # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
     overhead: Fraction  # gate: share of the idle time lost to admission
-    contention: NotNegative  # memory_only: both take 1 + this times as long while both compute
+    contention: NotNegative  # memory_only: both take 1 + this times as long while serving computes
     reserve: Fraction  # share of KV memory never lent
     high_watermark: Share  # gate: share of it in use or lent above which what is lent is halved
     step: Share  # the scheduler hears of a change of lendable memory of at least this share

@@ -1,8 +1,8 @@
 """What online serving leaves to a cooperative worker, and what rollouts cost online requests.
 
 Compute: the worker lives in work time, which passes at the share of the device that it gets. Memory: the rule of
-rose/coserving/budget.py. Latency: a request's mean TTFT and TPOT of its piece, stretched by the rollouts beside, with
-lognormal tails. Left out: single requests; a `Load` gives their rates and means per piece.
+rose/coserving/budget.py. Latency: each request's TTFT and TPOT alone or stretched by the rollouts beside, counted for
+the shares of its piece in which there were none or some.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rose.coserving.budget import HALF_LIFE_S, LOW
 from rose.sim import spec
 from rose.sim.result import Latency, ServingUse
 
-FULL = 0.999  # of a device: beyond, a queue has no end
+Latencies = tuple[np.ndarray, np.ndarray]  # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
 MINUTE_S = 60.0
-BINS, SMALLEST, LARGEST = 600, 1e-5, 1e5  # of a histogram of latencies, s
 
 
 class Pace:
@@ -58,17 +57,17 @@ class Pace:
 
 def rates(serving: spec.Serving, load: spec.Load) -> np.ndarray:
     """Share of the device's compute that rollouts get in each piece while they have work."""
+    busy = beside(load).busy
     if serving.executor == "gate":
-        return (1 - beside(serving, load).busy) * (1 - serving.overhead)
+        return (1 - busy) * (1 - serving.overhead)
     if serving.executor == "memory_only":
-        slowed = np.minimum(load.busy * (1 + serving.contention), 1.0)  # serving computes for longer, too
-        return 1 - slowed + slowed / (1 + serving.contention)
+        return 1 - busy + busy / (1 + serving.contention)
     return np.ones(len(load.at))
 
 
-def beside(serving: spec.Serving, load: spec.Load) -> spec.Load:
+def beside(load: spec.Load) -> spec.Load:
     """What serving does while rollouts have work."""
-    return load.beside if serving.executor == "gate" and load.beside is not None else load
+    return load.beside if load.beside is not None else load
 
 
 class Changes:
@@ -143,28 +142,23 @@ class Observer:
         self._minutes = max(1, math.ceil(seconds / MINUTE_S))
         self._requests, self._attained, self._busy = (np.zeros(self._minutes) for _ in range(3))
         self._devices = 0
-        self._beside = [np.zeros(BINS), np.zeros(BINS)]  # requests by mean TTFT, by mean TPOT
-        self._alone = [np.zeros(BINS), np.zeros(BINS)]
+        self._weights: dict[int, tuple[spec.Load, np.ndarray]] = {}  # (2, pieces): times alone, times beside
 
     def add(self, load: spec.Load, ahead: float, spans: array) -> None:
         """`spans`: begin, end, begin, ... of the rollouts beside."""
-        s = self._serving
         at, widths, piece = _unrolled(load, ahead, self._seconds)
         shared = _overlap(np.frombuffer(spans, np.float64), at, widths)
-        requests = load.requests[piece] * widths / _widths(load)[piece]
-        ttft, tpot, busy = load.ttft_s[piece], load.tpot_s[piece], load.busy[piece]
-        slow_ttft, slow_tpot = _slowed(s, load, piece)
-        for histogram, means, weights in zip([*self._alone, *self._beside, *self._beside],
-                                             (ttft, tpot, ttft, tpot, slow_ttft, slow_tpot),
-                                             (1, 1, 1 - shared, 1 - shared, shared, shared)):
-            histogram += np.bincount(_bin(means), requests * weights, BINS)
-        # a piece counts in the minute in which it begins
+        times = widths / _widths(load)[piece]
+        count = len(load.at)
+        both = np.stack([np.bincount(piece, times * weights, count) for weights in (1 - shared, shared)])
+        self._weights[id(load)] = load, self._weights.get(id(load), (load, 0))[1] + both
         minute = np.minimum((at / MINUTE_S).astype(np.int64), self._minutes - 1)
-        self._requests += np.bincount(minute, requests, self._minutes)
-        for means, weights in (((ttft, tpot), 1 - shared), ((slow_ttft, slow_tpot), shared)):
-            both = _within(s.ttft_slo_s, means[0], s.ttft_spread) * _within(s.tpot_slo_s, means[1], s.tpot_spread)
-            self._attained += np.bincount(minute, requests * weights * both, self._minutes)
-        self._busy += np.bincount(minute, busy * widths, self._minutes)
+        self._requests += np.bincount(minute, np.bincount(load.requests, None, count)[piece] * times, self._minutes)
+        for (ttft, tpot), weights in ((_latencies(load), 1 - shared), (_latencies(beside(load)), shared)):
+            met = (ttft <= self._serving.ttft_slo_s) & ~(tpot > self._serving.tpot_slo_s)
+            met = np.bincount(load.requests, met, count)
+            self._attained += np.bincount(minute, met[piece] * times * weights, self._minutes)
+        self._busy += np.bincount(minute, load.busy[piece] * widths, self._minutes)
         self._devices += 1
 
     def result(self) -> ServingUse:
@@ -172,66 +166,35 @@ class Observer:
         with np.errstate(invalid="ignore", divide="ignore"):
             attained = self._attained / self._requests
             busy = self._busy / np.maximum(length, 1e-9) / max(1, self._devices)
-        return ServingUse(self._pool, float(self._requests.sum()), self._latency(self._beside),
-                          self._latency(self._alone), self._requests, attained, busy)
+        apart, weights = [], []
+        for load, (never, always) in self._weights.values():
+            apart += [_latencies(load), _latencies(beside(load))]
+            weights += [never[load.requests], always[load.requests]]
+        alone = [both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]))]
+        return ServingUse(self._pool, float(self._requests.sum()), self._latency(list(zip(apart, weights))),
+                          self._latency(alone), self._requests, attained, busy)
 
-    def _latency(self, histograms: list[np.ndarray]) -> Latency:
-        s = self._serving
-        values = [(_share(h, slo, spread), _quantile(h, 0.99, spread))
-                  for h, slo, spread in zip(histograms, (s.ttft_slo_s, s.tpot_slo_s), (s.ttft_spread, s.tpot_spread))]
-        return Latency(values[0][0], values[1][0], values[0][1], values[1][1])
-
-
-def _slowed(s: spec.Serving, load: spec.Load, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(mean TTFT, mean TPOT) of requests that come while rollouts compute beside, seconds."""
-    besides = beside(s, load)
-    ttft, tpot = besides.ttft_s[piece], besides.tpot_s[piece]
-    if s.executor == "gate":
-        return (ttft, tpot) if load.beside is not None else (ttft + s.hold_s, tpot)
-    if s.executor == "none":
-        return ttft, tpot
-    factor, busy = 1 + s.contention, load.busy[piece]
-    queue = (1 - np.minimum(busy, FULL)) / np.maximum(1 - busy * factor, 1 - FULL)  # M/G/1: W ~ 1 / (1 - rho)
-    return ttft * factor * np.maximum(queue, 1), tpot * factor
+    def _latency(self, parts: list[tuple[Latencies, np.ndarray]]) -> Latency:
+        weights = np.concatenate([each for _, each in parts]) if parts else np.zeros(0)
+        found = []
+        for which, slo in enumerate((self._serving.ttft_slo_s, self._serving.tpot_slo_s)):
+            values = np.concatenate([both[which] for both, _ in parts]) if parts else np.zeros(0)
+            found.append(_share_and_p99(values[(known := ~np.isnan(values))], weights[known], slo))
+        return Latency(found[0][0], found[1][0], found[0][1], found[1][1])
 
 
-CENTRES = np.exp(np.linspace(math.log(SMALLEST), math.log(LARGEST), BINS))
+def _latencies(load: spec.Load) -> Latencies:
+    return load.ttft_s, load.tpot_s
 
 
-def _bin(means: np.ndarray) -> np.ndarray:
-    place = np.log(np.maximum(means, SMALLEST) / SMALLEST) / math.log(LARGEST / SMALLEST) * (BINS - 1)
-    return np.minimum(np.rint(place), BINS - 1).astype(np.int64)
-
-
-def _within(limit: float, means: np.ndarray, spread: float) -> np.ndarray:
-    """Share of lognormal latencies with these means that stay below `limit`."""
-    if spread <= 0:
-        return (means <= limit).astype(float)
-    return _normal((np.log(limit / np.maximum(means, SMALLEST)) + spread**2 / 2) / spread)
-
-
-def _share(histogram: np.ndarray, limit: float, spread: float) -> float:
-    total = histogram.sum()
-    return float(histogram @ _within(limit, CENTRES, spread) / total) if total else float("nan")
-
-
-def _quantile(histogram: np.ndarray, share: float, spread: float) -> float:
-    """Of the mixture, by halving the interval in the logarithm."""
-    if not histogram.sum():
-        return float("nan")
-    low, high = math.log(SMALLEST), math.log(LARGEST) + 5 * spread
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _share(histogram, math.exp(middle), spread) >= share else (middle, high)
-    return math.exp(high)
-
-
-def _normal(z: np.ndarray) -> np.ndarray:
-    """The normal distribution function; Abramowitz and Stegun 26.2.17, within 1e-7."""
-    t = 1 / (1 + 0.2316419 * np.abs(z))
-    poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
-    upper = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * poly
-    return np.where(z >= 0, 1 - upper, upper)
+def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tuple[float, float]:
+    """Of weighted values: the share up to `limit`, and the 99th percentile; nan without any weight."""
+    if not weights.sum():
+        return math.nan, math.nan
+    order = np.argsort(values)
+    upto = np.cumsum(weights[order])
+    place = min(int(np.searchsorted(upto, 0.99 * upto[-1])), len(values) - 1)
+    return float(weights @ (values <= limit) / upto[-1]), float(values[order][place])
 
 
 def _widths(load: spec.Load) -> np.ndarray:

@@ -11,7 +11,7 @@ waits for the rollout step under way, half of `hold_s` on average, and no longer
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -32,6 +32,8 @@ class Served:
     ended: np.ndarray  # (runs,)
     busy_s: np.ndarray  # (runs,) of computing within the run
     held: np.ndarray  # (runs, 2) tokens of KV at its begin and end
+    gap_s: np.ndarray  # (runs,) from one token of a request to its next
+    tokens: np.ndarray  # (runs,) made after such a gap: all but requests' first
     seconds: float  # of the trace
 
     @property
@@ -46,6 +48,15 @@ class Served:
     def p99(self) -> tuple[float, float]:
         """Of TTFT and TPOT, seconds."""
         return float(np.percentile(self.ttft_s, 99)), float(np.nanpercentile(self.tpot_s, 99))
+
+
+def gap_p99(served: Sequence[Served]) -> float:
+    """Of the time between two tokens of a request, over all tokens of these devices; nan without any. A request's TPOT
+    is its mean, in which a prefill step that held one token up is spread over all of them."""
+    gaps, tokens = (np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens"))
+    order = np.argsort(gaps)
+    upto = np.cumsum(tokens[order])
+    return float(gaps[order][np.searchsorted(upto, 0.99 * upto[-1])]) if upto[-1] else math.nan
 
 
 def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0) -> Served:
@@ -74,7 +85,7 @@ class _Run:
         self._held = 0  # tokens that admitted requests may come to hold: admission never preempts
         self._first = [math.nan] * len(arrivals)
         self._last = [math.nan] * len(arrivals)
-        self._runs: list[tuple[float, float, float, int, int]] = []
+        self._runs: list[tuple[float, float, float, int, int, float, int]] = []  # as `Served` has them
 
     def all(self, trace: Trace) -> Served:
         count = len(self._arrivals)
@@ -91,7 +102,8 @@ class _Run:
         with np.errstate(invalid="ignore", divide="ignore"):
             tpot = np.where(made > 1, (last - first) / (made - 1), math.nan)
         runs = np.array(self._runs)
-        return Served(at, first - at, tpot, runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3:], trace.seconds)
+        return Served(at, first - at, tpot, runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3:5], runs[:, 5], runs[:, 6],
+                      trace.seconds)
 
     @property
     def _delay(self) -> float:
@@ -129,7 +141,7 @@ class _Run:
         for request, prompt in joined:
             self._first[request] = self._now
             self._enter(request, prompt)
-        self._runs.append((began, self._now, seconds, before, self._used()))
+        self._runs.append((began, self._now, seconds, before, self._used(), seconds, decodes))
 
     def _enter(self, request: int, prompt: int) -> None:
         if self._outputs[request] == 1:
@@ -141,7 +153,7 @@ class _Run:
     def _decode_run(self) -> None:
         """Decode steps until the first request ends, or another comes that can be admitted."""
         steps = self._ends[0][0] - self._steps
-        began, before = self._now, self._used()
+        began, before, decodes = self._now, self._used(), len(self._ends)
         arrival = self._arrivals[self._next] + self._delay if self._next < len(self._arrivals) else math.inf
         if len(self._ends) < self._e.max_sequences and arrival < began + self._wall(steps):
             # it waits for memory until a request ends, if it can't be admitted when it comes
@@ -152,7 +164,7 @@ class _Run:
         if self._pace and steps and began < arrival < self._now:  # the next step need not wait for its time
             self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
         self._advance(steps)
-        self._runs.append((began, self._now, busy, before, self._used()))
+        self._runs.append((began, self._now, busy, before, self._used(), (self._now - began) / steps, decodes * steps))
 
     def _work(self, steps: int) -> float:
         """Seconds of computing of so many decode steps from here."""

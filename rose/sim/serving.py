@@ -6,15 +6,15 @@ of the service: peaks come to all of them at once. A few devices are computed (`
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import numpy as np
 
 from rose.sim import online
 from rose.sim.online import Served
-from rose.sim.spec import Engine, Load
+from rose.sim.spec import Engine, Load, StepTime
 from rose.traces import Trace
 
 PIECE_S = 1.0
@@ -28,8 +28,7 @@ class Devices:
 
     loads: tuple[Load, ...]
     devices: int
-    ttft_spread: float  # sigma of the logarithm of requests' latencies, alone, about their piece's mean
-    tpot_spread: float
+    gap_p99_s: tuple[float, float]  # between two tokens of a request: alone, and beside rollouts (nan if not computed)
 
     def load(self, device: int) -> tuple[Load, float]:
         turn = device // len(self.loads) * len(self.loads) / max(1, self.devices)
@@ -37,8 +36,8 @@ class Devices:
 
 
 def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
-    """What S did in each piece: share of it spent computing, most KV held as a share of `kv_tokens`, requests that came
-    and their mean TTFT and TPOT; a piece without requests has those of the whole trace."""
+    """What S did in each piece: share of it spent computing, most KV held as a share of `kv_tokens`, and the requests
+    that came."""
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
@@ -46,11 +45,9 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
-    count = np.bincount(at, minlength=pieces)
     return Load(at=edges[:-1], busy=np.clip(np.diff(done) / piece_s, 0.0, 1.0),
-                kv=np.minimum(1.0, _most(served, points, edges, piece_s) / kv_tokens), requests=count.astype(float),
-                ttft_s=_means(served.ttft_s, at, count), tpot_s=_means(served.tpot_s, at, count),
-                period_s=pieces * piece_s)
+                kv=np.minimum(1.0, _most(served, points, edges, piece_s) / kv_tokens), requests=at,
+                ttft_s=served.ttft_s, tpot_s=served.tpot_s, period_s=pieces * piece_s)
 
 
 def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float) -> np.ndarray:
@@ -63,25 +60,6 @@ def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float)
     return most
 
 
-def _means(values: np.ndarray, at: np.ndarray, count: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(values)
-    sums = np.bincount(at[known], values[known], len(count))
-    number = np.bincount(at[known], minlength=len(count))
-    whole = float(values[known].mean()) if known.any() else 0.0
-    return np.where(number > 0, sums / np.maximum(number, 1), whole)
-
-
-def spread(values: np.ndarray, at: np.ndarray, piece_s: float = PIECE_S) -> float:
-    """Sigma of the logarithm of requests' latencies about their piece's mean."""
-    known = values > 0
-    piece = (at[known] / piece_s).astype(np.int64)
-    logs = np.log(values[known])
-    count = np.bincount(piece)
-    means = np.bincount(piece, logs) / np.maximum(count, 1)
-    free = known.sum() - (count > 0).sum()  # each piece's mean takes one degree of freedom
-    return float(math.sqrt(((logs - means[piece]) ** 2).sum() / free)) if free > 0 else 0.0
-
-
 # --------------------------------------------------------------------------- a service
 
 
@@ -91,19 +69,31 @@ def split(trace: Trace, ways: int) -> list[Trace]:
             for way in range(ways)]
 
 
-def devices(trace: Trace, engine: Engine, count: int, variants: int, pace_s: float = 0.0,
-            hold_s: float = 0.0) -> Devices:
-    """`trace`: of `variants` devices together; `count`: devices that there are. With `pace_s`, a share of the
-    TPOT target, also what they do beside rollouts whose steps take up to `hold_s` (see `rose.sim.online`)."""
+@dataclass(frozen=True)
+class Beside:
+    """How the online engine runs while rollouts compute on its device; see `rose.sim.online`."""
+
+    engine: Engine
+    pace_s: float = 0.0
+    hold_s: float = 0.0
+
+
+def contended(engine: Engine, contention: float) -> Beside:
+    """Nobody controls who computes: each step takes 1 + `contention` times as long."""
+    slower = dataclasses.asdict(engine.step)
+    return Beside(replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()})))
+
+
+def devices(trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None) -> Devices:
+    """`trace`: of `variants` devices together; `count`: devices that there are."""
     parts = split(trace, variants)
     served = [online.serve(part, engine) for part in parts]
     loads = [load(found, engine.kv_tokens) for found in served]
-    if pace_s:
-        loads = [replace(alone, beside=load(online.serve(part, engine, pace_s, hold_s), engine.kv_tokens))
-                 for alone, part in zip(loads, parts)]
-    ttft, tpot = (float(np.mean([spread(values(found), found.at) for found in served]))
-                  for values in (attrgetter("ttft_s"), attrgetter("tpot_s")))
-    return Devices(tuple(loads), count, ttft, tpot)
+    slower = [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts] if beside else []
+    if slower:
+        loads = [replace(alone, beside=load(found, engine.kv_tokens)) for alone, found in zip(loads, slower)]
+    gaps = online.gap_p99(served), online.gap_p99(slower) if slower else math.nan
+    return Devices(tuple(loads), count, gaps)
 
 
 def provisioned(trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7) -> float:

@@ -130,17 +130,18 @@ class Available:
 
 @dataclass(frozen=True)
 class Load:
-    """What the online engine of one device does, piecewise constant and repeated each `period_s`. Arrays (pieces,)."""
+    """What the online engine of one device does, piecewise constant and repeated each `period_s`. Arrays (pieces,), of
+    its requests (requests,)."""
 
     at: np.ndarray  # float64, s, ascending from 0
     busy: np.ndarray  # share of the time in which it computes
     kv: np.ndarray  # share of the device's KV memory that its requests hold
-    requests: np.ndarray  # that arrive in the piece
-    ttft_s: np.ndarray  # of these without rollouts, mean; the tail follows `ttft_spread`
-    tpot_s: np.ndarray
+    requests: np.ndarray  # (requests,) int64: the piece in which each arrives
+    ttft_s: np.ndarray  # (requests,) of each without rollouts
+    tpot_s: np.ndarray  # (requests,); nan for one token
     period_s: float
-    beside: Load | None = None  # gate: the same pieces while rollouts take whatever the gate gives them: serving keeps
-    # the pace of its targets instead of its fastest, so its `busy` is far less, and its `kv` and latencies are more
+    beside: Load | None = None  # the same pieces and requests while rollouts compute: with `gate` at the pace of the
+    # targets instead of its fastest, so that its `busy` is less, with `memory_only` slower; null: no different
 
 
 class Devices(Protocol):
@@ -155,16 +156,13 @@ class Serving:
 
     devices: Devices
     executor: Literal["gate", "memory_only", "none"]
-    # gate: ROSE's; rollout steps run in the idle time and hold an online step up by at most `hold_s`.
+    # gate: ROSE's; rollout steps run in the idle time.
     # memory_only: Prism-like; memory is shared, compute is contended: both sides slow down while both compute.
     # none: the whole device is lent and serving does not exist (upper bound).
     ttft_slo_s: float  # P99
     tpot_slo_s: float  # P99
-    ttft_spread: float  # sigma of the logarithm of a request's TTFT and TPOT about their means (lognormal)
-    tpot_spread: float
-    hold_s: float  # gate: the longest rollout step that a request may have to wait for
     overhead: float  # gate: share of the idle time lost to admission
-    contention: float  # memory_only: both sides take 1 + contention times as long while both compute (1: time slices)
+    contention: float  # memory_only: both take 1 + contention times as long while serving computes (1: time slices)
     reserve: float  # share of KV memory never lent beyond what serving holds
     high_watermark: float  # gate: share in use or lent above which what is lent is halved, until the next training step
     step: float  # the rollout side hears of a change of lendable KV of at least this share of the whole

@@ -134,7 +134,7 @@ class Workers:
         if key not in self._tables:
             pace = None if serving.executor == "none" else lending.Pace(
                 worker.load, lending.rates(serving, worker.load), 0.0)
-            self._tables[key] = pace, lending.Changes(lending.beside(serving, worker.load), serving.step)
+            self._tables[key] = pace, lending.Changes(lending.beside(worker.load), serving.step)
         pace, changes = self._tables[key]
         worker.pace = pace and pace.moved(worker.ahead)
         worker.budget = lending.Budget(serving, changes, worker.ahead)

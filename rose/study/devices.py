@@ -26,22 +26,22 @@ GENERATED = tuple(inspect.signature(traces.generate).parameters)
 def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: int) -> spec.Serving:
     """Beside the online `engine`, which has the whole device's KV memory. Raises `ConfigError`."""
     source = json.dumps([s.trace, s.args], sort_keys=True)
-    devices = _devices(source, s.rate, s.load, s.slo.ttft_p99_s, s.slo.tpot_p99_s, engine, workers,
-                       s.hold_s if executor == "gate" else 0.0, s.pace if executor == "gate" else 0.0, seed)
+    beside = {"gate": serving.Beside(engine, s.pace * s.slo.tpot_p99_s, s.hold_s), "none": None,
+              "memory_only": serving.contended(engine, s.contention)}[executor]
+    devices = _devices(source, s.rate, s.load, s.slo.ttft_p99_s, s.slo.tpot_p99_s, engine, workers, beside, seed)
     return spec.Serving(
         devices=devices, executor=executor, ttft_slo_s=s.slo.ttft_p99_s, tpot_slo_s=s.slo.tpot_p99_s,
-        ttft_spread=devices.ttft_spread, tpot_spread=devices.tpot_spread, hold_s=s.hold_s, overhead=s.overhead,
-        contention=s.contention, reserve=s.reserve, high_watermark=s.high_watermark, step=s.step)
+        overhead=s.overhead, contention=s.contention, reserve=s.reserve, high_watermark=s.high_watermark, step=s.step)
 
 
 @functools.lru_cache(maxsize=32)
 def _devices(source: str, rate: float | None, share: float, ttft_s: float, tpot_s: float, engine: spec.Engine,
-             workers: int, hold_s: float, pace: float, seed: int) -> serving.Devices:
+             workers: int, beside: serving.Beside | None, seed: int) -> serving.Devices:
     variants = max(1, min(VARIANTS, workers))
     try:
         rate = rate or share * _provisioned(source, ttft_s, tpot_s, engine)
         trace = _trace(source, seed, rate * variants)
-        return serving.devices(trace, engine, workers, variants, pace * tpot_s, hold_s)
+        return serving.devices(trace, engine, workers, variants, beside)
     except (OSError, ValueError, TypeError, OverflowError, MemoryError) as error:
         trace, args = json.loads(source)
         raise ConfigError(f"sim.serving.trace={trace!r}, sim.serving.args={args}: {error}") from None

@@ -1,6 +1,7 @@
 """Small clusters to simulate, and a journal in memory."""
 
 import dataclasses
+from statistics import NormalDist
 
 import numpy as np
 
@@ -74,8 +75,15 @@ def run(what, *args, seed=1, **kwargs):
 
 
 def steady_load(busy=0.5, kv=0.3, period=100.0):
-    ones = np.ones(1)
-    return spec.Load(np.zeros(1), busy * ones, kv * ones, 100 * ones, 0.1 * ones, 0.02 * ones, period)
+    return made_load(np.zeros(1), busy * np.ones(1), kv * np.ones(1), 100, period)
+
+
+def made_load(at, busy, kv, requests, period):
+    """`requests` in each piece, of which the latencies are lognormal about 0.1 s and 0.02 s."""
+    normal = np.array([NormalDist().inv_cdf((k + 0.5) / requests) for k in range(requests)])
+    ttft, tpot = (np.tile(mean * np.exp(sigma * normal - sigma**2 / 2), len(at))
+                  for mean, sigma in ((0.1, 0.5), (0.02, 0.3)))
+    return spec.Load(at, busy, kv, np.arange(len(at)).repeat(requests), ttft, tpot, period)
 
 
 class Devices:
@@ -87,5 +95,5 @@ class Devices:
 
 
 def serving(load, executor="gate", **changes):
-    found = spec.Serving(Devices(load), executor, 0.5, 0.15, 0.5, 0.3, 0.02, 0.0, 1.0, 0.05, 0.9, 0.05)
+    found = spec.Serving(Devices(load), executor, 0.5, 0.15, 0.0, 1.0, 0.05, 0.9, 0.05)
     return dataclasses.replace(found, **changes)

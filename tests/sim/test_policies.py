@@ -12,7 +12,7 @@ from rose.scheduler import build
 from rose.scheduler import events as ev
 from rose.sim import spec
 from rose.sim.driver import simulate
-from tests.sim.clusters import Agents, Memory, cluster, pool, serving
+from tests.sim.clusters import Agents, Memory, cluster, made_load, pool, serving
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "scheduler"
 PLAIN = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo", "batching": "synchronous"}
@@ -34,8 +34,7 @@ def scheduler(kind, name):
 
 def all_kinds():
     waves = np.abs(np.sin(np.arange(50.0)))
-    load = spec.Load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), np.full(50, 20.0), np.full(50, 0.1),
-                     np.full(50, 0.02), 100.0)
+    load = made_load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), 20, 100.0)
     available = spec.Available(np.array([0.0, 7.0, 20.0, 60.0]), np.array([2, 0, 1, 3], np.int32))
     return (pool(), pool("coop", "cooperative", 4, serving=serving(load), switch_s=1.0),
             pool("spot", "spot", 3, available=available), pool("hybrid", "hybrid", 2, switch_s=1.0),

@@ -11,7 +11,7 @@ from rose.scheduler import events as ev
 from rose.sim import probes, spec
 from rose.sim.driver import simulate
 from tests.sim import clusters
-from tests.sim.clusters import Agents, cluster, pool, run, scheduler, serving, steady_load
+from tests.sim.clusters import Agents, cluster, made_load, pool, run, scheduler, serving, steady_load
 
 # --------------------------------------------------------------------------- a fixed cluster
 
@@ -170,7 +170,10 @@ def test_a_cooperative_worker_computes_in_the_idle_share_only():
 def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
     attained = {}
     for executor in ("gate", "memory_only"):
-        what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(steady_load(busy=0.7), executor)))
+        load = steady_load(busy=0.5)
+        slower = dataclasses.replace(load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2)
+        load = dataclasses.replace(load, beside=slower if executor == "memory_only" else None)
+        what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load, executor)))
         [use] = run(what)[0].serving
         attained[executor] = use.beside.ttft_attained
         assert use.alone.ttft_attained > 0.99
@@ -178,8 +181,7 @@ def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
 
 
 def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_the_next_step():
-    burst = spec.Load(np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), np.full(3, 50.0),
-                      np.full(3, 0.1), np.full(3, 0.02), 1000.0)
+    burst = made_load(np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), 50, 1000.0)
     what = cluster(pool(count=1), pool("borrowed", "cooperative", 1, serving=serving(burst)), groups=4)
     result, memory = run(what)
     words = [(e.at, e.kv_tokens, e.revoked) for e in memory.events(ev.WorkerCapacity)]
