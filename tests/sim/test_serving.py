@@ -76,7 +76,8 @@ def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
     work = traces.generate(seed, seconds=30, rate=4)
     served = online.serve(work, ENGINE, pace, hold)
     made = serving.load(served, ENGINE.kv_tokens)
-    assert len(made.requests) == len(work) == len(made.ttft_s) and len(made.at) == math.ceil(work.seconds) == made.period_s
+    assert len(made.requests) == len(work) == len(made.ttft_s)
+    assert len(made.at) == math.ceil(work.seconds) == made.period_s
     assert (served.began[1:] >= served.ended[:-1] - 1e-9).all()
     assert (served.busy_s <= served.ended - served.began + 1e-9).all()
     within = served.ended <= made.period_s
