@@ -2,12 +2,13 @@
 
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
+    python scripts/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
     python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
-Writes docs/results/rose_paper.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg (out=FOLDER: there), and
-into docs/policies.md and docs/simulator.md what stands between their marks.
+Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg
+(out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands between their marks.
 The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here or there is set for one system or row, and
 where ours differs from the paper the table says by how much. Why it does: docs/simulator.md.
-Left out: the paper's absolute times, which it gives in figures only.
+Left out: what the paper gives in figures only.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ PUBLISHED = (
     Published("allocation overhead", "rlboost", (0.068, 0.073), (0.068, 0.073)),
     Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
 )
+ALONE = "serving alone"
+TABLE1 = {  # the paper's: our system -> per setting (rollout s, P99 TTFT ms, P99 TPOT ms)
+    "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
+    ALONE: {"rose_8b": (math.nan, 314.8, 117.8), "rose_32b": (math.nan, 716.1, 312.8)},  # its ServerlessLLM
+    "uncontrolled": {"rose_8b": (651.7, 1166.1, 135.6), "rose_32b": (1161.8, 2426.2, 565.3)},  # with rollouts beside
+    "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
+}
 SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
     "tokens per turn": ("sim.environment.factors.output",),
     "turns": ("sim.environment.factors.turns", "sim.environment.factors.failed_turns"),
@@ -73,7 +81,7 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
     "online load": ("sim.serving.load",),
     "time to get a worker": ("sim.pool.spot.allocation.start_s", "sim.pool.lend.allocation.start_s"),
 }
-VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}  # what may be anything: some of its values
+VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}  # what may be anything: some values
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
 CONSOLE = Console(width=120)
@@ -125,13 +133,28 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return rows
 
 
+def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours, means over the seeds; of
+    serving alone as in ROSE's runs without their rollouts."""
+    systems, rows = by_system(outcomes), []
+    for name, published in TABLE1.items():
+        ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
+        ttft, tpot, gap = (1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap"))
+        rollout = math.nan if alone else fmean(values(ran, "rollout_s"))
+        rows.append({"setting": setting, "system": name} | dict(zip(
+            ("paper_rollout_s", "rollout_s", "paper_ttft_ms", "ttft_ms", "paper_tpot_ms", "tpot_ms", "gap_ms"),
+            (published[setting][0], rollout, published[setting][1], ttft, published[setting][2], tpot, gap))))
+    return rows
+
+
 def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
     """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one seed."""
     base = composed(setting, overrides)
     points = [("as it is", 1.0, base)] + [
         (name, factor, composed(setting, [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"]))
         for index, (name, keys) in enumerate(SENSITIVITY.items()) for factor in FACTORS] + [
-        (f"{name}: {value:g}", 1.0, composed(setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]))
+        (f"{name}: {value:g}", 1.0,
+         composed(setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]))
         for name, (key, tried) in VALUES.items() for value in tried]
     outcomes = outcomes_of([c for *_, c in points], processes)
     rows = []
@@ -152,7 +175,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        out = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
         out.writeheader()
         out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
 
@@ -248,6 +271,17 @@ def beside(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def table1_words(rows: Sequence[dict[str, str]]) -> str:
+    """rose_table1.csv as a table of Markdown."""
+    lines = ["| setting | system | rollout, s: paper, ours | P99 TTFT, ms: paper, ours "
+             "| P99 TPOT, ms: paper; ours of a request, between tokens |", "|---|---|---|---|---|"]
+    for row in rows:
+        n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key not in ("setting", "system")}
+        lines.append(f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, {n['rollout_s']} | "
+                     f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']} |")
+    return "\n".join(lines)
+
+
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_sensitivity.csv as a table of Markdown: at 0.8 and 1.2 times a parameter's value."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
@@ -280,12 +314,19 @@ def main(arguments: Sequence[str]) -> int:
     varied, drawn = given.pop("sensitivity", "true") == "true", given.pop("draw", "false") == "true"
     systems = given.pop("systems", ",".join(SYSTEMS))
     timing = [f"sim.steps={given.pop('steps', 12)}", f"sim.warmup={given.pop('warmup', 6)}"]
-    if given:
-        print(f"{given}: unknown; only, systems, seeds, steps, warmup, sensitivity, processes, out and draw are known",
-              file=sys.stderr)
+    absolute = given.pop("table1", "true")
+    if given or absolute not in ("true", "false", "only"):
+        print(f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, table1 (true, false or "
+              "only), processes, out and draw are known", file=sys.stderr)
         return 2
-    if not drawn:
+    if not drawn and absolute != "false":
+        _measure_table1(out, settings, timing, seeds, processes)
+    if not drawn and absolute != "only":
         _measure(out, settings, systems, timing, seeds, processes, varied)
+    if out == REPOSITORY / "docs" / "results" and (out / "rose_table1.csv").exists():
+        put(REPOSITORY / "docs" / "simulator.md", "table1", table1_words(read_csv(out / "rose_table1.csv")))
+    if absolute == "only":
+        return 0
     write_whole(out / "rose_paper.svg", picture(read_csv(out / "rose_paper.csv")).encode())
     docs = REPOSITORY / "docs"
     if out == docs / "results":
@@ -294,6 +335,15 @@ def main(arguments: Sequence[str]) -> int:
         if (out / "rose_sensitivity.csv").exists():
             put(docs / "simulator.md", "sensitivity", varied_words(read_csv(out / "rose_sensitivity.csv")))
     return 0
+
+
+def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], seeds: str, processes: int) -> None:
+    for setting in settings:
+        rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
+        c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{rivals}]"])
+        rows = table1(setting, outcomes_of([c], processes))
+        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
+        _merge(out / "rose_table1.csv", setting, rows)
 
 
 def _measure(out: Path, settings: Sequence[str], systems: str, timing: list[str], seeds: str, processes: int,

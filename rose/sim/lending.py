@@ -172,7 +172,7 @@ class Observer:
             weights += [never[load.requests], always[load.requests]]
         alone = [both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]))]
         return ServingUse(self._pool, float(self._requests.sum()), self._latency(list(zip(apart, weights))),
-                          self._latency(alone), self._requests, attained, busy)
+                          self._latency(alone), self._requests, attained, busy, self._serving.gap_p99_s)
 
     def _latency(self, parts: list[tuple[Latencies, np.ndarray]]) -> Latency:
         weights = np.concatenate([each for _, each in parts]) if parts else np.zeros(0)

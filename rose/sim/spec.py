@@ -166,6 +166,7 @@ class Serving:
     reserve: float  # share of KV memory never lent beyond what serving holds
     high_watermark: float  # gate: share in use or lent above which what is lent is halved, until the next training step
     step: float  # the rollout side hears of a change of lendable KV of at least this share of the whole
+    gap_p99_s: tuple[float, float] = (math.nan, math.nan)  # between two tokens of a request: alone, beside; if known
 
 
 # --------------------------------------------------------------------------- environment

@@ -31,7 +31,8 @@ def make(s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: 
     devices = _devices(source, s.rate, s.load, s.slo.ttft_p99_s, s.slo.tpot_p99_s, engine, workers, beside, seed)
     return spec.Serving(
         devices=devices, executor=executor, ttft_slo_s=s.slo.ttft_p99_s, tpot_slo_s=s.slo.tpot_p99_s,
-        overhead=s.overhead, contention=s.contention, reserve=s.reserve, high_watermark=s.high_watermark, step=s.step)
+        overhead=s.overhead, contention=s.contention, reserve=s.reserve, high_watermark=s.high_watermark, step=s.step,
+        gap_p99_s=devices.gap_p99_s)
 
 
 @functools.lru_cache(maxsize=32)

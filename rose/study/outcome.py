@@ -50,6 +50,12 @@ class Outcome(msgspec.Struct, frozen=True):
     tail: float  # 99th percentile of the trajectories' times over their median
     utilisation: float  # share of the dedicated engines' time in which they have a turn
     attainment: float  # share of online requests within both P99 targets
+    ttft_p99_s: float  # of online requests, over the run; then as if no rollout had run
+    tpot_p99_s: float
+    gap_p99_s: float  # between two tokens of a request while rollouts compute
+    alone_ttft_p99_s: float
+    alone_tpot_p99_s: float
+    alone_gap_p99_s: float
     allocation: float  # share of the borrowed workers' time between asking for one and its first turn
     migrations: float  # turns a step that went on elsewhere
     wall_s: float  # that the simulation took
@@ -89,7 +95,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         tokens_s=sum(step.tokens for step in steps) / seconds, dropped=1 - result.tokens / made if made else math.nan,
         staleness=fmean(stale) if stale else math.nan, staleness_max=float(max(stale, default=0)),
         tail=_tail(result.trajectory_s), utilisation=result.utilisation("dedicated"),
-        attainment=_attainment(result.serving), allocation=_allocation(result),
+        attainment=_attainment(result.serving), **_latencies(result.serving), allocation=_allocation(result),
         migrations=result.counts.migrations / len(result.steps), wall_s=wall_s,
         picture=_picture(result) if drawn else None)
 
@@ -105,6 +111,15 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
         return math.nan
     attained = np.concatenate([use.minute_attained for use in serving])
     return float(np.nansum(requests * attained) / requests.sum())
+
+
+def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
+    """Of the first pool."""
+    if not serving:
+        return {f"{when}{what}_p99_s": math.nan for when in ("", "alone_") for what in ("ttft", "tpot", "gap")}
+    beside, alone, gaps = serving[0].beside, serving[0].alone, serving[0].gap_p99_s
+    return {"ttft_p99_s": beside.ttft_p99_s, "tpot_p99_s": beside.tpot_p99_s, "gap_p99_s": gaps[1],
+            "alone_ttft_p99_s": alone.ttft_p99_s, "alone_tpot_p99_s": alone.tpot_p99_s, "alone_gap_p99_s": gaps[0]}
 
 
 def _allocation(result: Result) -> float:

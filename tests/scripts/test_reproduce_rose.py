@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -49,6 +50,27 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(o
     assert [row["setting"] for row in rows] == ["rose_8b"] * 9 + ["rose_32b"] * 9
     assert ElementTree.fromstring(reproduce_rose.picture(rows)).tag.endswith("svg")
     assert "| throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |" in reproduce_rose.beside(rows)
+
+
+def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(outcomes, tmp_path):
+    def like(o, system, rollout_s):
+        return msgspec.structs.replace(o, system=system, rollout_s=rollout_s, ttft_p99_s=0.35, alone_ttft_p99_s=0.3,
+                                       tpot_p99_s=0.04, alone_tpot_p99_s=0.03, gap_p99_s=0.09, alone_gap_p99_s=0.07)
+
+    some = [like(o, name, 500.0 + 10 * o.seed) for o in outcomes if o.system == "rose"
+            for name in ("rose", "uncontrolled", "prism")]
+    path = tmp_path / "rose_table1.csv"
+    reproduce_rose._merge(path, "rose_8b", reproduce_rose.table1("rose_8b", some))
+    words = reproduce_rose.table1_words(reproduce_rose.read_csv(path)).splitlines()
+    assert words[2] == "| Qwen3-8B, FrozenLake | rose | 496, 520 | 338, 350 | 136; 40, 90 |"
+    assert words[3] == "| Qwen3-8B, FrozenLake | serving alone | –, – | 315, 300 | 118; 30, 70 |"
+    assert [line.split(" | ")[1] for line in words[4:]] == ["uncontrolled", "prism"]
+
+
+def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
+    reproduce_rose._merge(tmp_path / "a.csv", "rose_8b", [{"setting": "rose_8b", "old": 1.0}])
+    reproduce_rose._merge(tmp_path / "a.csv", "rose_32b", [{"setting": "rose_32b", "old": 2.0, "new": 3.0}])
+    assert [row["new"] for row in reproduce_rose.read_csv(tmp_path / "a.csv")] == ["", "3"]
 
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
