@@ -63,6 +63,15 @@ def test_a_few_trajectories_are_many_times_as_long_as_the_median(name):
     assert np.percentile(made, 99) > 3 * np.median(made)
 
 
+def test_alfworlds_requests_are_input_to_the_share_that_the_paper_says():
+    read = written = 0
+    for member in episodes(DOMAINS["alfworld"], 0):
+        context = member.prompt_tokens
+        for output, observed in zip(member.output_tokens, member.observation_tokens):
+            read, written, context = read + context, written + output, context + output + observed
+    assert 0.77 < read / (read + written) < 0.86
+
+
 def test_a_turn_after_a_failed_call_is_longer():
     after: dict[bool, list[float]] = {True: [], False: []}
     for member in episodes(DOMAINS["swe"], 0):
