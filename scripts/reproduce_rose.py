@@ -77,6 +77,8 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
     "engines' step overhead": ("sim.efficiency.step_s",),
     "trainer's MFU": ("sim.trainer.mfu",),
     "way to cooperative workers": ("sim.pool.cooperative.link.gbit_s",),
+    "time to wake a borrowed engine": ("sim.pool.cooperative.switch_s",),
+    "size of differences": ("sim.delta_ratio",),
     "idle time lost to admission": ("sim.serving.overhead",),
     "online load": ("sim.serving.load",),
     "time to get a worker": ("sim.pool.spot.allocation.start_s", "sim.pool.lend.allocation.start_s"),

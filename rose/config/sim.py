@@ -35,7 +35,7 @@ class SimPool(Section):
     tensor_parallel: Count
     split: bool  # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has nothing
     on_request: bool  # each is asked for by the provisioning policy
-    switch_s: NotNegative  # hybrid: from training to rollout and back, each; cooperative: from resting to rolling out
+    switch_s: NotNegative  # hybrid: from training to rollout and back, each; cooperative: to wake up, weights besides
     link: SimLink
     allocation: SimAllocation
 

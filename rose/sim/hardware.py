@@ -33,6 +33,10 @@ NVLINK = {  # bytes/s, both directions together, as datasheets give it
     "L40S": 64 * GB,  # PCIe 4.0 x16
     "B200": 1800 * GB,
 }
+PCIE = {  # bytes/s from the host, x16, of generation 5 or 4 (PCI-SIG: 64 and 32 GB/s), which datasheets say
+    "H100": 64 * GB, "H800": 64 * GB, "H200": 64 * GB, "H20": 64 * GB, "B200": 64 * GB,
+    "A100": 32 * GB, "A800": 32 * GB, "L40S": 32 * GB,
+}
 
 SHAPES = {  # of the public config.json of each; conf/model has the same
     "qwen3_8b": ModelShape(layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128,
@@ -83,6 +87,12 @@ FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md,
 ENCODE_BYTES_S = 0.27 * GB  # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
 ENCODE_CORES = 8  # of each trainer rank; ours
 APPLY_BYTES_S = 10.3 * GB  # of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+
+
+def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
+    """Seconds that weights take from the host to the devices of an engine that wakes up, each over its own PCIe at the
+    share of the peak that NVLink reaches, too. ROSE (arXiv 2605.06534): Qwen3-32B within 5 s, all included."""
+    return BF16 * shape.parameters / tensor_parallel / (PCIE[gpu.name] * EFFICIENCY.nvlink)
 
 
 def gpu(name: str) -> Gpu:

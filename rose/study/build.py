@@ -137,10 +137,11 @@ def _pool(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int)
     serving = None
     if p.kind == "cooperative" and workers:
         serving = devices.make(c.sim.serving, _online_engine(c, gpu, p, shape), workers, system.executor, seed)
+    switch_s = p.switch_s + (hardware.wake_s(shape, gpu, p.tensor_parallel) if p.kind == "cooperative" else 0.0)
     allocation = spec.Allocation(p.allocation.queue_s, p.allocation.start_s, p.allocation.refused)
     return spec.Pool(name=name, kind=p.kind, gpu=gpu, tensor_parallel=p.tensor_parallel,
                      engine=_engine(c, name, p, gpu, shape), link=_link(c, p, shape), allocation=allocation,
-                     count=workers, on_request=p.on_request, serving=serving, switch_s=p.switch_s, split=p.split,
+                     count=workers, on_request=p.on_request, serving=serving, switch_s=switch_s, split=p.split,
                      available=_available(c, workers, seed) if p.kind == "spot" else None)
 
 
