@@ -143,6 +143,17 @@ def test_a_made_trace_has_the_rate_the_lengths_and_the_peaks_asked_for():
         assert trace.prompt_tokens.min() >= 1 and trace.output_tokens.min() >= 1
 
 
+def test_mooncakes_prefixes_go_with_their_requests(write):
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 5%s}\n'
+    text = "".join(line % (1000 * at, f', "hash_ids": [{at}, 7]') for at in range(4))
+    trace = traces.read(write(text))
+    assert trace.blocks == ((0, 7), (1, 7), (2, 7), (3, 7))
+    assert trace.slice(1, 2).blocks == trace.scaled(2).clipped(10, 10).blocks[1:3] == trace.blocks[1:3]
+    assert traces.read(write(text + line % (4000, ""))).blocks is None
+    with pytest.raises(TraceError, match="line 1, column hash_ids: '7' is no list of whole numbers"):
+        traces.read(write(line % (0, ', "hash_ids": 7')))
+
+
 def test_a_made_trace_has_the_lengths_of_a_named_service_and_none_that_it_has_not():
     made = traces.generate(1, rate=20, prompt="azure_code", output="azure_code")
     assert np.percentile(made.prompt_tokens, [50, 90, 99, 100]) == pytest.approx([1469, 5188, 7436, 7437], rel=0.05)

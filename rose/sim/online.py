@@ -1,7 +1,8 @@
 """One online engine S that serves a request trace: when it computes, what it holds, and how late its tokens are.
 
-Continuous batching with chunked prefill, first come first served, without prefix reuse, fast-forwarded: while nobody is
-in prefill and nobody comes or ends, steps are like each other and one closed form stands for all of them.
+Continuous batching with chunked prefill, first come first served, fast-forwarded: while nobody is in prefill and nobody
+comes or ends, steps are like each other and one closed form stands for all of them. Prefixes are reused where the trace
+tells which are equal, from memory that no running request may come to need; the least recently used go first.
 
 Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it: a decode step begins no earlier
 than `pace_s` after the last one, as its targets allow, and the time between is the rollouts'; a request that comes
@@ -11,6 +12,7 @@ waits for the rollout step under way, half of `hold_s` on average, and no longer
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,7 +20,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rose.sim.spec import Engine
-from rose.traces import Trace
+from rose.traces import BLOCK, Trace
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,17 @@ def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0
     if largest > engine.kv_tokens:
         raise ValueError(f"a request of {largest} tokens is larger than the online engine's KV cache of "
                          f"{engine.kv_tokens}; clip the trace (Trace.clipped) or give it more devices")
-    return _Run(trace.at.tolist(), prompts.tolist(), outputs.tolist(), engine, pace_s, hold_s).all(trace)
+    blocks = trace.blocks if engine.prefix_caching else None
+    return _Run(trace.at.tolist(), prompts.tolist(), outputs.tolist(), engine, pace_s, hold_s, blocks).all(trace)
 
 
 class _Run:
     def __init__(self, arrivals: list[float], prompts: list[int], outputs: list[int], engine: Engine, pace_s: float,
-                 hold_s: float) -> None:
+                 hold_s: float, blocks: tuple[tuple[int, ...], ...] | None) -> None:
         self._arrivals, self._prompts, self._outputs, self._e = arrivals, prompts, outputs, engine
-        self._pace, self._hold = pace_s, hold_s
+        self._pace, self._hold, self._blocks = pace_s, hold_s, blocks
+        self._cache: OrderedDict[int, None] = OrderedDict()  # blocks of prefixes, the least recently used first
+        self._shared = 0  # tokens of prompts that requests hold and the cache has
         self._now = 0.0
         self._next = 0  # request that is not admitted yet
         self._prefill: list[list[int]] = []  # [request, tokens done]
@@ -116,9 +121,28 @@ class _Run:
                and len(self._ends) + len(self._prefill) < engine.max_sequences
                and self._held + (need := self._prompts[at] + self._outputs[at]) <= engine.kv_tokens):
             self._held += need
-            self._prefill.append([at, 0])
+            self._prefill.append([at, self._cached(at)])
             at += 1
         self._next = at
+
+    def _cached(self, request: int) -> int:
+        """Tokens of its prompt that need not be computed: all but the last at most."""
+        if self._blocks is None:
+            return 0
+        whole = self._blocks[request]
+        known = next((place for place, block in enumerate(whole) if block not in self._cache), len(whole))
+        return min(known * BLOCK, self._prompts[request] - 1)
+
+    def _keep(self, request: int) -> None:
+        """Its prompt's blocks are the most recently used."""
+        if self._blocks is None:
+            return
+        self._shared += self._prompts[request]
+        for block in reversed(self._blocks[request]):  # the last goes first
+            self._cache[block] = None
+            self._cache.move_to_end(block)
+        while len(self._cache) * BLOCK > self._e.kv_tokens - self._held + self._shared and self._cache:
+            self._cache.popitem(last=False)
 
     def _prefill_step(self) -> None:
         """One step with chunks of prompts; whoever decodes makes a token along."""
@@ -140,6 +164,7 @@ class _Run:
         joined, self._prefill = self._prefill[:whole], self._prefill[whole:]
         for request, prompt in joined:
             self._first[request] = self._now
+            self._keep(request)
             self._enter(request, prompt)
         self._runs.append((began, self._now, seconds, before, self._used(), seconds, decodes))
 
@@ -194,6 +219,7 @@ class _Run:
     def _leave(self, request: int) -> None:
         self._last[request] = self._now
         self._held -= self._prompts[request] + self._outputs[request]
+        self._shared -= self._prompts[request] if self._blocks is not None else 0
 
     def _used(self) -> int:
         """Tokens of KV."""

@@ -65,8 +65,7 @@ def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float)
 
 def split(trace: Trace, ways: int) -> list[Trace]:
     """Its requests dealt to so many devices in turn."""
-    return [Trace(trace.at[way::ways], trace.prompt_tokens[way::ways], trace.output_tokens[way::ways])
-            for way in range(ways)]
+    return [trace.part(slice(way, None, ways)) for way in range(ways)]
 
 
 @dataclass(frozen=True)

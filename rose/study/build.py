@@ -168,7 +168,7 @@ def _online_engine(c: Config, gpu: spec.Gpu, p: SimPool, rolls: ModelShape) -> s
         step = hardware.step_time(shape, gpu, p.tensor_parallel, s.max_sequences, efficiency)
     except ValueError as error:
         raise ConfigError(f"sim.serving.model={s.model!r} beside {c.model.name}: {error}") from None
-    return spec.Engine(step, s.max_sequences, s.max_batched_tokens, tokens, False)
+    return spec.Engine(step, s.max_sequences, s.max_batched_tokens, tokens, True)  # vLLM's default
 
 
 def _link(c: Config, p: SimPool, shape: ModelShape) -> spec.Link:

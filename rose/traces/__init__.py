@@ -7,6 +7,6 @@ Knows numpy only, so that the simulator and the benchmarks replay the very same 
 from rose.traces.files import read
 from rose.traces.made import generate
 from rose.traces.spot import Availability
-from rose.traces.trace import Trace, TraceError
+from rose.traces.trace import BLOCK, Trace, TraceError
 
-__all__ = ["Availability", "Trace", "TraceError", "generate", "read"]
+__all__ = ["BLOCK", "Availability", "Trace", "TraceError", "generate", "read"]

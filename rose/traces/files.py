@@ -4,7 +4,7 @@
 - BurstGPT (Wang et al., KDD 2025): CSV; Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens, Log
   Type. A request that failed there has 0 response tokens.
 - Mooncake (Qin et al., FAST 2025): a JSON object a line; timestamp (milliseconds), input_length, output_length,
-  hash_ids (of the prompt's blocks; unused here).
+  hash_ids (of the prompt's blocks of 512 tokens, a list; may be missing).
 
 Columns are found by name, others are ignored, blank lines are no requests. Left out: prompts' texts (traces have none).
 """
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from rose.traces.trace import LARGEST, Trace, TraceError
+
+BLOCKS = "hash_ids"  # of Mooncake
 
 
 class Place(NamedTuple):
@@ -53,7 +55,8 @@ def read(path: str | Path) -> Trace:
         found, fields = (MOONCAKE, _objects(rest, path)) if first.lstrip().startswith("{") else _table(rest, path)
         times: list[float] = []
         lengths: tuple[list[int], list[int]] = ([], [])
-        for line, (field, prompt, output) in fields:
+        blocks: list[tuple[int, ...] | None] = []
+        for line, (field, prompt, output, *more) in fields:
             place = Place(path, line, found.columns[0])
             time = found.time(field, place)
             if times and time < times[-1]:
@@ -61,10 +64,12 @@ def read(path: str | Path) -> Trace:
             times.append(time)
             for column, field, into in zip(found.columns[1:], (prompt, output), lengths):
                 into.append(_count(field, Place(path, line, column)))
+            blocks.append(_blocks(more[0], Place(path, line, BLOCKS)) if more else None)
     if not times:
         raise TraceError(f"{path}: no requests below the header")
     at = np.array(times)
-    return Trace((at - at[0]) * found.unit, np.array(lengths[0], np.int32), np.array(lengths[1], np.int32))
+    return Trace((at - at[0]) * found.unit, np.array(lengths[0], np.int32), np.array(lengths[1], np.int32),
+                 None if None in blocks else tuple(blocks))
 
 
 # --------------------------------------------------------------------------- lines to fields
@@ -121,7 +126,7 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
         if missing := [name for name in MOONCAKE.columns if name not in found]:
             raise TraceError(f"{path}, line {line}: no column {', '.join(missing)}; {MOONCAKE.name} needs "
                              f"{', '.join(MOONCAKE.columns)}")
-        yield line, [found[name] for name in MOONCAKE.columns]
+        yield line, [*(found[name] for name in MOONCAKE.columns), *([found[BLOCKS]] if BLOCKS in found else [])]
 
 
 # --------------------------------------------------------------------------- fields to numbers
@@ -161,6 +166,12 @@ def _count(field: Any, place: Place) -> int:
     if not 0 <= count <= LARGEST:
         raise place.wrong(f"{count} tokens, not within 0..{LARGEST}")
     return count
+
+
+def _blocks(field: Any, place: Place) -> tuple[int, ...]:
+    if not isinstance(field, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in field):
+        raise place.wrong(f"{str(field)[:40]!r} is no list of whole numbers")
+    return tuple(field)
 
 
 AZURE = Format("Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date, 1e-9)

@@ -127,6 +127,28 @@ def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
         assert alone.beside.busy.sum() < alone.busy.sum() and alone.beside.kv.sum() > alone.kv.sum()
 
 
+def served_with(blocks, kv=300_000, caching=True):
+    work = replace(trace(*[(float(at), 512 * len(each), 1) for at, each in enumerate(blocks)]), blocks=blocks)
+    return online.serve(work, replace(ENGINE, kv_tokens=kv, prefix_caching=caching)).ttft_s
+
+
+def test_a_prefix_that_was_served_before_is_not_computed_again():
+    blocks = ((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 7, 8), (9, 2, 3, 4))
+    alone = served_with(blocks, caching=False)
+    assert np.ptp(alone) < 1e-9
+    first, same, half, other = served_with(blocks)
+    assert (first, other) == pytest.approx((alone[0], alone[0]))
+    assert same == pytest.approx(STEP.c0)  # its last token, computed anew, is bound by the weights
+    assert half == pytest.approx(1024 * (STEP.c1 + STEP.c2 * (1024 + 512)))
+
+
+def test_what_was_used_longest_ago_is_forgotten_first_and_running_requests_come_before_all():
+    blocks = tuple((10 * k, 10 * k + 1) for k in range(3))
+    again = served_with((*blocks, blocks[1], blocks[2], blocks[0]), kv=4 * 512 + 1)
+    whole = served_with(blocks[:1], caching=False)[0]
+    assert again[[0, 1, 2, 5]] == pytest.approx(whole) and (again[[3, 4]] < whole / 2).all()
+
+
 def test_a_token_that_a_prompt_holds_up_is_late_though_its_requests_mean_is_not():
     served = online.serve(trace((0.0, 10, 60), (0.1, 2000, 1)), ENGINE)
     step = 2000 * (STEP.c1 + STEP.c2 * 1000)
