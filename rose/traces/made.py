@@ -11,7 +11,7 @@ from rose.traces.trace import LARGEST, Trace
 
 MINUTE_S, HOUR_S = 60, 3600
 SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
-LENGTHS = {  # name -> tokens of (prompts, outputs) at these shares: an hour each of Azure's public dataset (CC-BY 4.0), 2023
+LENGTHS = {  # name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: Azure public dataset, CC-BY 4.0
     "azure_conv": ((2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
                    (7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000)),
     "azure_code": ((3, 17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7437),
