@@ -149,8 +149,8 @@ class TurnHub:
                 case ev.AssignTurn(turn, worker, attempt, max_tokens):
                     self.workers[worker].turn_opened(event.at)
                     self._send(self.workers[worker].rank, self.ledger.dispatch(turn, attempt, max_tokens))
-                case ev.AbortTurn(turn, worker, attempt):
-                    if worker not in resting:
+                case ev.AbortTurn(turn, worker, attempt, slow):
+                    if worker not in resting and not slow:
                         self._on_fault("stalled turn", f"{turn} on {worker}, attempt {attempt}: moved")
                     self.workers[worker].turn_closed(event.at)
                     self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))

@@ -52,7 +52,8 @@ class Scheduler:
             actions += self._hear(event)
         if before or after:
             self._queue.reorder(event)
-        return actions + self._dispatch(event.at) if self.cluster.waiting else actions
+        tick = kind is ev.Tick
+        return actions + self._dispatch(event.at, tick) if self.cluster.waiting or self._queue.looks(tick) else actions
 
     def snapshot(self) -> dict[str, Any]:
         """What outlives a step boundary, as plain containers; workers and turns join anew."""
@@ -280,11 +281,13 @@ class Scheduler:
         if turn.worker is None:
             self._queue.remove(turn)
         else:
+            self._queue.left(turn)
             self.cluster.workers[turn.worker].free(turn)
             self.fleet.changed(turn.worker)
 
     def _take_back(self, turn: TurnState) -> None:
         """Into the queue, in its old place."""
+        self._queue.left(turn)
         self.cluster.workers[turn.worker].free(turn)
         self.fleet.changed(turn.worker)
         turn.worker = None
@@ -335,9 +338,10 @@ class Scheduler:
             self._take_away(turn)
         return actions
 
-    def _dispatch(self, at: float) -> list[Action]:
-        actions = self._queue.round(at)
+    def _dispatch(self, at: float, tick: bool) -> list[Action]:
+        actions = self._queue.round(at, tick)
         for action in actions:
-            sequence = self.cluster.turns[action.turn].sequence
-            heappush(self._deadlines, (at, sequence, action.turn, action.attempt))
+            if type(action) is ev.AssignTurn:
+                sequence = self.cluster.turns[action.turn].sequence
+                heappush(self._deadlines, (at, sequence, action.turn, action.attempt))
         return actions

@@ -1,8 +1,12 @@
-"""Waiting turns and the rounds in which they find workers.
+"""Waiting turns, and running ones that may go elsewhere, and the rounds in which they find workers.
 
 What a round costs doesn't grow with the turns that wait. Policies are asked about turns that a worker has room for; of
 these LOOK_AHEAD of each lane may find no place. Turns that need more than any worker's room are passed over together;
 the workers that could hold the smallest of them are kept, whatever their kind.
+
+A running turn that the policy watches stands in line at its old place as well: when a worker gets free that is worth
+moving to, it is asked about before turns that came later. So a turn on a slow worker loses nothing against one that
+waited.
 """
 
 from __future__ import annotations
@@ -10,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 
-from rose.scheduler.events import AssignTurn, Event
+from rose.scheduler.events import AbortTurn, AssignTurn, Event
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.policies import Order, Routing, optional
 from rose.scheduler.state import UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
 LOOK_AHEAD = 32  # turns of a lane that may find no place before the others of the lane aren't asked about either
-
+MAX_MOVES = 2  # of one turn that is slow where it is
+LOOKS, TICK_LOOKS = 1, 32  # running turns that are asked about when a worker that is not watched gets free, at a tick
 
 class Dispatch:
     def __init__(self, cluster: Cluster, fleet: Fleet, routing: Routing, order: Order) -> None:
@@ -28,6 +33,11 @@ class Dispatch:
         self._has_lanes = hasattr(routing, "lane")
         self._lane = optional(routing, "lane", lambda turn: "")
         self._changed = optional(order, "changed", None)
+        self._watches = optional(routing, "watches", lambda worker: False)
+        self._better = optional(routing, "better", None)
+        self._watched = TurnQueue()  # running turns that may move
+        self._looked: Entry | None = None  # the last that a tick looked at
+        self._freed = ""  # a worker that is not watched, and has lost a turn since the last round
         self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
 
     def add(self, turn: TurnState) -> None:
@@ -54,13 +64,31 @@ class Dispatch:
                 self.remove(turn)
                 self.add(turn)
 
-    def round(self, at: float) -> list[AssignTurn]:
-        """Turns that find a place now, in order. One that finds none keeps what it asked for."""
+    def left(self, turn: TurnState) -> None:
+        """Its worker has it no more."""
+        if turn.turn in self._watched:
+            self._watched.remove(turn)
+        elif not self._watches(self._cluster.workers[turn.worker]):
+            self._freed = turn.worker
+
+    def looks(self, tick: bool) -> bool:
+        """Whether a round would ask about running turns."""
+        return len(self._watched) > 0 and (tick or self._freed != "")
+
+    def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
+        """Turns that find a place now, in order. One that finds none keeps what it asked for. A few running ones are
+        asked about too: the first, for a worker that got free, or at a tick those after the last tick's, for any."""
         self._fleet.begin_round()
-        actions: list[AssignTurn] = []
+        actions: list[AbortTurn | AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
         heads = self._heads(self._fleet.holds())
-        while heads:
+        running, freed = self._candidates(tick) if self.looks(tick) else [], "" if tick else self._freed
+        self._freed = ""
+        while heads or running:
+            while running and (not heads or running[-1] < heads[0][0]):
+                actions += self._move(running.pop()[2], freed, at)
+            if not heads:
+                break
             entry, name = heappop(heads)
             turn, lane, bound = entry[2], self._lanes[name], UNBOUNDED
             if turn.kv_need > self._fleet.room():
@@ -75,6 +103,29 @@ class Dispatch:
             if following and waiting.get(name, 0) < LOOK_AHEAD:
                 heappush(heads, (following, name))
         return actions
+
+    def _candidates(self, tick: bool) -> list[Entry]:
+        """Running turns to ask about, the first one last."""
+        if not tick:
+            return self._watched.some(LOOKS)[::-1]
+        found = self._watched.some(TICK_LOOKS, self._looked)
+        self._looked = found[-1] if len(found) == TICK_LOOKS else None  # then from the first again
+        return found[::-1]
+
+    def _move(self, turn: TurnState, freed: str, at: float) -> list[AbortTurn | AssignTurn]:
+        """To a worker where it ends sooner, if the policy knows one: `freed`, or any."""
+        self._fleet.begin_turn()
+        among = [self._fleet.get(freed, turn)] if freed else self._fleet.least_of_each(turn)
+        worker = self._better(turn, among, at, self._cluster) if among != [None] else None
+        if worker is None:
+            return []
+        old = self._cluster.workers[turn.worker]
+        abort = AbortTurn(turn.turn, old.worker, turn.attempt, slow=True)
+        self._watched.remove(turn)
+        old.free(turn)
+        self._fleet.changed(old.worker)
+        turn.moves += 1
+        return [abort, self._assign(turn, worker, at)]
 
     def _following(self, lane: TurnQueue, bound: int, after: Entry) -> Entry | None:
         """The lane's next turn that may find a place, or keep a worker."""
@@ -104,15 +155,17 @@ class Dispatch:
         if worker is None:
             self._fleet.keep(turn)
             return None
+        self.remove(turn)
         return self._assign(turn, worker, at)
 
     def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> AssignTurn:
-        self.remove(turn)
         turn.worker, turn.assigned_at, turn.heard_at = worker.worker, at, at
         turn.attempt += 1
         worker.hold(turn)
         self._fleet.changed(worker.worker)
         self._settle_home(turn, worker)
+        if turn.moves < MAX_MOVES and self._better is not None and self._watches(worker):
+            self._watched.add(turn, self._order.key(turn, self._cluster))
         chunk = self._chunk(turn, worker)
         return AssignTurn(turn.turn, worker.worker, turn.attempt,
                           chunk if chunk < turn.max_new_tokens - turn.made_tokens else 0)

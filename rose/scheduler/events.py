@@ -169,9 +169,12 @@ class AssignTurn(Action):
 
 
 class AbortTurn(Action):
+    """`slow`: nothing is wrong with it there; it ends sooner elsewhere (the `AssignTurn` that follows)."""
+
     turn: str
     worker: str
     attempt: int
+    slow: bool = False
 
 
 class LoadWeights(Action):

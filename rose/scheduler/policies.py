@@ -36,6 +36,9 @@ class Routing(Protocol):
     less. One lane by default, in which LOOK_AHEAD waiting turns hold up the rest: with lanes they hold up their own.
     `label(worker) -> Hashable`: of a worker's name, from when it is heard that it joined and as long as it is there; the
     least loaded of a label is what `fleet.least(turn, label=...)` finds.
+    `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run
+    on workers it watches are asked about, a few at each tick and the first whenever another worker gets free; where it
+    names one of the workers `among`, the turn is aborted and goes there from the tokens that it has (MAX_MOVES times).
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:

@@ -31,6 +31,7 @@ class TurnState:
     heard_at: float = 0.0  # last sign of life since it was assigned
     avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
     stalls: int = 0
+    moves: int = 0  # to faster workers
 
     @property
     def whole_kv_need(self) -> int:

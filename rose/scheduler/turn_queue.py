@@ -77,6 +77,18 @@ class TurnQueue:
                     passed = need
         return None, passed
 
+    def some(self, count: int, after: Entry | None = None) -> list[Entry]:
+        """The first `count` behind `after`, in order."""
+        start = bisect_right(self._last, after) if after else 0
+        found: list[Entry] = []
+        for at in range(start, len(self._blocks)):
+            block = self._blocks[at]
+            begin = bisect_right(block, after) if after is not None and at == start else 0
+            found += block[begin:begin + count - len(found)]
+            if len(found) >= count:
+                break
+        return found
+
 
 def _least(block: list[Entry]) -> int:
     return min(entry[2].kv_need for entry in block)

@@ -51,10 +51,10 @@ def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_dept
     imbalance = policy("routing", "cache_affine").args["imbalance"]
     indexed, last = s._queue.round, ""
 
-    def checked(at):
+    def checked(at, tick):
         nonlocal last
         expected, last = plain_round(s.cluster, queue_depth, routing, imbalance, last)
-        actions = indexed(at)
+        actions = indexed(at, tick)
         assert [(a.turn, a.worker) for a in actions] == expected
         return actions
 
