@@ -56,15 +56,80 @@ def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room(
     assert request(s, "g0.0.t1") == "a"  # though b has less to do
 
 
-def test_rose_moves_trajectories_off_a_crowded_worker_when_others_come():
+def crowd(s, most=8):
+    """Turns of 100 tokens on worker a: as many seconds as there are at once."""
+    for n in range(1, most + 1):
+        for i in range(n):
+            assert request(s, f"x{n}.{i}.t0", at=10.0 * n) == "a"
+        for i in range(n):
+            end(s, f"x{n}.{i}.t0", at=11.0 * n, tokens=100)
+            s.handle(ev.TrajectoryEnded(at=11.0 * n, trajectory=f"x{n}.{i}", tokens=100))
+
+
+def test_rose_leaves_a_prefix_for_a_worker_where_the_turn_ends_sooner():
     s = make("rose")
-    join(s, "a")
-    assert [request(s, f"g0.{i}.t0") for i in range(8)] == ["a"] * 8
-    join(s, "b")
-    for i in range(8):
-        end(s, f"g0.{i}.t0")
-    homes = [request(s, f"g0.{i}.t1") for i in range(8)]
-    assert homes.count("b") == 2  # the six others need no more than the slack allows
+    join(s, "a", kv=10_000)
+    crowd(s)
+    assert [request(s, f"g0.{i}.t0", at=100.0) for i in range(8)] == ["a"] * 8
+    join(s, "b", kv=10_000)
+    end(s, "g0.0.t0", at=101.0, tokens=100)
+    assert request(s, "g0.0.t1", at=101.0) == "b"
+
+
+def teach_both(s):
+    """a makes a token in 10 ms, c, which is lent, in 200 ms."""
+    join(s, "a", sequences=1), join(s, "c", "cooperative")
+    for n in range(10):
+        assert request(s, f"x{n}.0.t0", at=0.0) in "ac" and request(s, f"x{n}.1.t0", at=0.0) in "ac"
+        for i in range(2):
+            turn = s.cluster.turns[f"x{n}.{i}.t0"]
+            end(s, turn.turn, at={"a": 1.0, "c": 20.0}[turn.worker], tokens=100)
+            s.handle(ev.TrajectoryEnded(at=1.0, trajectory=turn.trajectory, tokens=100))
+
+
+def test_rose_sends_nothing_to_a_slow_lent_worker_while_a_fast_one_has_room():
+    s = make("rose")
+    teach_both(s)
+    join(s, "b", sequences=2)
+    assert [request(s, f"g0.{i}.t0", at=30.0) for i in range(4)].count("c") == 1
+
+
+def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_one_that_came_later():
+    s = make("rose")
+    teach_both(s)
+    assert [request(s, f"g0.{i}.t0", at=30.0, need=300) for i in range(2)] == ["a", "c"]
+    lend(s, "c", kv=300)
+    assert request(s, "g0.2.t0", at=30.5, need=300) == ""
+    s.handle(ev.TurnProgressed(at=34.0, turn="g0.1.t0", attempt=1, tokens=20))
+    assert s.handle(ev.Tick(at=34.0)) == []  # nowhere to go
+    said = s.handle(ev.TurnEnded(at=34.0, turn="g0.0.t0", tokens=100))
+    assert said == [ev.AbortTurn("g0.1.t0", "c", 1, slow=True), ev.AssignTurn("g0.1.t0", "a", 2),
+                    ev.AssignTurn("g0.2.t0", "c", 1)]
+    assert s.cluster.workers["c"].kv_assigned == s.cluster.turns["g0.2.t0"].kv_need
+
+
+def test_rose_leaves_a_turn_where_moving_does_not_pay():
+    s = make("rose")
+    join(s, "a", sequences=1), join(s, "c", "cooperative")
+    for n in range(10):
+        for i in range(2):
+            request(s, f"x{n}.{i}.t0", at=0.0)
+            end(s, f"x{n}.{i}.t0", at=1.0, tokens=100)
+            s.handle(ev.TrajectoryEnded(at=1.0, trajectory=f"x{n}.{i}", tokens=100))
+    places = {request(s, f"g0.{i}.t0", at=30.0, need=300): i for i in range(2)}
+    s.handle(ev.TurnProgressed(at=31.0, turn=f"g0.{places['c']}.t0", attempt=1, tokens=100))
+    assert s.handle(ev.TurnEnded(at=31.0, turn=f"g0.{places['a']}.t0", tokens=100)) == []
+    assert s.handle(ev.Tick(at=31.5)) == []
+
+
+def test_rose_tries_a_lent_worker_of_which_nothing_is_known_with_few_turns_and_few_tokens():
+    s = make("rose")
+    join(s, "a", sequences=6), join(s, "c", "cooperative")
+    said = [s.handle(ev.TurnRequested(at=0.0, turn=f"g0.{i}.t0", trajectory=f"g0.{i}", group="g0", context_tokens=5,
+                                      max_new_tokens=150)) for i in range(6)]
+    sent = [action for actions in said for action in actions]
+    assert [(a.worker, a.max_tokens) for a in sent if a.worker == "c"] == [("c", 128)] * 2
+    assert len(sent) == 6
 
 
 def test_rose_prefers_a_safe_cooperative_worker_to_an_equally_loaded_one_and_never_one_that_was_revoked():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from rose.scheduler.events import Event, TrajectoryEnded, WorkerJoined, WorkerLost
+import math
+
+from rose.scheduler.events import Event, StepBegun, TrajectoryEnded, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.routing.speeds import Speeds
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-
-SLACK = 0.25  # a worker's share of its KV may exceed the mean by so much of the mean before trajectories leave it
+SLACK = 0.25  # a turn leaves its prefix, or the worker that it runs on, for one that saves more than this share
+FEW = 2  # turns of a borrowed worker of which nothing has been measured
+TRIAL_TOKENS = 128  # after which a turn of such a worker is placed anew: then its pace is known
+RECENT_TURNS = 200  # over which the mean output of a domain's turns is taken
+UNKNOWN = 0.0, 0  # of a domain: mean output, and turns that it was taken over
 
 
 class Rose:
@@ -20,74 +26,143 @@ class Rose:
 
     A worker holds no more trajectories than their KV need fits in what it has now (the per-GPU cap): that of a
     trajectory is the context and output limit of its last turn, and it counts while its tools run, since its prefix
-    stays cached. A trajectory that has begun is never stopped by the cap, or its work would lie idle.
-    Ours, where the text is open: 2 comes before 3 only while the cooperative worker holds no larger a share of its KV
-    than the least loaded worker does, or dedicated engines would idle while cooperative ones fill; and 1 ends where a
-    worker's share is above the mean by more than SLACK, or workers that come a second after a step's begin would stay
-    without trajectories until the next.
+    stays cached; once trajectories have ended, at least their mean context at the end. A trajectory that has begun is
+    never stopped by the cap, or its work would lie idle.
+    Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, and end 1 where
+    they are fewer elsewhere by SLACK. A cooperative worker of which nothing has been measured gets FEW turns while
+    others have room, and each is placed anew after TRIAL_TOKENS.
+    A turn on a cooperative worker keeps its place in the queue for a better one: when a worker with its own device gets
+    free, and at ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than all
+    that, prefill, and what the turns there wait for it, by SLACK. So what is lent adds to the others and replaces none.
     """
 
     def __init__(self) -> None:
         self._need: dict[str, dict[str, int]] = {}  # worker -> trajectory -> KV tokens
         self._held: dict[str, int] = {}  # worker -> sum of these
         self._where: dict[str, str] = {}  # trajectory -> worker
-        self._all = 0  # sum of `_held`
-        self._kv, self._look_in = 1, 0  # KV tokens of all ready workers, and decisions until it is summed anew
+        self._speeds = Speeds()
+        self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
+        self._final = 0.0  # mean context of a trajectory at its end, tokens; 0: none has ended
+        self._output: dict[str, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
 
-    def heard(self, event: Event, cluster: Cluster) -> list:
+    def heard(self, event: Event, cluster: Cluster) -> None:
         match event:
-            case TrajectoryEnded(trajectory=trajectory):
+            case TurnReturned(at=at, turn=name, chunk=True):
+                turn = cluster.turns[name]
+                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, turn.made_tokens)
+            case TurnEnded(at=at, turn=name, tokens=tokens):
+                turn = cluster.turns[name]
+                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
+                if tokens:
+                    self._context[turn.trajectory] = turn.context_tokens + tokens
+                    mean, count = self._output.get(turn.domain, UNKNOWN)
+                    self._output[turn.domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
+            case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
                 self._leave(trajectory)
+                final = self._context.pop(trajectory, 0)
+                if tokens and final:
+                    self._final += (final - self._final) / (RECENT_TURNS if self._final else 1)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
+                self._speeds.forget(worker)
                 for trajectory in list(self._need.get(worker, ())):
                     self._leave(trajectory)
-        return []
+            case StepBegun():
+                self._speeds.step_begun()
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
-        worker = home if home is not None and not self._crowded(home, turn, fleet) else self._place(turn, fleet) or home
+        worker = self._place(turn, home, fleet)
         if worker is not None:
-            self._settle(turn, worker.worker)
+            self._settle(turn, worker, worker is home)
         return worker
 
     def lane(self, turn: TurnState) -> bool:
         """A trajectory that the cap lets wait holds up none that has begun."""
         return turn.trajectory in self._where
 
-    def _place(self, turn: TurnState, fleet: Fleet) -> WorkerState | None:
-        least = fleet.least(turn)
-        lent = fleet.least(turn, kind="cooperative")
-        begun = turn.trajectory in self._where
-        if lent is not None and not lent.revoked and (begun or self._below_cap(turn, lent)) \
-                and (least is None or self._share(lent) <= self._share(least)):
-            return lent
-        return least if least is None or begun or self._below_cap(turn, least) else None
+    def _place(self, turn: TurnState, home: WorkerState | None, fleet: Fleet) -> WorkerState | None:
+        others = fleet.least_of_each(turn)
+        if any(w.revoked for w in others):
+            lent = fleet.least(turn, kind="cooperative")  # a safe one, if there is any
+            others = [w for w in others if not w.revoked] + ([] if lent is None else [lent])
+        if turn.trajectory not in self._where:
+            others = [worker for worker in others if self._below_cap(turn, worker)]
+        if not others:
+            return home
+        worker = others[0] if len(others) == 1 else min(others, key=lambda w: self._rank(turn, w))
+        if home is None or worker is home:
+            return worker
+        mine = self._speeds.seconds(turn, home, self._mean(turn), True)
+        its = self._speeds.joining_s(turn, worker, self._mean(turn), True)
+        return home if mine is None or its is None or mine <= (1 + SLACK) * its else worker
+
+    def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
+        seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
+        if not self._is_known(worker):
+            seconds = 0.0 if len(worker.turns) < FEW else math.inf
+        return worker.revoked, seconds or 0.0, self._share(worker), worker.kind != "cooperative", worker.worker
+
+    def _mean(self, turn: TurnState) -> float:
+        """Tokens of a turn of its domain."""
+        return self._output.get(turn.domain, UNKNOWN)[0]
+
+    def chunk(self, turn: TurnState, worker: WorkerState) -> int:
+        return 0 if self._is_known(worker) else TRIAL_TOKENS
+
+    def _is_known(self, worker: WorkerState) -> bool:
+        return worker.kind != "cooperative" or self._speeds.knows(worker)
+
+    # ----------------------------------------------------------------- turns that run
+
+    def watches(self, worker: WorkerState) -> bool:
+        """Others have their devices to themselves."""
+        return worker.kind == "cooperative"
+
+    def better(self, turn: TurnState, among: list[WorkerState], at: float, cluster: Cluster) -> WorkerState | None:
+        left = min(self._mean(turn), turn.max_new_tokens - turn.made_tokens)
+        if left <= 0 or at <= turn.assigned_at:
+            return None
+        here = cluster.workers[turn.worker]
+        found, most = None, self._rest(turn, here, left, at) / (1 + SLACK)
+        for worker in among:
+            if worker is here or worker.revoked or turn.moves and self.watches(worker):
+                continue
+            there = self._speeds.joining_s(turn, worker, left, False)
+            if there is not None and there < most:
+                found, most = worker, there
+        if found is not None:
+            self._speeds.moved(turn, here)
+            self._settle(turn, found, False)
+        return found
+
+    def _rest(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
+        """Seconds until the running turn has made `left` tokens more."""
+        token_s, silent = self._speeds.token_s(turn), at - turn.heard_at
+        if token_s is not None:
+            return max(token_s * left, silent if silent > 2 * (turn.heard_at - turn.assigned_at) else 0.0)
+        if self._is_known(here):
+            return self._speeds.staying_s(turn, here, left)
+        return silent if len(here.turns) <= FEW else math.inf
+
+    # ----------------------------------------------------------------- what workers hold
 
     def _below_cap(self, turn: TurnState, worker: WorkerState) -> bool:
         held = self._held.get(worker.worker, 0)
-        return held == 0 or held + turn.kv_need <= worker.kv_tokens
-
-    def _crowded(self, worker: WorkerState, turn: TurnState, fleet: Fleet) -> bool:
-        """Whether the worker's other trajectories alone need so large a share."""
-        self._look_in -= 1
-        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
-            self._look_in, self._kv = len(fleet), max(1, sum(w.kv_tokens for w in fleet))
-        mine = self._need.get(worker.worker, {}).get(turn.trajectory, 0)
-        return self._held.get(worker.worker, 0) - mine > (1 + SLACK) * worker.kv_tokens * self._all / self._kv
+        return held == 0 or held + max(turn.kv_need, int(self._final)) <= worker.kv_tokens
 
     def _share(self, worker: WorkerState) -> float:
         return self._held.get(worker.worker, 0) / worker.kv_tokens
 
-    def _settle(self, turn: TurnState, worker: str) -> None:
+    def _settle(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
+        self._speeds.sent(turn, worker, cached)
         self._leave(turn.trajectory)
-        self._where[turn.trajectory] = worker
-        self._need.setdefault(worker, {})[turn.trajectory] = turn.kv_need
-        self._held[worker] = self._held.get(worker, 0) + turn.kv_need
-        self._all += turn.kv_need
+        name = worker.worker
+        self._where[turn.trajectory] = name
+        need = max(turn.kv_need, int(self._final))
+        self._need.setdefault(name, {})[turn.trajectory] = need
+        self._held[name] = self._held.get(name, 0) + need
 
     def _leave(self, trajectory: str) -> None:
         worker = self._where.pop(trajectory, None)
         if worker is not None:
-            need = self._need[worker].pop(trajectory)
-            self._held[worker] -= need
-            self._all -= need
+            self._held[worker] -= self._need[worker].pop(trajectory)

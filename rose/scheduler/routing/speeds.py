@@ -9,6 +9,8 @@ from rose.scheduler.state import TurnState, WorkerState
 FORGET = 0.995  # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred count
 # What no observation varies would be forgotten without end.
 LARGEST = 1e6  # variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
+FEW_TOKENS = 4  # of an attempt, fewer say nothing about its pace
+PREFILL = 0.05  # of a decode step, what prefill of a token takes at most: it reads the weights once for many
 RECENT = 0.2  # weight of a worker's newest turn in its own slowness
 
 Features = tuple[float, float, float]
@@ -62,9 +64,22 @@ class Speeds:
             pool = self._pools[sort] = LeastSquares(FORGET)
         seconds = at - turn.assigned_at
         fitted = pool.put(features(tokens, (sent.held + held) / 2, sent.uncached), seconds)
-        if fitted > 0:
-            old = self._slowness.get(worker.worker, 1.0)
-            self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old)
+        old = self._slowness.get(worker.worker, 1.0)
+        self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old) if fitted > 0 else old
+
+    def moved(self, turn: TurnState, worker: WorkerState) -> None:
+        """Learns from an attempt that is cut off now, up to the last word of it."""
+        self.ended(turn, worker, turn.heard_at, turn.made_tokens)
+
+    def token_s(self, turn: TurnState) -> float | None:
+        """Seconds per token of the attempt that runs, as measured; None: too few have come."""
+        sent = self._sent.get(turn.turn)
+        tokens = turn.made_tokens - sent.made if sent is not None else 0
+        return (turn.heard_at - turn.assigned_at) / tokens if tokens >= FEW_TOKENS else None
+
+    def knows(self, worker: WorkerState) -> bool:
+        """Whether an attempt went to its end there."""
+        return worker.worker in self._slowness
 
     def _leave(self, turn: TurnState) -> Sent | None:
         sent = self._sent.pop(turn.turn, None)
@@ -84,10 +99,28 @@ class Speeds:
         decode steps is longer by their contexts, and each of theirs by its own, about as long. So the sum of all turns
         falls, not just this one's. None: no worker like it has been measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
+        return None if pool is None else self._of(pool, turn, worker, output, cached, 2)
+
+    def joining_s(self, turn: TurnState, worker: WorkerState, output: float, twice: bool) -> float | None:
+        """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for which the others
+        wait for its prefill; `twice`: and as much again as its decode steps delay theirs, as in `seconds`.
+        The fit may take waiting for prefill where contexts are alike: that is at most PREFILL decode steps a token."""
+        pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
             return None
+        decode, _, prefill = pool.weights
+        wait = min(max(prefill, 0.0), PREFILL * max(decode, 0.0)) * uncached(turn) / 1e3 * len(worker.turns)
+        return self._of(pool, turn, worker, output, False, 1 + twice) + wait * self._slowness.get(worker.worker, 1.0)
+
+    def staying_s(self, turn: TurnState, worker: WorkerState, output: float) -> float:
+        """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been measured."""
+        pool = self._pools.get((worker.kind, worker.hardware))
+        return 0.0 if pool is None else self._of(pool, turn, worker, output, True, 1)
+
+    def _of(self, pool: LeastSquares, turn: TurnState, worker: WorkerState, output: float, cached: bool,
+            times: int) -> float:
         context = uncached(turn)
-        held = 2 * self._held.get(worker.worker, 0) + context
+        held = times * self._held.get(worker.worker, 0) + context
         seconds = pool.of(features(output, held, 0 if cached else context))
         return max(seconds, 0.0) * self._slowness.get(worker.worker, 1.0)
 
@@ -109,6 +142,10 @@ class LeastSquares:
         self._forget = forget
         self._w = (0.0, 0.0, 0.0)
         self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)  # upper triangle; a weak pull to 0
+
+    @property
+    def weights(self) -> Features:
+        return self._w
 
     def of(self, x: Features) -> float:
         w = self._w
