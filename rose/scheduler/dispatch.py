@@ -35,6 +35,7 @@ class Dispatch:
         self._changed = optional(order, "changed", None)
         self._watches = optional(routing, "watches", lambda worker: False)
         self._better = optional(routing, "better", None)
+        self._closed = optional(routing, "closed", lambda: False)
         self._watched = TurnQueue()  # running turns that may move
         self._looked: Entry | None = None  # the last that a tick looked at
         self._freed = ""  # a worker that is not watched, and has lost a turn since the last round
@@ -96,6 +97,8 @@ class Dispatch:
             else:
                 if assigned := self._place(turn, at):
                     actions.append(assigned)
+                elif self._closed():
+                    continue
                 else:
                     waiting[name] = waiting.get(name, 0) + 1
                     bound = turn.kv_need - 1 if self._has_lanes else UNBOUNDED

@@ -34,6 +34,7 @@ class Routing(Protocol):
     context + max_new_tokens. A policy that cuts turns into chunks counts less.
     `lane(turn) -> Hashable`: where `choose` says None for a turn, it would for those of the same lane that need no
     less. One lane by default, in which LOOK_AHEAD waiting turns hold up the rest: with lanes they hold up their own.
+    `closed() -> bool`: after `choose` said None, whether it would in this round for all of the lane, whatever they need.
     `label(worker) -> Hashable`: of a worker's name, from when it is heard that it joined and as long as it is there; the
     least loaded of a label is what `fleet.least(turn, label=...)` finds.
     `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run

@@ -15,9 +15,9 @@ HOST = 1
 RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
 
 
-def scheduler():
+def scheduler(routing="least_loaded"):
     return build(SchedulerConfig(
-        provisioning=Policy(name="fixed", args={}), routing=Policy(name="least_loaded", args={}),
+        provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args={}),
         order=Policy(name="fifo", args={}), batching=Policy(name="synchronous",
                                                             args={"max_admitted": 4.0}),
         queue_depth=0.0), TURN_TIMEOUT_S)
@@ -26,10 +26,10 @@ def scheduler():
 class World:
     """The hub and everything around it; `sent` are (rank, message), `actions` those about groups and batches."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, routing="least_loaded"):
         self.sent, self.actions, self.faults = [], [], []
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
-        self.scheduler = scheduler()
+        self.scheduler = scheduler(routing)
         self.journal = Journal(self.journal_path, self.scheduler.snapshot())
         self.hub = TurnHub(self.scheduler, lambda rank, message: self.sent.append((rank, message)), self.journal,
                            NullRecorder(), self.actions.append, lambda what, detail: self.faults.append((what, detail)), world_size=100)

@@ -4,7 +4,7 @@ import time
 
 from rose import protocol as p
 from rose.scheduler import events as ev
-from tests.roles.conftest import HOST, TURN_TIMEOUT_S
+from tests.roles.conftest import HOST, TURN_TIMEOUT_S, World
 
 
 def tokens(message):
@@ -69,6 +69,37 @@ def test_a_stalled_turn_is_aborted_and_moved(world):
     assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
     [(rank, again)] = world.taken(p.GenerateTurn)
     assert rank == 11 and again.attempt == 2
+
+
+def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_from_its_tokens_where_a_place_gets_free(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("rose.roles.turn_hub.time.time", lambda: clock[0])
+    world = World(tmp_path, "rose")
+    world.hub.publish(0, "v0/manifest.json")
+    world.ready("rollout-0", sequences=1)
+    world.ready("borrowed-1", sequences=1)
+    for i in range(3):  # both make 10 tokens in a second
+        world.request(f"x{i}.0.t0"), world.request(f"x{i}.1.t0")
+        turns = {state.worker: turn for turn, state in world.scheduler.cluster.turns.items()}
+        for worker, rank, seconds in (("borrowed-1", 100, 1.0), ("rollout-0", 10, 0.0)):
+            clock[0] += seconds
+            world.finish(list(range(10)), turn=turns[worker], rank=rank)
+    world.taken(p.TurnResult)
+    world.request("g0.0.t0", new=40), world.request("g0.1.t0", new=40)
+    [slow] = world.scheduler.cluster.workers["borrowed-1"].turns
+    [fast] = world.scheduler.cluster.workers["rollout-0"].turns
+    clock[0] += 10.0
+    world.progress([7, 8, 9, 10, 11], turn=slow, rank=100)
+    world.taken(p.GenerateTurn)
+    world.finish([4], turn=fast, rank=10)
+    assert world.taken(p.AbortTurn) == [(100, p.AbortTurn(slow, 1))]
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert (rank, again.turn, again.attempt) == (10, slow, 2) and tokens(again) == [1, 2, 3, 7, 8, 9, 10, 11]
+    world.progress([12], turn=slow, rank=100)  # a late word of the attempt that was cut off
+    world.finish([12, 13], attempt=2, turn=slow, rank=10)
+    [result] = [m for _, m in world.taken(p.TurnResult) if m.turn == slow]
+    assert tokens(result) == [7, 8, 9, 10, 11, 12, 13] and world.faults == []
+    world.journal.close()
 
 
 def test_a_second_end_of_the_same_turn_changes_nothing(world):

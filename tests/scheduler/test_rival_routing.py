@@ -76,34 +76,38 @@ def test_rose_leaves_a_prefix_for_a_worker_where_the_turn_ends_sooner():
     assert request(s, "g0.0.t1", at=101.0) == "b"
 
 
-def teach_both(s):
-    """a makes a token in 10 ms, c, which is lent, in 200 ms."""
+def teach_both(s, lent=20.0):
+    """a makes 100 tokens in a second, c, which is lent, in `lent`."""
     join(s, "a", sequences=1), join(s, "c", "cooperative")
     for n in range(10):
         assert request(s, f"x{n}.0.t0", at=0.0) in "ac" and request(s, f"x{n}.1.t0", at=0.0) in "ac"
         for i in range(2):
             turn = s.cluster.turns[f"x{n}.{i}.t0"]
-            end(s, turn.turn, at={"a": 1.0, "c": 20.0}[turn.worker], tokens=100)
+            end(s, turn.turn, at={"a": 1.0, "c": lent}[turn.worker], tokens=100)
             s.handle(ev.TrajectoryEnded(at=1.0, trajectory=turn.trajectory, tokens=100))
 
 
-def test_rose_sends_nothing_to_a_slow_lent_worker_while_a_fast_one_has_room():
+def test_rose_lets_a_turn_wait_rather_than_send_it_to_a_lent_worker_where_it_would_end_later():
     s = make("rose")
     teach_both(s)
     join(s, "b", sequences=2)
-    assert [request(s, f"g0.{i}.t0", at=30.0) for i in range(4)].count("c") == 1
+    assert [request(s, f"g0.{i}.t0", at=30.0) for i in range(4)] == ["a", "b", "b", ""]
+    s.handle(ev.WorkerLost(at=30.0, worker="b", reason="gone"))
+    lost = s.handle(ev.WorkerLost(at=30.0, worker="a", reason="gone"))
+    assert set(where(lost).values()) == {"c"} and s.waiting == 0  # nobody else will have a place
 
 
 def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_one_that_came_later():
     s = make("rose")
-    teach_both(s)
-    assert [request(s, f"g0.{i}.t0", at=30.0, need=300) for i in range(2)] == ["a", "c"]
-    lend(s, "c", kv=300)
-    assert request(s, "g0.2.t0", at=30.5, need=300) == ""
-    s.handle(ev.TurnProgressed(at=34.0, turn="g0.1.t0", attempt=1, tokens=20))
+    teach_both(s, lent=1.0)
+    lend(s, "c", kv=300, sequences=1)
+    places = {request(s, f"g0.{i}.t0", at=30.0, need=300): f"g0.{i}.t0" for i in range(3)}
+    assert places.keys() == {"a", "c", ""} and places[""] == "g0.2.t0"
+    slow = places["c"]
+    s.handle(ev.TurnProgressed(at=34.0, turn=slow, attempt=1, tokens=20))
     assert s.handle(ev.Tick(at=34.0)) == []  # nowhere to go
-    said = s.handle(ev.TurnEnded(at=34.0, turn="g0.0.t0", tokens=100))
-    assert said == [ev.AbortTurn("g0.1.t0", "c", 1, slow=True), ev.AssignTurn("g0.1.t0", "a", 2),
+    said = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
+    assert said == [ev.AbortTurn(slow, "c", 1, slow=True), ev.AssignTurn(slow, "a", 2),
                     ev.AssignTurn("g0.2.t0", "c", 1)]
     assert s.cluster.workers["c"].kv_assigned == s.cluster.turns["g0.2.t0"].kv_need
 

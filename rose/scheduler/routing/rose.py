@@ -12,8 +12,9 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 SLACK = 0.25  # a turn leaves its prefix, or the worker that it runs on, for one that saves more than this share
 FEW = 2  # turns of a borrowed worker of which nothing has been measured
 TRIAL_TOKENS = 128  # after which a turn of such a worker is placed anew: then its pace is known
+PATIENCE = 16  # decisions for which a lane that waits is not asked again
 RECENT_TURNS = 200  # over which the mean output of a domain's turns is taken
-UNKNOWN = 0.0, 0  # of a domain: mean output, and turns that it was taken over
+UNKNOWN, ALL = (0.0, 0), None  # of a domain: mean output, and turns that it was taken over; all domains together
 
 
 class Rose:
@@ -28,12 +29,12 @@ class Rose:
     trajectory is the context and output limit of its last turn, and it counts while its tools run, since its prefix
     stays cached; once trajectories have ended, at least their mean context at the end. A trajectory that has begun is
     never stopped by the cap, or its work would lie idle.
-    Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, and end 1 where
-    they are fewer elsewhere by SLACK. A cooperative worker of which nothing has been measured gets FEW turns while
-    others have room, and each is placed anew after TRIAL_TOKENS.
-    A turn on a cooperative worker keeps its place in the queue for a better one: when a worker with its own device gets
-    free, and at ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than all
-    that, prefill, and what the turns there wait for it, by SLACK. So what is lent adds to the others and replaces none.
+    Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where they
+    are fewer elsewhere by SLACK, and decide for 4 where 2 would end later than waiting for a worker with its own device.
+    A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS.
+    A turn on a cooperative worker keeps its place in the queue: when a worker with its own device gets free, and at
+    ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than that, prefill, and
+    what the turns there wait for it, by up to SLACK as that worker is loaded.
     """
 
     def __init__(self) -> None:
@@ -41,9 +42,14 @@ class Rose:
         self._held: dict[str, int] = {}  # worker -> sum of these
         self._where: dict[str, str] = {}  # trajectory -> worker
         self._speeds = Speeds()
+        self._own, self._places = "", 0  # a worker with its own device, and the sequences of all such
+        self._look_in = 0  # decisions until they are looked at anew
+        self._lent: set[str] = set()  # cooperative workers
+        self._patience: dict[str, int] = {}  # lane -> decisions until it is asked again whether waiting pays
+        self._all_wait = False  # those of the lane that was asked about last
         self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
         self._final = 0.0  # mean context of a trajectory at its end, tokens; 0: none has ended
-        self._output: dict[str, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
+        self._output: dict[str | None, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -55,14 +61,18 @@ class Rose:
                 self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
                 if tokens:
                     self._context[turn.trajectory] = turn.context_tokens + tokens
-                    mean, count = self._output.get(turn.domain, UNKNOWN)
-                    self._output[turn.domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
+                    for domain in (turn.domain, ALL):
+                        mean, count = self._output.get(domain, UNKNOWN)
+                        self._output[domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
             case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
                 self._leave(trajectory)
                 final = self._context.pop(trajectory, 0)
                 if tokens and final:
                     self._final += (final - self._final) / (RECENT_TURNS if self._final else 1)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
+                self._lent.discard(worker)
+                if isinstance(event, WorkerJoined) and self.watches(cluster.workers[worker]):
+                    self._lent.add(worker)
                 self._speeds.forget(worker)
                 for trajectory in list(self._need.get(worker, ())):
                     self._leave(trajectory)
@@ -70,15 +80,30 @@ class Rose:
                 self._speeds.step_begun()
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        self._all_wait = False
+        if self._patience.get(turn.lane, 0) and self._own_are_full(turn, fleet, cluster):
+            self._patience[turn.lane] -= 1
+            self._all_wait = True
+            return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         worker = self._place(turn, home, fleet)
+        if worker is not None and self.watches(worker) and self._own_are_full(turn, fleet, cluster) and (
+                self._waits(turn, worker, cluster)):
+            self._patience[turn.lane] = PATIENCE
+            self._all_wait = True
+            return None
         if worker is not None:
             self._settle(turn, worker, worker is home)
         return worker
 
-    def lane(self, turn: TurnState) -> bool:
-        """A trajectory that the cap lets wait holds up none that has begun."""
-        return turn.trajectory in self._where
+    def closed(self) -> bool:
+        return self._all_wait
+
+    def lane(self, turn: TurnState) -> str:
+        """A trajectory that the cap lets wait holds up none that has begun, nor one that waits for a worker with its own
+        device one that has its prefix on a cooperative worker."""
+        where = self._where.get(turn.trajectory)
+        return "new" if where is None else "lent" if where in self._lent else "own"
 
     def _place(self, turn: TurnState, home: WorkerState | None, fleet: Fleet) -> WorkerState | None:
         others = fleet.least_of_each(turn)
@@ -96,6 +121,27 @@ class Rose:
         its = self._speeds.joining_s(turn, worker, self._mean(turn), True)
         return home if mine is None or its is None or mine <= (1 + SLACK) * its else worker
 
+    def _own_are_full(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> bool:
+        """Whether workers with their own devices have turns, and no place."""
+        self._look_in -= 1
+        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
+            own = [w for w in fleet if not self.watches(w)]
+            self._look_in, self._places = len(fleet), sum(w.max_sequences for w in own)
+            self._own = own[0].worker if own else ""
+        own = cluster.workers.get(self._own)
+        return own is not None and len(own.turns) > 0 and fleet.least(turn, kind=own.kind) is None
+
+    def _waits(self, turn: TurnState, worker: WorkerState, cluster: Cluster) -> bool:
+        """Whether the turn ends sooner by waiting for a place at a worker with its own device than on `worker`."""
+        if not self._is_known(worker):
+            return len(worker.turns) >= FEW
+        own, home, output = cluster.workers[self._own], cluster.home.get(turn.trajectory), self._mean(turn)
+        there = (self._speeds.staying_s(turn, worker, output) if home == worker.worker
+                 else self._speeds.joining_s(turn, worker, output, False))
+        here = (self._speeds.staying_s(turn, own, output) if turn.lane == "own"
+                else self._speeds.joining_s(turn, own, output, False))
+        return None not in (here, there) and here * (1 + (1 + cluster.waiting) / self._places) < there
+
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
         if not self._is_known(worker):
@@ -103,8 +149,8 @@ class Rose:
         return worker.revoked, seconds or 0.0, self._share(worker), worker.kind != "cooperative", worker.worker
 
     def _mean(self, turn: TurnState) -> float:
-        """Tokens of a turn of its domain."""
-        return self._output.get(turn.domain, UNKNOWN)[0]
+        """Tokens of a turn of its domain; until one has ended, of any."""
+        return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
@@ -123,12 +169,12 @@ class Rose:
         if left <= 0 or at <= turn.assigned_at:
             return None
         here = cluster.workers[turn.worker]
-        found, most = None, self._rest(turn, here, left, at) / (1 + SLACK)
+        found, most = None, self._rest(turn, here, left, at)
         for worker in among:
-            if worker is here or worker.revoked or turn.moves and self.watches(worker):
+            if self.watches(worker):
                 continue
             there = self._speeds.joining_s(turn, worker, left, False)
-            if there is not None and there < most:
+            if there is not None and (there := there * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
         if found is not None:
             self._speeds.moved(turn, here)

@@ -10,7 +10,7 @@ FORGET = 0.995  # weight of an observation one turn older, of a pool's some thou
 # What no observation varies would be forgotten without end.
 LARGEST = 1e6  # variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
 FEW_TOKENS = 4  # of an attempt, fewer say nothing about its pace
-PREFILL = 0.05  # of a decode step, what prefill of a token takes at most: it reads the weights once for many
+PREFILL = 0.02  # of a decode step, what prefill of a token takes at most: it reads the weights once for many
 RECENT = 0.2  # weight of a worker's newest turn in its own slowness
 
 Features = tuple[float, float, float]
@@ -60,12 +60,18 @@ class Speeds:
             return
         sort = worker.kind, worker.hardware
         pool = self._pools.get(sort)
+        seconds, x = at - turn.assigned_at, features(tokens, (sent.held + held) / 2, sent.uncached)
         if pool is None:
-            pool = self._pools[sort] = LeastSquares(FORGET)
-        seconds = at - turn.assigned_at
-        fitted = pool.put(features(tokens, (sent.held + held) / 2, sent.uncached), seconds)
+            pool = self._pools[sort] = self._like_another(x, seconds)
+        fitted = pool.put(x, seconds)
         old = self._slowness.get(worker.worker, 1.0)
         self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old) if fitted > 0 else old
+
+    def _like_another(self, x: Features, seconds: float) -> LeastSquares:
+        """A new pool begins as one that is known, slower or faster as its first attempt was: one attempt can't tell
+        decode from prefill."""
+        known = next((pool for pool in self._pools.values() if pool.of(x) > 0), None)
+        return LeastSquares(FORGET, *([w * seconds / known.of(x) for w in known.weights] if known else ()))
 
     def moved(self, turn: TurnState, worker: WorkerState) -> None:
         """Learns from an attempt that is cut off now, up to the last word of it."""
@@ -104,13 +110,14 @@ class Speeds:
     def joining_s(self, turn: TurnState, worker: WorkerState, output: float, twice: bool) -> float | None:
         """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for which the others
         wait for its prefill; `twice`: and as much again as its decode steps delay theirs, as in `seconds`.
-        The fit may take waiting for prefill where contexts are alike: that is at most PREFILL decode steps a token."""
+        Where contexts are alike the fit takes waiting for prefill: that is at most PREFILL decode steps a token."""
         pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
             return None
         decode, _, prefill = pool.weights
-        wait = min(max(prefill, 0.0), PREFILL * max(decode, 0.0)) * uncached(turn) / 1e3 * len(worker.turns)
-        return self._of(pool, turn, worker, output, False, 1 + twice) + wait * self._slowness.get(worker.worker, 1.0)
+        prefill_s = min(max(prefill, 0.0), PREFILL * max(decode, 0.0)) * uncached(turn) / 1e3
+        return (self._of(pool, turn, worker, output, True, 1 + twice)
+                + prefill_s * (1 + len(worker.turns)) * self._slowness.get(worker.worker, 1.0))
 
     def staying_s(self, turn: TurnState, worker: WorkerState, output: float) -> float:
         """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been measured."""
@@ -138,9 +145,9 @@ class LeastSquares:
     """Recursive least squares with exponential forgetting: y = w . x with three coefficients, in plain floats and
     written out, as it runs once per turn."""
 
-    def __init__(self, forget: float) -> None:
+    def __init__(self, forget: float, w0: float = 0.0, w1: float = 0.0, w2: float = 0.0) -> None:
         self._forget = forget
-        self._w = (0.0, 0.0, 0.0)
+        self._w = w0, w1, w2
         self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)  # upper triangle; a weak pull to 0
 
     @property
