@@ -11,7 +11,7 @@ from rose.config import Scheduler as SchedulerConfig
 from rose.scheduler import build
 from rose.sim import environments, spec
 from rose.sim.driver import simulate
-from tests.sim.clusters import cluster, pool, serving
+from tests.sim.clusters import cluster, made_load, pool, serving
 
 # about Qwen3-8B on an H800: a decode step of 7 ms and more, 30,000 tokens/s of prefill; 400,000 tokens of KV
 ENGINE = spec.Engine(spec.StepTime(0.007, 3.3e-5, 1e-9, 2e-5, 4.5e-8), 16, 8192, 400_000, True)
@@ -28,8 +28,7 @@ def devices(share, seed):
     draw = np.random.default_rng(seed)
     lent = np.clip(share * draw.gamma(2.0, 0.5, 300), 0.1 * share, 1.0)
     lent = np.minimum(lent * share / lent.mean(), 1.0)
-    ones = np.ones(300)
-    load = spec.Load(np.arange(300.0), 1 - lent, 0.2 * ones, 5 * ones, 0.1 * ones, 0.02 * ones, 300.0)
+    load = made_load(np.arange(300.0), 1 - lent, 0.2 * np.ones(300), 5, 300.0)
     return serving(load, step=0.05)
 
 
