@@ -15,8 +15,8 @@ import reproduce_rose  # noqa: E402
 from rose.study import table  # noqa: E402
 from rose.study.outcome import EVERY, Outcome  # noqa: E402
 
-SPEED = {"roll_grpo": 1.0, "roll_dapo": 0.8, "areal": 1.1, "rlboost": 1.2, "serverless": 1.3, "best": 2.0,
-         "best_sync": 1.6, "rose": 1.5}
+SPEED = {"roll_grpo": 1.0, "roll_dapo": 0.8, "rose_dapo": 1.2, "areal": 1.1, "rose_areal": 1.7, "rlboost": 1.2,
+         "serverless": 1.3, "best": 2.0, "best_sync": 1.6, "rose": 1.5}
 
 
 @pytest.fixture
@@ -28,12 +28,15 @@ def outcomes():
 
 
 def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
-    rows = {(row["what"], row["rival"]): row for row in reproduce_rose.compared("rose_8b", outcomes)}
-    assert rows["throughput over", "roll_grpo"]["ours"] == pytest.approx(1.5)
-    assert rows["throughput over", "roll_grpo"]["difference"] == pytest.approx(1.5 / 1.31 - 1)
-    assert rows["rollout time under", "rlboost"]["ours"] == pytest.approx(1.5 / 1.2)
-    assert rows["allocation overhead", "serverless"]["ours"] == pytest.approx(0.01)
-    assert rows["best: throughput over", "rose"]["ours"] == pytest.approx(2.0 / 1.5)
+    rows = {(row["mine"], row["what"], row["rival"]): row for row in reproduce_rose.compared("rose_8b", outcomes)}
+    assert rows["rose", "throughput over", "roll_grpo"]["ours"] == pytest.approx(1.5)
+    assert rows["rose", "throughput over", "roll_grpo"]["difference"] == pytest.approx(1.5 / 1.31 - 1)
+    assert rows["rose_dapo", "throughput over", "roll_dapo"]["ours"] == pytest.approx(1.5), "DAPO on both sides"
+    assert rows["rose", "throughput over", "areal"]["ours"] == pytest.approx(1.5 / 1.1)
+    assert rows["rose_areal", "throughput over", "areal"]["ours"] == pytest.approx(1.7 / 1.1)
+    assert rows["rose", "rollout time under", "rlboost"]["ours"] == pytest.approx(1.5 / 1.2)
+    assert rows["rose", "allocation overhead", "serverless"]["ours"] == pytest.approx(0.01)
+    assert rows["best", "throughput over", "rose"]["ours"] == pytest.approx(2.0 / 1.5)
     assert len(rows) == len(reproduce_rose.PUBLISHED) + 2
 
 
@@ -47,9 +50,9 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(o
     for setting in ("rose_32b", "rose_8b", "rose_8b"):
         reproduce_rose._merge(path, setting, reproduce_rose.compared(setting, outcomes))
     rows = reproduce_rose.read_csv(path)
-    assert [row["setting"] for row in rows] == ["rose_8b"] * 9 + ["rose_32b"] * 9
+    assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     assert ElementTree.fromstring(reproduce_rose.picture(rows)).tag.endswith("svg")
-    assert "| throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |" in reproduce_rose.beside(rows)
+    assert "| rose | throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |" in reproduce_rose.beside(rows)
 
 
 def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(outcomes, tmp_path):
