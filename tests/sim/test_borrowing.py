@@ -34,7 +34,8 @@ def devices(share, seed):
 
 def seconds(environment, seed, provisioning, args, *lent):
     world = environments.Environments(tuple(map(environments.domain, ENVIRONMENTS[environment])), 32768)
-    what = cluster(pool(count=2, engine=ENGINE), *lent, steps=STEPS, groups=GROUPS, size=SIZE, env=world, progress_s=5.0)
+    what = cluster(pool(count=2, engine=ENGINE), *lent, steps=STEPS, groups=GROUPS, size=SIZE, env=world,
+                   progress_s=5.0)
     scheduler = build(SchedulerConfig(
         provisioning=Policy(name=provisioning, args=args),
         routing=Policy(name="rose", args={}), order=Policy(name="fifo", args={}),

@@ -30,7 +30,7 @@ class Rose:
     stays cached; once trajectories have ended, at least their mean context at the end. A trajectory that has begun is
     never stopped by the cap, or its work would lie idle.
     Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where they
-    are fewer elsewhere by SLACK, and decide for 4 where 2 would end later than waiting for a worker with its own device.
+    are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker with its own device.
     A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS.
     A turn on a cooperative worker keeps its place in the queue: when a worker with its own device gets free, and at
     ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than that, prefill, and
@@ -100,8 +100,8 @@ class Rose:
         return self._all_wait
 
     def lane(self, turn: TurnState) -> str:
-        """A trajectory that the cap lets wait holds up none that has begun, nor one that waits for a worker with its own
-        device one that has its prefix on a cooperative worker."""
+        """A trajectory that the cap lets wait holds up none that has begun; one that waits for a worker with its own
+        device, none that has its prefix on a cooperative worker."""
         where = self._where.get(turn.trajectory)
         return "new" if where is None else "lent" if where in self._lent else "own"
 
