@@ -1,5 +1,7 @@
-"""Borrowing never makes a step longer: ROSE's policies with lent devices beside a cluster of its own, and the cluster
-without them, on the same episodes."""
+"""Steps with lent devices beside a cluster of its own, and without them, by ROSE's routing, on the same episodes.
+
+The seeds are those on which the routing's numbers were chosen; other seeds can exceed the bounds (docs/policies.md).
+"""
 
 from functools import lru_cache
 
