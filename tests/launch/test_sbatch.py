@@ -229,5 +229,5 @@ def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
            "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python"}
     said = subprocess.run(["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"], env=env, text=True,
                           capture_output=True, check=True).stdout.splitlines()
-    assert said == [str(REPOSITORY), "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --container-image=/a.sqsh "
-                    "/usr/local/bin/python -u -m rose.serving name=x"]
+    assert said == [str(REPOSITORY), "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL "
+                    "--container-image=/a.sqsh /usr/local/bin/python -u -m rose.serving name=x"]
