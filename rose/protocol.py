@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(str, enum.Enum):
@@ -103,6 +103,7 @@ class Trajectory(Record):
     stats: dict[str, float] = {}
     started: float = 0.0  # seconds, wall clock
     finished: float = 0.0
+    domain: str = ""  # the environment's name, in a mixture the member's; "" of trajectories saved by earlier releases
 
 
 # --------------------------------------------------------------------------- any rank
@@ -144,6 +145,7 @@ class StartTrajectory(Message):
     id: str
     group: str
     phase: Phase
+    domain: str  # whose environment it is: a member of the run's mixture, or the only one
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # of its turns; see `Sampling.seed`
 
@@ -157,7 +159,7 @@ class TurnRequest(Message):
     phase: Phase
     tokens: bytes  # int32: the whole context so far
     sampling: Sampling
-    domain: str = ""  # the environment's name
+    domain: str = ""  # the environment's name, in a mixture the member's
     outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows; "" if it follows none
 
 
@@ -181,6 +183,7 @@ class TrajectoryFailed(Message):
 
     id: str
     group: str
+    domain: str
     error: str
 
 

@@ -15,6 +15,24 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     assert configuration.load(tmp_path / "config.json") == c
 
 
+def test_a_mixture_survives_the_run_folder_and_a_single_environment_is_stored_as_ever(make_config, tmp_path):
+    mixed, single = make_config("env=games"), make_config()
+    assert mixed.env.weights == {"frozen_lake": 2.0, "calculator": 1.0}
+    assert mixed.env.members["calculator"].max_turns == 4 and mixed.env.step_timeout_s == 10.0
+    configuration.save(mixed, tmp_path / "config.json")
+    assert configuration.load(tmp_path / "config.json") == mixed
+    assert set(to_dict(single)["env"]) == {"name", "args", "max_turns", "max_new_tokens", "step_timeout_s",
+                                           "max_failures_in_row"}
+    assert single.env.members == {"frozen_lake": single.env} and single.env.weights == {"frozen_lake": 1.0}
+
+
+def test_the_name_of_a_member_can_be_a_domain(tree):
+    mixed = tree("env=games")
+    mixed["env"]["members"]["a b"] = mixed["env"]["members"]["calculator"]
+    with pytest.raises(ConfigError, match="letters, digits, _ and - only in a member's name, which is 'a b'"):
+        from_dict(mixed)
+
+
 @pytest.mark.parametrize("override, words", [
     ("trainer.batch_size=63", ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"]),
     ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
@@ -52,6 +70,19 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context="]),
     ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
     ("rollout.top_p=1.5", ["rollout.top_p=1.5", "<= 1"]),
+    ("env=mixture", ["env.members={}", "needs members", "+env@env.members.more=reasoning"]),
+    ("env=games env.members.calculator.weight=0", ["env.members.calculator.weight=0", "> 0"]),
+    ("env=games env.members.calculator.weight=-1", ["env.members.calculator.weight=-1", "> 0"]),
+    ("env=games ~env.members.calculator.weight", ["env.members.calculator.weight", "missing"]),
+    ("env=games env.members.calculator.weight=.inf", ["env.members.calculator.weight=inf", "finite"]),
+    ("env=games env.members.calculator.max_turns=0", ["env.members.calculator.max_turns=0", ">= 1"]),
+    ("env=games env.members.calculator.max_new_tokens=768", ["env.members.calculator.max_new_tokens=768", "must fit"]),
+    ("env=games env.members.calculator.name=mixture",
+     ["env.members.calculator.name='mixture'", "no mixture within a mixture"]),
+    ("env=games +env.members.a/b.weight=1", ["env.members.a/b.name: missing"]),
+    ("env=games +env.max_turns=3", ["env.max_turns=3", "no such key"]),
+    ("env=games env.name=frozen_lake", ["env.members=", "no such key"]),
+    ("+env.members.calculator.weight=1", ["env.members=", "no such key"]),
     ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context="]),
     ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
     ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
@@ -63,7 +94,7 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
 ])
 def test_impossible_values_are_named_with_their_remedy(tree, override, words):
     with pytest.raises(ConfigError) as refused:
-        from_dict(tree(override))
+        from_dict(tree(*override.split(" ")))
     assert all(word in str(refused.value) for word in words), refused.value
 
 

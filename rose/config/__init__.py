@@ -18,18 +18,20 @@ from rose.config.common import Policy, Scheduler, Section
 from rose.config.errors import ConfigError
 from rose.config.sim import Sim, SimPool, SimServing, SimSystem
 from rose.config.tree import (
-    Algorithm, Cluster, Component, Config, Container, Env, Eval, Lending, Model, ModelShape, Mpi, Observe, Online, Optimizer,
-    Rollout, Serving, Slo, Slurm, Trainer, Transfer, cpus_of, nodes_of,
+    Algorithm, Cluster, Component, Config, Container, Env, Eval, Lending, Member, MixedConfig, Mixture, Model,
+    ModelShape, Mpi, Observe, Online, Optimizer, Rollout, Serving, Slo, Slurm, Trainer, Transfer, cpus_of, nodes_of,
 )
 from rose.storage import write_whole
 
 __all__ = [
-    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Container", "Env", "Eval", "Lending", "Model", "ModelShape",
-    "Mpi", "Observe", "Online", "Optimizer", "Policy", "Rollout", "Scheduler", "Serving", "Sim", "SimPool",
-    "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer", "check_model", "cpus_of", "from_dict", "hours_of", "keys",
-    "load", "nodes_of", "read_shape", "save", "serving_from_dict", "to_dict",
+    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Container", "Env", "Eval", "Lending", "Member",
+    "MixedConfig", "Mixture", "Model", "ModelShape", "Mpi", "Observe", "Online", "Optimizer", "Policy", "Rollout",
+    "Scheduler", "Serving", "Sim", "SimPool", "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer",
+    "check_model", "cpus_of", "from_dict", "hours_of", "keys", "load", "nodes_of", "read_shape", "save",
+    "serving_from_dict", "to_dict",
 ]
 
+MIXTURE = "mixture"  # env.name of what has several environments
 IN_STEP = ("synchronous", "dapo", "tail_batching")  # batching policies whose rollouts wait for each step's weights
 
 
@@ -39,12 +41,24 @@ class _ServingSide(Section):
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """Resolved plain containers -> checked `Config`. Raises `ConfigError`."""
+    kind = _kind(tree)
     try:
-        config = msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(errors.explain(str(error), tree, Config)) from None
+        raise ConfigError(errors.explain(str(error), tree, kind)) from None
     check(config)
     return _resolved(config)
+
+
+def _kind(tree: dict[str, Any]) -> type[Config]:
+    """Of a tree with one environment, or with a mixture. Raises `ConfigError` for a mixture within another."""
+    if errors.value_at(tree, "env.name") != MIXTURE:
+        return Config
+    members = errors.value_at(tree, "env.members")
+    for name in members if isinstance(members, dict) else ():
+        if errors.value_at(members, f"{name}.name") == MIXTURE:
+            raise ConfigError(f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its members")
+    return MixedConfig
 
 
 def _resolved(config: Config) -> Config:

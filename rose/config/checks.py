@@ -30,6 +30,7 @@ def check(c: Config) -> None:
     need = _needs(msgspec.to_builtins(c))
     _check_values(c, need)
     _check_serving(c.serving, need)
+    _check_env(c, need)
     _check_batch(c, need)
     _check_machine(c, need)
 
@@ -131,6 +132,18 @@ def hours_of(span: str) -> list[int]:
     return [hour % 24 for hour in range(low, high if high > low else high + 24)]
 
 
+def _check_env(c: Config, need: Need) -> None:
+    """Each member alone, and that there is one."""
+    need(len(c.env.members) > 0, "env.members", "a mixture needs members: env=games has some, and one more, here "
+         "called more, is +env@env.members.more=reasoning +env.members.more.weight=1")
+    for name, member in c.env.members.items():
+        key = c.env.key_of(name)
+        need(key == "env" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None, key,
+             f"letters, digits, _ and - only in a member's name, which is {name!r}")
+        need(member.max_new_tokens < c.model.max_context, f"{key}.max_new_tokens",
+             f"one turn must fit into model.max_context={c.model.max_context}")
+
+
 def _check_batch(c: Config, need: Need) -> None:
     """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns and passes."""
     need(c.trainer.batch_size % c.rollout.group_size == 0, "trainer.batch_size",
@@ -143,8 +156,6 @@ def _check_batch(c: Config, need: Need) -> None:
     need(c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step, "trainer.batch_size",
          f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each of "
          f"trainer.updates_per_step={c.trainer.updates_per_step} updates")
-    need(c.env.max_new_tokens < c.model.max_context, "env.max_new_tokens",
-         f"one turn must fit into model.max_context={c.model.max_context}")
     need(c.trainer.micro_batch_tokens >= c.model.max_context, "trainer.micro_batch_tokens",
          f"must hold one trajectory of model.max_context={c.model.max_context} tokens")
 

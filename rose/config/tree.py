@@ -57,12 +57,57 @@ class Model(Section):
 
 
 class Env(Section):
+    """One environment. It is its own only member, under its own name: nobody need ask which kind a run has."""
+
     name: str
     args: dict[str, Any]
     max_turns: Count
     max_new_tokens: Count  # per turn
     step_timeout_s: Positive
     max_failures_in_row: Count
+
+    @property
+    def members(self) -> dict[str, Env]:
+        return {self.name: self}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {self.name: 1.0}
+
+    def key_of(self, member: str) -> str:
+        """Where in the tree the member's keys are."""
+        return "env"
+
+
+class Member(Env):
+    """One environment of a mixture."""
+
+    weight: Positive  # its share of the groups is this by the sum over all members
+
+
+class Mixture(Section):
+    """Several environments; each group of trajectories is of one. A member's name is its domain to scheduling policies
+    and in metrics."""
+
+    name: Literal["mixture"]
+    members: dict[str, Member]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: member.weight for name, member in self.members.items()}
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most that a turn of any member may have."""
+        return max(member.max_new_tokens for member in self.members.values())
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Of the slowest member."""
+        return max(member.step_timeout_s for member in self.members.values())
+
+    def key_of(self, member: str) -> str:
+        return f"env.members.{member}"
 
 
 class Algorithm(Section):
@@ -337,6 +382,13 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
+
+
+class MixedConfig(Config):
+    """The tree of a run on a mixture of environments: a class of its own, as msgspec tells structs in one place apart
+    by a tag only, which a single environment's stored configuration doesn't have."""
+
+    env: Mixture
 
 
 def cpus_of(component: Component, rollout: Rollout) -> int:

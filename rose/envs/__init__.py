@@ -38,9 +38,16 @@ def build(env: config.Env) -> Environment:
     return cls(**env.args)
 
 
-def check(env: config.Env) -> None:
-    """Raises `ConfigError` unless `build` would succeed; starts nothing."""
-    build(env)
+def check(env: config.Env | config.Mixture) -> None:
+    """Raises `ConfigError` unless `build` would succeed for every member; starts nothing."""
+    for name, member in env.members.items():
+        try:
+            build(member)
+        except ConfigError as error:
+            if member is env:
+                raise
+            # an environment doesn't know that it is one of several
+            raise ConfigError(f"{env.key_of(name)}.{str(error).removeprefix('env.')}") from error.__cause__
 
 
 def _find(name: str) -> type:

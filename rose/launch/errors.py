@@ -90,7 +90,7 @@ def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None
     section = key.rpartition(".")[0]
     if not section or any(known.startswith(f"{section}.") for known in configuration.keys()):
         return None
-    chosen = [a for a in arguments if (conf / a.lstrip("+").split("=")[0]).is_dir() and not set(",(") & set(a)]
+    chosen = [a for a in arguments if (conf / re.split("[@=]", a.lstrip("+"))[0]).is_dir() and not set(",(") & set(a)]
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         found = OmegaConf.select(compose("config", chosen), section)
     return [str(name) for name in found] if isinstance(found, DictConfig) else None

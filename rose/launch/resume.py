@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "eval.every", "fresh", "colocate", "output_dir", "transfer.*", "serving.*", "rollout.workers", "rollout.threads",
     "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
+    "env.members.*.step_timeout_s", "env.members.*.max_failures_in_row",
     "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",
 )
 # A save may have begun when a run is stopped, and the last step is saved after it: twice what the last one took, and a

@@ -26,7 +26,9 @@ class Rollouts:
     def __init__(self, config: Config, hub: TurnHub, send: Callable[[int, p.Message], None], hosts: dict[int, int],
                  on_fault: Callable[[str, str], None]) -> None:
         self._config, self._hub, self._send, self._hosts, self._on_fault = config, hub, send, hosts, on_fault
-        self.groups = control.Groups(config.seed, config.env.max_failures_in_row, config.deterministic)
+        limits = {name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
+                  for name, member in config.env.members.items()}
+        self.groups = control.Groups(config.seed, limits, config.deterministic)
         self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in, until they are taken
         self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
         self.staleness_max = 0  # of the groups last taken: newest version then, minus newest at their admission
@@ -47,7 +49,8 @@ class Rollouts:
         """Start held-out tasks 0, 1, ..., one trajectory each, under these names."""
         self._waited_for, self.progress = p.Phase.EVAL, (0, len(names))
         for index, name in enumerate(names):
-            self._start(self.groups.open(name, p.Phase.EVAL, control.eval_seed(seed, index), 1))
+            task = control.eval_task(seed, index, self._config.env.weights)
+            self._start(self.groups.open(name, p.Phase.EVAL, task, 1))
 
     def take(self, names: list[str]) -> list[list[p.Trajectory]]:
         """Finished groups, which are forgotten here."""
@@ -72,9 +75,9 @@ class Rollouts:
         if self._over:
             return
         self._admitted[name] = self._hub.version
-        seed = control.train_seed(self._config.seed, index)
+        task = control.train_task(self._config.seed, index, self._config.env.weights)
         size = self._config.rollout.group_size
-        self._start(self.groups.open(name, p.Phase.TRAIN, seed, size, math.ceil((1 + spare) * size) - size))
+        self._start(self.groups.open(name, p.Phase.TRAIN, task, size, math.ceil((1 + spare) * size) - size))
 
     def drop(self, name: str) -> None:
         running, done = self.groups.drop(name)
@@ -135,7 +138,7 @@ class Rollouts:
         self._on_fault("environment failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
-            replacement = self.groups.failed_trajectory(m.id, m.group, m.error)
+            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error)
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
         if replacement is not None:

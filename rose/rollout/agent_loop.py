@@ -38,14 +38,16 @@ class EnvironmentFailure(Exception):
 
 
 async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFormat, request_turn: RequestTurn,
-                         limits: config.Env, max_context: int, sampling: Sampling, clock: Clock) -> Trajectory:
+                         limits: config.Env, key: str, max_context: int, sampling: Sampling,
+                         clock: Clock) -> Trajectory:
     """Run one episode on a fresh `env`, which is closed afterwards, whatever happens.
 
     `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens, or
     what is left of `max_context` (tokens of prompt and answers together). `clock` gives wall-clock seconds.
+    `key` is where `limits` stand in the configuration: failures name it.
     Raises `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
     """
-    guard = _Guard(env, start.id, limits.step_timeout_s)
+    guard = _Guard(env, start.id, limits.step_timeout_s, key)
     try:
         trajectory = await _Episode(start, env, chat, request_turn, limits, max_context, sampling, guard).run(clock)
     except BaseException as error:
@@ -66,8 +68,8 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
 class _Guard:
     """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`."""
 
-    def __init__(self, env: Environment, trajectory: str, timeout_s: float):
-        self.env, self.trajectory, self.timeout_s = env, trajectory, timeout_s
+    def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
+        self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
 
     async def reset(self, seed: int) -> Start:
         return await self._call("reset", lambda: self.env.reset(seed), Start)
@@ -90,7 +92,7 @@ class _Guard:
             task.cancel()
         if not task.done():
             raise EnvironmentFailure(self.trajectory, f"{self._name(name)} did not return within "
-                                     f"env.step_timeout_s={self.timeout_s:g} s")
+                                     f"{self.key}.step_timeout_s={self.timeout_s:g} s")
         error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
         if error is not None:
             raise EnvironmentFailure(self.trajectory, f"{self._name(name)} raised {error!r}") from error
@@ -136,7 +138,8 @@ class _Episode:
         prompt = self.chat.start(first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise EnvironmentFailure(self.start.id, f"the first prompt has {len(prompt)} tokens, which leaves no room "
-                                     f"in model.max_context={self.max_context}; raise it or make env.args smaller")
+                                     f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
+                                     "smaller")
         self._observe(prompt)
         done = False
         while not done and not self.truncated:
@@ -158,7 +161,7 @@ class _Episode:
                                            max_new_tokens=min(self.limits.max_new_tokens, self.room))
         result = await self.request_turn(TurnRequest(
             turn=turn, trajectory=self.start.id, group=self.start.group, phase=self.start.phase,
-            tokens=bytes(self.tokens), sampling=sampling, domain=self.limits.name, outcome=self.outcome))
+            tokens=bytes(self.tokens), sampling=sampling, domain=self.start.domain, outcome=self.outcome))
         tokens = _checked(result, turn, sampling.max_new_tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * len(tokens)
@@ -197,7 +200,7 @@ class _Episode:
             mask=bytes(self.mask), logprobs=bytes(self.logprobs), versions=bytes(self.versions), reward=self.reward,
             success=self.success, turns=self.turns, response_tokens=sum(self.mask), truncated=self.truncated,
             invalid_calls=self.invalid_calls, stats={"migrations": float(self.migrations)},
-            started=started, finished=finished)
+            started=started, finished=finished, domain=self.start.domain)
 
 
 def _checked(result: TurnResult, turn: str, most: int):

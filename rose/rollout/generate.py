@@ -43,13 +43,14 @@ class TrajectoryHost:
                 raise ValueError(f"an environment host has no use for {type(message).__name__}")
 
     async def _run(self, start: p.StartTrajectory) -> None:
-        began = time.time()
+        began, env = time.time(), self._config.env
+        member = env.members[start.domain]
         try:
             trajectory = await run_trajectory(
-                start, build(self._config.env), self._chat, self._request_turn, self._config.env,
-                self._config.model.max_context, self._sampling(start.phase), time.time)
+                start, build(member), self._chat, self._request_turn, member, env.key_of(start.domain),
+                self._config.model.max_context, self._sampling(start.phase, member.max_new_tokens), time.time)
         except EnvironmentFailure as failure:
-            self._send(p.TrajectoryFailed(start.id, start.group, str(failure)))
+            self._send(p.TrajectoryFailed(start.id, start.group, start.domain, str(failure)))
         else:
             self._recorder.span("trajectory", began, time.time(), trajectory=start.id, turns=trajectory.turns,
                                 tokens=trajectory.response_tokens, reward=trajectory.reward)
@@ -57,8 +58,8 @@ class TrajectoryHost:
         finally:
             self._trajectories.pop(start.id, None)
 
-    def _sampling(self, phase: p.Phase) -> p.Sampling:
-        rollout, new = self._config.rollout, self._config.env.max_new_tokens
+    def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
+        rollout = self._config.rollout
         if phase is p.Phase.EVAL:
             return p.Sampling(new, temperature=self._config.eval.temperature)
         return p.Sampling(new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)

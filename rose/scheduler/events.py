@@ -100,7 +100,7 @@ class TurnRequested(Event):
     group: str
     context_tokens: int
     max_new_tokens: int
-    domain: str = ""  # the environment's name
+    domain: str = ""  # the environment's name, in a mixture the member's
     outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows
 
 

@@ -20,7 +20,7 @@ class TurnState:
     max_new_tokens: int
     sequence: int  # order of arrival
     requested_at: float  # seconds
-    domain: str = ""  # the environment's name
+    domain: str = ""  # the environment's name, in a mixture the member's
     outcome: str = ""  # "ok" or "failed": the tool call that it follows
     lane: Hashable = ""  # of the queue, see `Routing.lane`
     kv_need: int = 0  # KV-cache tokens that its next attempt may come to hold; constant while it waits

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -24,13 +25,16 @@ def read(name: str, **args) -> config.Env:
     return config.Env(**(raw | {"args": raw["args"] | args}))
 
 
-@pytest.fixture(params=sorted(path.stem for path in CONF.glob("*.yaml")))
+ALONE = sorted(path.stem for path in CONF.glob("*.yaml") if "members" not in yaml.safe_load(path.read_text()))
+
+
+@pytest.fixture(params=ALONE)
 def env_config(request):
     return read(request.param)
 
 
 def test_every_environment_has_a_conf_file_and_every_conf_file_an_environment():
-    assert {read(path.stem).name for path in CONF.glob("*.yaml")} == set(envs.names())
+    assert {read(name).name for name in ALONE} == set(envs.names())
 
 
 def test_the_conf_file_is_accepted(env_config):
@@ -139,6 +143,16 @@ def test_a_bad_argument_is_named(name, args, key):
     with pytest.raises(ConfigError) as error:
         envs.check(read(name, **args))
     assert str(error.value).startswith(f"env.args.{key}={args[key]!r}: ")
+
+
+def test_what_a_member_of_a_mixture_may_not_be_is_said_by_its_key():
+    member = config.Member(weight=1.0, **(yaml.safe_load((CONF / "calculator.yaml").read_text())))
+    envs.check(config.Mixture(name="mixture", members={"sums": member}))
+    for wrong, words in (({"name": "calculatr"}, r"env\.members\.sums\.name='calculatr': no such environment"),
+                         ({"args": {"largest": 0}}, r"env\.members\.sums\.args\.largest=0: an integer from 1")):
+        broken = {"fine": member, "sums": msgspec.structs.replace(member, **wrong)}
+        with pytest.raises(ConfigError, match=f"^{words}"):
+            envs.check(config.Mixture(name="mixture", members=broken))
 
 
 def plugin(monkeypatch, folder: Path, name: str, source: str) -> config.Env:

@@ -54,6 +54,9 @@ def launch(tmp_path, monkeypatch, capsys):
     (["trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
     (["+trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
     (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
+    (["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
+     ["env.members.b.max_turn=6", "no such key", "env.members.b.max_turns"]),
+    (["env=games", "env.members.calculator.args.largest=0"], ["env.members.calculator.args.largest=0", "1000000"]),
     (["~trainer.stepz"], ["trainer.stepz", "no such key"]),
     (["trainer.steps"], ["trainer.steps=VALUE"]),
     (["name=a=[b"], ["name=a=[b", "can't be read"]),
@@ -217,6 +220,18 @@ def test_the_run_of_another_configuration_is_not_continued(launch, make_config):
     assert "seed: 1 -> 2" in err and "fresh=true" in err
     assert f"trainer.optimizer.lr: {c.trainer.optimizer.lr} -> 0.5" in err
     assert json.loads((c.run_dir / "config.json").read_text())["seed"] == 1
+
+
+def test_a_mixture_goes_on_with_the_same_weights_whatever_the_order_of_its_members(tree, tmp_path):
+    mixed = tree("env=games")
+    stored = configuration.from_dict(mixed)
+    configuration.save(stored, tmp_path / "config.json")
+    mixed["env"]["members"] = dict(reversed(mixed["env"]["members"].items()))
+    mixed["env"]["members"]["calculator"]["step_timeout_s"] = 20.0
+    resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
+    mixed["env"]["members"]["calculator"]["weight"] = 2
+    with pytest.raises(configuration.ConfigError, match=r"env\.members\.calculator\.weight: 1\.0 -> 2\.0"):
+        resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
 
 
 def test_without_the_environment_it_says_what_to_do(tmp_path):

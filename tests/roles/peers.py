@@ -39,6 +39,7 @@ class Peers:
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
         self.trained = {}  # step -> [trajectory]
         self.seed_of_group = {}
+        self.domain_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
         self.awake = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER} if config.shares_devices else None
@@ -116,6 +117,7 @@ class Peers:
 
     def _StartTrajectory(self, rank, m):
         self.seed_of_group.setdefault(m.group, m.env_seed)
+        assert self.domain_of_group.setdefault(m.group, m.domain) == m.domain
         assert self.seed_of_group[m.group] == m.env_seed and m.id not in self.running
         self.running[m.id] = [m, 1 + seed_of(m.id) % 3, [], []]
         self.ask(rank, m.id)
@@ -124,7 +126,7 @@ class Peers:
         start, _, tokens, _ = self.running[name]
         turn = f"{name}.t{len(tokens)}"
         self.say(rank, p.TurnRequest(turn, name, start.group, start.phase, p.pack_tokens([1] * 8),
-                                     p.Sampling(TOKENS_OF_A_TURN)), name)
+                                     p.Sampling(TOKENS_OF_A_TURN), start.domain), name)
 
     def _TurnResult(self, rank, m):
         name = m.turn.rpartition(".")[0]
@@ -144,7 +146,7 @@ class Peers:
         reward = float(seed_of(start.id, "reward") % 2)
         return p.Trajectory(start.id, start.group, start.phase, p.pack_tokens([1]) + tokens, b"\0" + b"\1" * made,
                             p.pack_floats([-1.0] * (made + 1)), p.pack_tokens([-1]) + versions, reward, reward > 0,
-                            turns=1, response_tokens=made)
+                            turns=1, response_tokens=made, domain=start.domain)
 
     def _CancelTrajectory(self, rank, m):
         self.running.pop(m.id, None)  # a last word of it may be on its way

@@ -8,8 +8,9 @@ import pytest
 from rose.observe.metrics import read_metrics, rows_of
 from rose.roles import journal
 from rose.roles.coordinator import Stopped
-from rose.rollout.control import train_seed
+from rose.rollout.control import train_task
 from rose.scheduler import build
+from rose.scheduler import events as ev
 from rose.scheduler.groups import group_index
 from rose.trainer import checkpoint
 from tests.roles import peers
@@ -43,7 +44,7 @@ def check_batches(peer, config):
         assert all(groups.count(g) == SIZE for g in groups)
     for group, seed in peer.seed_of_group.items():
         if not group.startswith("e"):
-            assert seed == train_seed(config.seed, group_index(group))
+            assert seed == train_task(config.seed, group_index(group), config.env.weights).seed
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -114,3 +115,21 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch(config, tmp_path):
     first, second, _, step = stopped_and_resumed(made, tmp_path / "broken",
                                                  lambda c: c.step == 3 and c.rollouts.groups.running > 2)
     assert step == 3 and trained(whole) == {s: g for s, g in trained(first).items() if s <= 3} | trained(second)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_is_of_the_same_member_in_every_policy_and_after_a_stop(policy, config, tmp_path):
+    made = config(policy, "env=games")
+    first, second, coordinator, _ = stopped_and_resumed(made, tmp_path,
+                                                        lambda c: c.step == 3 and c.rollouts.groups.running > 2)
+    seen = first.domain_of_group | second.domain_of_group
+    assert set(seen.values()) == {"frozen_lake", "calculator"}
+    for group, domain in seen.items():
+        if not group.startswith("e"):
+            assert domain == train_task(made.seed, group_index(group), made.env.weights).domain
+    assert all(t.domain == seen[t.group] for rows in second.trained.values() for t in rows)
+    [_, path] = sorted((tmp_path / "journal").iterdir())
+    entries = journal.read(path)
+    next(entries)
+    requested = {e.event.group: e.event.domain for e in entries if isinstance(e.event, ev.TurnRequested)}
+    assert requested.items() <= second.domain_of_group.items() and requested, "the scheduler hears of the domain"

@@ -1,5 +1,6 @@
 """A step's trajectories come back as they were saved."""
 
+import msgspec
 import pytest
 
 from rose.rollout import replay
@@ -18,6 +19,16 @@ def test_a_missing_step_is_named(tmp_path):
     replay.save(tmp_path, 3, GROUPS)
     with pytest.raises(ValueError, match="rollout.replay: .*step-000004.msgpack is missing"):
         replay.load(tmp_path, 4)
+
+
+def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_path):
+    replay.save(tmp_path, 3, [[trajectory("g0.0", 1.0, 8, domain="calculator")]])
+    assert replay.load(tmp_path, 3)[0][0].domain == "calculator"
+    earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
+    for row in (row for group in earlier for row in group):
+        del row["domain"]
+    replay.path_of(tmp_path, 3).write_bytes(msgspec.msgpack.encode(earlier))
+    assert replay.load(tmp_path, 3) == GROUPS and GROUPS[0][0].domain == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x93\x01\x02\x03"])

@@ -5,6 +5,7 @@ import pytest
 from rose import protocol as p
 from rose.roles.rollouts import Rollouts
 from rose.roles.waiting import RunFailed
+from rose.rollout import control
 from rose.scheduler import events as ev
 
 HOST, SIZE = 1, 2
@@ -19,6 +20,28 @@ def rollouts(world, make_config):
 
 def arrived(name, tokens=3, phase=p.Phase.TRAIN):
     return p.TrajectoryFinished(p.Trajectory(name, name.split(".")[0], phase, b"", b"", b"", b"", 1.0, True, 1, tokens))
+
+
+def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, make_config):
+    config = make_config("env=games", f"rollout.group_size={SIZE}", "trainer.batch_size=8",
+                         "env.members.calculator.max_failures_in_row=2")
+    made = Rollouts(config, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: HOST},
+                    lambda what, detail: world.faults.append((what, detail)))
+    for index in range(12):
+        made.admit(index, f"g{index}", 0.0)
+    made.evaluate([f"e0-{index}" for index in range(12)], 1)
+    starts = [m for _, m in world.taken(p.StartTrajectory)]
+    of = {m.group: m.domain for m in starts}
+    assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
+    for kind in "ge":
+        domains = [domain for group, domain in of.items() if group.startswith(kind)]
+        assert set(domains) == {"frozen_lake", "calculator"} and 7 <= domains.count("frozen_lake") <= 9
+    assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
+    calculated = next(group for group, domain in of.items() if domain == "calculator")
+    made.handle(p.TrajectoryFailed(f"{calculated}.0", calculated, "calculator", "boom"))
+    assert world.taken(p.StartTrajectory)[0][1].domain == "calculator"
+    with pytest.raises(RunFailed, match=r"env\.members\.calculator\.max_failures_in_row=2"):
+        made.handle(p.TrajectoryFailed(f"{calculated}.1", calculated, "calculator", "boom"))
 
 
 def heard(world):
@@ -74,7 +97,7 @@ def test_late_words_about_a_cancelled_trajectory_reach_nobody(rollouts, world):
     rollouts.drop("g3")
     before = heard(world)
     assert rollouts.handle(arrived("g3.0"))
-    assert rollouts.handle(p.TrajectoryFailed("g3.1", "g3", "boom"))
+    assert rollouts.handle(p.TrajectoryFailed("g3.1", "g3", "frozen_lake", "boom"))
     turn = p.TurnRequest("g3.0.t1", "g3.0", "g3", p.Phase.TRAIN, b"", p.Sampling(3))
     assert rollouts.handle(turn), "the turn hub would open it"
     assert heard(world) == before and rollouts.finished == {} and world.faults == []
@@ -87,12 +110,12 @@ def test_a_second_try_has_members_of_its_own_name(rollouts, world):
     rollouts.admit(12, "g12r1", 0.0)
     second = {m.id: m.env_seed for _, m in world.taken(p.StartTrajectory)}
     assert list(second) == ["g12r1.0", "g12r1.1"] and set(first.values()) == set(second.values())
-    rollouts.handle(p.TrajectoryFailed("g12r1.1", "g12r1", "boom"))
+    rollouts.handle(p.TrajectoryFailed("g12r1.1", "g12r1", "frozen_lake", "boom"))
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r1"]
-    rollouts.handle(p.TrajectoryFailed("g12r1.1r1", "g12r1", "boom"))
+    rollouts.handle(p.TrajectoryFailed("g12r1.1r1", "g12r1", "frozen_lake", "boom"))
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r2"]
     with pytest.raises(RunFailed, match="3 environments failed in a row"):
-        rollouts.handle(p.TrajectoryFailed("g12r1.1r2", "g12r1", "boom"))
+        rollouts.handle(p.TrajectoryFailed("g12r1.1r2", "g12r1", "frozen_lake", "boom"))
 
 
 def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollouts, world):

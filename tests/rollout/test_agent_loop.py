@@ -13,7 +13,7 @@ from rose.protocol import (FinishReason, Phase, Sampling, StartTrajectory, TurnR
                            unpack_floats, unpack_tokens)
 from rose.rollout.agent_loop import REMINDER, EnvironmentFailure, run_trajectory, turn_seed
 
-START = StartTrajectory(id="g1.2", group="g1", phase=Phase.TRAIN, env_seed=7, sampling_seed=11)
+START = StartTrajectory(id="g1.2", group="g1", phase=Phase.TRAIN, domain="walk", env_seed=7, sampling_seed=11)
 STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
 NONSENSE = "<tool_call>step</tool_call>"
 
@@ -72,9 +72,15 @@ def run(chats):
                             step_timeout_s=step_timeout_s, max_failures_in_row=1)
         ticks = iter([100.0, 103.0])
         sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
-        return await run_trajectory(START, env, chats["tiny"], source, limits, max_context, sampling,
+        return await run_trajectory(START, env, chats["tiny"], source, limits, "env", max_context, sampling,
                                     lambda: next(ticks))
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
+
+
+def test_the_domain_goes_with_every_turn_and_stays_with_the_trajectory(run, tokenizer):
+    source = Script(tokenizer, STEP)
+    assert run(Walk(), source).domain == "walk" == START.domain
+    assert [request.domain for request in source.requests] == ["walk", "walk"]
 
 
 def columns(trajectory):
@@ -323,7 +329,7 @@ def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, whe
         source = wait if where == "turn" else Script(tokenizer, STEP)
         limits = config.Env(name="walk", args={}, max_turns=5, max_new_tokens=64, step_timeout_s=30.0,
                             max_failures_in_row=1)
-        task = asyncio.create_task(run_trajectory(START, env, chats["tiny"], source, limits, 1000,
+        task = asyncio.create_task(run_trajectory(START, env, chats["tiny"], source, limits, "env", 1000,
                                                   Sampling(max_new_tokens=1), lambda: 0.0))
         async with asyncio.timeout(5):
             await reached.wait()
