@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rose.observe import lenders, series, shell
+from rose.observe import lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.shell import figure, figures, section
 from rose.observe.stats import difference_interval
@@ -35,11 +35,11 @@ def build_report(run_dir: Path | str) -> Path:
     evals = series.evaluations(rows_of(rows, "eval"))
     config = _config(run_dir)
     timeline = build_timeline(run_dir)
-    data = {"curves": series.curves(steps), "engines": series.engine_curves(steps),
-            "phases": series.phase_bars(steps), "evals": evals,
+    data = {"curves": series.curves(steps), "engines": series.curves_by(steps, "tokens_per_s"),
+            "members": series.curves_by(steps, "success"), "phases": series.phase_bars(steps), "evals": evals,
             "lengths": series.length_histogram(steps), "timeline": timeline}
     body = "\n\n".join((
-        section("Result", _result(evals)),
+        section("Result", _result(evals) + members.html(rows_of(rows, "eval"), steps)),
         section("Learning", figures("success", "reward")),
         section("Where the time goes", figure("phases") + figure("timeline") + figure("throughput")),
         section("Responses", figures("lengths", "tokens")),
@@ -62,6 +62,8 @@ def _config(run_dir: Path) -> dict[str, Any]:
 
 def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     names = [(config.get(part) or {}).get("name") for part in ("model", "env", "algorithm")]
+    if mixed := (config.get("env") or {}).get("members"):
+        names[1] = " + ".join(mixed)
     words = [str(name) for name in names if name]
     if rows:
         words.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(rows[0]["time"])))

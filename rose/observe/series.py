@@ -34,9 +34,10 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
         key: values for key, values in found.items() if any(value is not None for value in values)}
 
 
-def engine_curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens per second of each engine, from the keys `tokens_per_s/<worker>`."""
-    names = sorted({key for row in steps for key in row if key.startswith("tokens_per_s/")}, key=_natural)
+def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine, success of each member of
+    a mixture."""
+    names = sorted({each for row in steps for each in row if each.startswith(f"{key}/")}, key=_natural)
     parts = buckets(steps, max(50, min(MAX_POINTS, 40_000 // max(1, len(names)))))
     return {"x": [mean_of(part, "step") for part in parts],
             "names": [name.split("/", 1)[1] for name in names],

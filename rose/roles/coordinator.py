@@ -18,7 +18,7 @@ from typing import Any
 from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
-from rose.config import Config
+from rose.config import Config, Mixture
 from rose.launch import resume
 from rose.launch.layout import layout
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
@@ -29,7 +29,7 @@ from rose.roles.device_turns import DeviceTurns
 from rose.roles.journal import Journal
 from rose.roles.provisioner import Provisioner
 from rose.roles.rollouts import Rollouts
-from rose.roles.step_metrics import evaluation_row, step_row
+from rose.roles.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
 from rose.roles.train_messages import train_messages
 from rose.roles.turn_hub import TurnHub
 from rose.roles.waiting import Changes, RunFailed
@@ -60,6 +60,7 @@ class Coordinator:
         self.scheduler = scheduler
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
         self.metrics.truncate(after_step=self.step if resume_from else -1)
+        self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
         self.live = LiveStatus(run_dir)
         self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
         self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault,
@@ -235,7 +236,8 @@ class Coordinator:
         with self.recorder.timed("evaluate", step=self.step):
             self.rollouts.evaluate(names, c.eval.seed)
             await self._rollouts_until(lambda: all(name in self.rollouts.finished for name in names))
-        self.metrics.write(self.step, evaluation_row([group[0] for group in self.rollouts.take(names)]))
+        trajectories = [group[0] for group in self.rollouts.take(names)]
+        self.metrics.write(self.step, evaluation_row(trajectories) | evaluation_by_member(self.members, trajectories))
 
     def _checkpoint_due(self, step: int) -> bool:
         return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
@@ -286,7 +288,8 @@ class Coordinator:
         times = {"rollout": rolled_out - began - idle, "train": trained - rolled_out, "sync": synced - trained,
                  "idle": idle}
         trained_on = done[0].metrics | self.device.take_figures()
-        self.metrics.write(self.step, step_row(groups, trained_on, times, self.hub, self.rollouts, synced))
+        self.metrics.write(self.step, step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
+                           | by_member(self.members, [t for group in groups for t in group]))
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
 

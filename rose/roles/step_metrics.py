@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,29 @@ def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
             "eval_reward": float(np.mean([t.reward for t in trajectories])),
             "eval_turns": float(np.mean([t.turns for t in trajectories])),
             "eval_invalid_calls": sum(t.invalid_calls for t in trajectories)}
+
+
+def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Values of a step for each member of a mixture, as `success/<member>`. A step may have no trajectory of one, which
+    then has only their number."""
+    row: dict[str, Any] = {}
+    for name in members:
+        own = [t for t in trajectories if t.domain == name]
+        row[f"trajectories/{name}"] = len(own)
+        if own:
+            row |= {f"success/{name}": float(np.mean([t.success for t in own])),
+                    f"reward_mean/{name}": float(np.mean([t.reward for t in own])),
+                    f"turns_mean/{name}": float(np.mean([t.turns for t in own])),
+                    f"response_tokens_mean/{name}": float(np.mean([t.response_tokens for t in own])),
+                    f"invalid_calls/{name}": sum(t.invalid_calls for t in own),
+                    f"truncated/{name}": sum(t.truncated for t in own)}
+    return row
+
+
+def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
+    """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as `eval_success/<member>`."""
+    return {f"{key}/{name}": value for name in members if (own := [t for t in trajectories if t.domain == name])
+            for key, value in evaluation_row(own).items() if key != "kind"}
 
 
 def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:

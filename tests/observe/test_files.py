@@ -115,12 +115,13 @@ def test_tensorboard_reads_the_run_as_if_it_had_not_been_interrupted(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=True)
     writer.truncate(after_step=1)
     writer.write(2, {"loss": 20.0})
-    writer.write(2, {"kind": "eval", "eval_success": 0.5})
+    writer.write(2, {"kind": "eval", "eval_success": 0.5, "eval_success/lake": 0.25})
     writer.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
     assert [e.value for e in board.Scalars("eval/success")] == [0.5]
+    assert [e.value for e in board.Scalars("eval/success/lake")] == [0.25]
 
 
 def test_status_is_rate_limited_but_phases_show_at_once(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rose.observe import series, timeline
+from rose.observe.metrics import MetricsWriter
 from rose.observe.report import build_report
 from rose.observe.trace import Span
 from tests.observe.run_folder import write_run
@@ -60,6 +61,24 @@ def test_one_step_larger_than_the_budget_shows_its_beginning(tmp_path, monkeypat
     data = timeline.build_timeline(write_run(tmp_path / "run", steps=1, turns=200))
     rows = {data["rows"][row]["name"] for row in data["marks"]["row"]}
     assert 40 <= len(data["marks"]["row"]) <= 60 and {"rollout-0", "rollout-1"} <= rows
+
+
+def test_the_report_of_a_mixture_has_a_row_and_a_curve_for_each_environment(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    assert "By environment" not in build_report(run).read_text(), "one environment is the whole run"
+    metrics = MetricsWriter(run, tensorboard=False)
+    for step, wins in ((1, 0.25), (2, 0.75)):
+        metrics.write(step, {"success": wins, "trajectories/lake": 8, "success/lake": wins, "reward_mean/lake": 0.5,
+                             "turns_mean/lake": 4.0, "response_tokens_mean/lake": 40.0, "trajectories/sums": 0})
+    for step, wins in ((0, 10), (2, 30)):
+        metrics.write(step, {"kind": "eval", "eval_n": 60, "eval_successes": wins, "eval_n/lake": 40,
+                             "eval_successes/lake": wins, "eval_reward/lake": 0.1})
+    metrics.close()
+    html = build_report(run).read_text()
+    assert re.search(r"<th scope=row>lake</th><td>16</td><td>75\.0%</td><td>0\.500</td><td>4\.0</td><td>40</td>"
+                     r"<td>25\.0% \(14% to 40%, 10 of 40\)</td><td>75\.0% \(60% to 86%, 30 of 40\)</td>", html)
+    assert "<th scope=row>sums</th><td>0</td>" + 6 * "<td>–</td>" in html
+    assert '"members":{"x":[1.0,2.0],"names":["lake"],"y":[[0.25,0.75]]}' in html
 
 
 def test_text_of_the_run_cannot_become_markup(tmp_path):

@@ -132,4 +132,11 @@ def test_a_prompt_is_of_the_same_member_in_every_policy_and_after_a_stop(policy,
     entries = journal.read(path)
     next(entries)
     requested = {e.event.group: e.event.domain for e in entries if isinstance(e.event, ev.TurnRequested)}
+    for row in rows_of(read_metrics(tmp_path), "step"):
+        counts = [row[f"trajectories/{name}"] for name in ("frozen_lake", "calculator")]
+        assert sum(counts) == GROUPS * SIZE
+        success = sum(n * row.get(f"success/{name}", 0) for n, name in zip(counts, ("frozen_lake", "calculator")))
+        assert success == pytest.approx(row["success"] * GROUPS * SIZE), "the plain total is over all members"
+    for row in rows_of(read_metrics(tmp_path), "eval"):
+        assert row["eval_n"] == 3 == row["eval_n/frozen_lake"] + row.get("eval_n/calculator", 0)
     assert requested.items() <= second.domain_of_group.items() and requested, "the scheduler hears of the domain"

@@ -6,7 +6,7 @@ import pytest
 
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
-from rose.roles.step_metrics import evaluation_row, step_row
+from rose.roles.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
 from rose.roles.turn_hub import TurnHub, Worker
 
 
@@ -93,3 +93,23 @@ def test_a_run_from_saved_trajectories_has_no_engines():
 def test_an_evaluation_counts_its_successes():
     found = evaluation_row([trajectory("e0-0.0", 1.0, 8), trajectory("e0-1.0", 0.0, 8), trajectory("e0-2.0", 1.0, 8)])
     assert (found["eval_n"], found["eval_successes"]) == (3, 2) and found["eval_success"] == pytest.approx(2 / 3)
+
+
+MIXED = [trajectory("g0.0", 1.0, 8, domain="lake"), trajectory("g0.1", 0.0, 4, domain="lake", invalid_calls=2),
+         trajectory("g1.0", 0.0, 12, domain="sums", truncated=True)]
+
+
+def test_each_member_of_a_mixture_has_values_of_its_own_and_one_without_trajectories_only_their_number():
+    found = by_member(["lake", "sums", "words"], MIXED)
+    assert (found["trajectories/lake"], found["trajectories/sums"], found["trajectories/words"]) == (2, 1, 0)
+    assert found["success/lake"] == found["reward_mean/lake"] == 0.5 and found["success/sums"] == 0.0
+    assert found["response_tokens_mean/lake"] == 6 and found["turns_mean/sums"] == 2
+    assert (found["invalid_calls/lake"], found["truncated/sums"], found["truncated/lake"]) == (2, 1, 0)
+    assert "success/words" not in found and by_member([], MIXED) == {}
+
+
+def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
+    found = evaluation_by_member(["lake", "sums", "words"], MIXED)
+    assert (found["eval_n/lake"], found["eval_successes/lake"], found["eval_success/lake"]) == (2, 1, 0.5)
+    assert (found["eval_n/sums"], found["eval_reward/sums"], found["eval_turns/sums"]) == (1, 0.0, 2.0)
+    assert "eval_n/words" not in found and evaluation_by_member([], MIXED) == {}

@@ -7,9 +7,13 @@ function drawSuccess() {
   const xs = DATA.curves.x, evals = DATA.evals;
   const all = [...xs, ...evals.map(e => e.step)];
   const range = all.length ? [Math.min(...all), Math.max(...all)] : null;
-  lineChart(figure("fig-success"), xs, [{name: "training", color: "var(--blue)", y: curve("success")}], {
-    title: "Success rate.", text: "Line: training episodes of each step. Points: held-out tasks with 95% intervals.",
-    legend: [["training", "var(--blue)"], ["held-out", "var(--red)"]],
+  const hues = HUES.filter(hue => !["var(--blue)", "var(--red)"].includes(hue));
+  const m = DATA.members;
+  const members = m.names.slice(0, hues.length).map((name, i) => ({name, color: hues[i], y: m.y[i]}));
+  const lines = [{name: "training", color: "var(--blue)", y: curve("success")}, ...members];
+  lineChart(figure("fig-success"), xs, lines, {
+    title: "Success rate.", text: (members.length ? "Lines" : "Line") + ": training episodes of each step. Points: held-out tasks with 95% intervals.",
+    legend: [...lines.map(s => [s.name, s.color]), ["held-out", "var(--red)"]],
     x: range, y: [0, 1], format: percent, smooth: true, extra: c => evals.forEach(e => {
       const x = c.x(e.step), mark = element(c.svg, "g", {class: "held-out"});
       element(mark, "line", {x1: x, x2: x, y1: c.y(e.low), y2: c.y(e.high), style: "stroke:var(--red)", "stroke-width": 2});
