@@ -125,6 +125,7 @@ def check(tree: dict) -> plan.Plan:
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
     staleness = scheduler.build(c.scheduler, c.rollout.turn_timeout_s).staleness
+    check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
     if c.rollout.replay is not None:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
@@ -147,6 +148,16 @@ def with_whole_paths(c: Config) -> Config:
     replayed, token = (path and str(Path(path).resolve()) for path in (c.rollout.replay, c.transfer.relay_token_file))
     return msgspec.structs.replace(c, rollout=msgspec.structs.replace(c.rollout, replay=replayed),
                                    transfer=msgspec.structs.replace(c.transfer, relay_token_file=token))
+
+
+def check_domains(c: Config) -> None:
+    """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing would go there. The
+    hardware can't be checked: workers that join tell theirs."""
+    routing = c.scheduler.routing
+    for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
+        if domain not in c.env.members:
+            raise ConfigError(f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this run; its "
+                              f"environments are {', '.join(c.env.members)}")
 
 
 def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:

@@ -56,6 +56,10 @@ def launch(tmp_path, monkeypatch, capsys):
     (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
     (["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
      ["env.members.b.max_turn=6", "no such key", "env.members.b.max_turns"]),
+    (["env=games", "scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculater=H20"],
+     ["scheduler.routing.args.hardware.calculater='H20'", "no such domain", "frozen_lake, calculator"]),
+    (["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
+     ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"]),
     (["env=games", "env.members.calculator.args.largest=0"], ["env.members.calculator.args.largest=0", "1000000"]),
     (["~trainer.stepz"], ["trainer.stepz", "no such key"]),
     (["trainer.steps"], ["trainer.steps=VALUE"]),
@@ -100,6 +104,13 @@ def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(laun
 def test_a_key_that_the_launcher_alone_sets_is_not_proposed_for_itself(launch):
     code, _, err = launch("model.snapshot=/x")
     assert code == 2 and "model.snapshot=/x: no such key" in err and "did you mean model.snapshot" not in err
+
+
+def test_an_affinity_names_members_of_the_mixture(launch):
+    code, out, err = launch("env=mixture", *(word for name in ("small", "large") for word in (
+        f"+env@env.members.{name}=frozen_lake", f"+env.members.{name}.weight=1")), "env.members.large.args.size=6",
+        "scheduler/routing=rollart", "+scheduler.routing.args.hardware.large=H20", "cluster.dry_run=true")
+    assert code == 0 and "trainer" in out, err
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):

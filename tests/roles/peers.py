@@ -29,10 +29,11 @@ class Peers:
 
     rank = 0
 
-    def __init__(self, config, seed, step=0):
+    def __init__(self, config, seed, step=0, hardware="cpu"):
         self.config, self.draw, self.step = config, random.Random(seed), step
         ranks = layout(config)
         self.size = len(ranks)
+        self.hardware = hardware  # of every engine, or a list of each one's
         self.role = {rank.rank: rank for rank in ranks}
         self.words = {rank.rank: deque() for rank in ranks[1:]}  # to be heard: functions that give a message, or None
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
@@ -82,7 +83,8 @@ class Peers:
         self.words[rank].append((about, message if callable(message) else lambda: message))
 
     def ready(self, rank, incarnation):
-        return p.WorkerReady(f"rollout-{rank.index}", incarnation, 4242, 4, 10_000, -1, "cpu")
+        hardware = self.hardware if isinstance(self.hardware, str) else self.hardware[rank.index]
+        return p.WorkerReady(f"rollout-{rank.index}", incarnation, 4242, 4, 10_000, -1, hardware)
 
     # ----------------------------------------------------------------- a shared device
 
@@ -203,12 +205,13 @@ class Peers:
         checkpoint.mark(Path(m.folder), 0, "")
 
 
-def run(config, folder, attempt=1, seed=0, resume_from=None, stop_when=lambda coordinator: False):
+def run(config, folder, attempt=1, seed=0, resume_from=None, stop_when=lambda coordinator: False,
+        hardware="cpu"):
     """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is asked at every
     message to a peer and at every turn of the loop: what lasts for less than a turn is seen, too."""
     async def scene():
         step = checkpoint.step_of(resume_from) if resume_from else 0
-        peers = Peers(config, seed, step)
+        peers = Peers(config, seed, step, hardware)
         coordinator = Coordinator(config, folder, attempt, peers, NullRecorder(), resume_from)
 
         def look():
