@@ -30,15 +30,23 @@ def trained_on(run: Path, steps: int) -> list[str]:
     return [t.id.split("r")[0] for step in range(1, steps + 1) for group in replay.load(run, step) for t in group]
 
 
-def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
-    job = Job(tmp_path, "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
+def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
+    overrides = ("env=games", "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
+    job = Job(tmp_path, *overrides)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert [row["step"] for row in steps] == [1, 2, 3] and [row["version"] for row in steps] == [1, 2, 3]
     assert all(row["sync_bytes"] > 0 and row["staleness_mean"] == 0 for row in steps)
     assert all(row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps)
     assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "engine and trainer must agree in float32"
-    assert [row["eval_n"] for row in rows_of(read_metrics(job.run), "eval")] == [16, 16]
+    evals = rows_of(read_metrics(job.run), "eval")
+    assert [row["eval_n"] for row in evals] == [16, 16]
+    assert all(row["eval_n/frozen_lake"] + row["eval_n/calculator"] == 16 for row in evals)
+    of = {t.group: t.domain for step in (1, 2, 3) for group in replay.load(job.run, step) for t in group}
+    assert 7 <= list(of.values()).count("frozen_lake") <= 9 and set(of.values()) == {"frozen_lake", "calculator"}
+    assert sum(row["trajectories/calculator"] for row in steps) == 4 * list(of.values()).count("calculator")
+    assert all(row.get("turns_mean/calculator", 0) <= 4 for row in steps)
+    assert "By environment" in (job.run / "report.html").read_text()
     assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
     assert (job.run / "report.html").stat().st_size > 10_000
     loads = [json.loads(line)["args"] for path in (job.run / "events").rglob("*.jsonl") for line in path.open()
@@ -49,7 +57,7 @@ def test_whole_steps_with_two_engines_and_two_trainer_ranks(tmp_path):
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
-    again = Job(tmp_path, "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
+    again = Job(tmp_path, *overrides)
     assert again.wait(60) == 0 and "finished" in again.said
 
 
