@@ -13,7 +13,7 @@ from rose.protocol import (FinishReason, Phase, Sampling, StartTrajectory, TurnR
                            unpack_floats, unpack_tokens)
 from rose.rollout.agent_loop import REMINDER, EnvironmentFailure, run_trajectory, turn_seed
 
-START = StartTrajectory(id="g1.2", group="g1", phase=Phase.TRAIN, domain="walk", env_seed=7, sampling_seed=11)
+START = StartTrajectory(id="g1.2", group="g1", phase=Phase.TRAIN, domain="hike", env_seed=7, sampling_seed=11)
 STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
 NONSENSE = "<tool_call>step</tool_call>"
 
@@ -79,8 +79,8 @@ def run(chats):
 
 def test_the_domain_goes_with_every_turn_and_stays_with_the_trajectory(run, tokenizer):
     source = Script(tokenizer, STEP)
-    assert run(Walk(), source).domain == "walk" == START.domain
-    assert [request.domain for request in source.requests] == ["walk", "walk"]
+    assert run(Walk(), source).domain == "hike" == START.domain
+    assert [request.domain for request in source.requests] == ["hike", "hike"]
 
 
 def columns(trajectory):
@@ -167,7 +167,7 @@ def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
     script = Script(tokenizer, STEP, NONSENSE, "hello", '<tool_call>{"name": "fly", "arguments": {}}</tool_call>', STEP)
     run(Walk(2), script)
     assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
-    assert {r.domain for r in script.requests} == {"walk"}
+    assert {r.domain for r in script.requests} == {"hike"}
     text = Walk(2)
     text.requires_tool = False
     run(text, script := Script(tokenizer, "hello"))
