@@ -112,6 +112,21 @@ def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_o
     assert s.cluster.workers["c"].kv_assigned == s.cluster.turns["g0.2.t0"].kv_need
 
 
+def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
+    s = make("rose")
+    teach_both(s, lent=1.0)
+    places = {request(s, f"g0.{i}.t0", at=30.0, need=600): f"g0.{i}" for i in range(2)}
+    slow, other = places["c"], places["a"]
+    s.handle(ev.TurnProgressed(at=40.0, turn=f"{slow}.t0", attempt=1, tokens=10))
+    assert end(s, f"{other}.t0", at=40.0, tokens=100) == {}  # its tools run, and its prefix stays on a
+    assert s.handle(ev.Tick(at=40.0)) == []
+    end(s, f"{slow}.t0", at=300.0, tokens=100)
+    assert request(s, f"{slow}.t1", at=300.0, need=600) == "c"
+    s.handle(ev.TurnProgressed(at=310.0, turn=f"{slow}.t1", attempt=1, tokens=10))
+    s.handle(ev.TrajectoryEnded(at=310.0, trajectory=other, tokens=100))
+    assert where(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
+
+
 def test_rose_leaves_a_turn_where_moving_does_not_pay():
     s = make("rose")
     join(s, "a", sequences=1), join(s, "c", "cooperative")

@@ -28,7 +28,8 @@ class Rose:
     A worker holds no more trajectories than their KV need fits in what it has now (the per-GPU cap): that of a
     trajectory is the context and output limit of its last turn, and it counts while its tools run, since its prefix
     stays cached; once trajectories have ended, at least their mean context at the end. A trajectory that has begun is
-    never stopped by the cap, or its work would lie idle.
+    never stopped by the cap, or its work would lie idle; but from a cooperative worker it goes to another below the
+    cap only, as a new one would: else what begins on lent devices evicts the prefixes of those with their own.
     Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where they
     are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker with its own device.
     A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS.
@@ -110,7 +111,8 @@ class Rose:
         if any(w.revoked for w in others):
             lent = fleet.least(turn, kind="cooperative")  # a safe one, if there is any
             others = [w for w in others if not w.revoked] + ([] if lent is None else [lent])
-        if turn.trajectory not in self._where:
+        where = self._where.get(turn.trajectory)
+        if where is None or where in self._lent and home is not None:
             others = [worker for worker in others if self._below_cap(turn, worker)]
         if not others:
             return home
@@ -171,7 +173,7 @@ class Rose:
         here = cluster.workers[turn.worker]
         found, most = None, self._rest(turn, here, left, at)
         for worker in among:
-            if self.watches(worker):
+            if self.watches(worker) or not self._below_cap(turn, worker):
                 continue
             there = self._speeds.joining_s(turn, worker, left, False)
             if there is not None and (there := there * (1 + SLACK * worker.load)) < most:
