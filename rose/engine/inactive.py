@@ -52,9 +52,7 @@ class InactiveWorker:
         those of before, or when the device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            loader = get_model_loader(self.vllm_config.load_config)
-            loader.load_weights(self.model_runner.get_model(), self.model_config)
+        self._read_folder()
         if self.rose_headroom is not None:
             self.rose_headroom.keep(SPARE // 2)  # the rest may be what the spare memory is for, by now
         if self.rose_kv is not None:
@@ -64,6 +62,11 @@ class InactiveWorker:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
             raise RuntimeError(f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
                                f"what they were before, first {wrong[0]}; did the folder change?")
+
+    def _read_folder(self) -> None:
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            loader = get_model_loader(self.vllm_config.load_config)
+            loader.load_weights(self.model_runner.get_model(), self.model_config)
 
     def rose_sleep(self) -> tuple[float, float, float]:
         """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory. Returns GiB given back,
