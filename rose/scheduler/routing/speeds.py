@@ -167,7 +167,20 @@ class LeastSquares:
         forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
         scale, expected = forget + x0 * g0 + x1 * g1 + x2 * g2, w0 * x0 + w1 * x1 + w2 * x2
         error = (y - expected) / scale
-        self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
+        w = self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
         self._p = ((p00 - g0 * g0 / scale) / forget, (p01 - g0 * g1 / scale) / forget, (p02 - g0 * g2 / scale) / forget,
                    (p11 - g1 * g1 / scale) / forget, (p12 - g1 * g2 / scale) / forget, (p22 - g2 * g2 / scale) / forget)
+        if w[0] < 0 or w[1] < 0 or w[2] < 0:
+            self._w = project(w, self._p)
         return expected
+
+
+def project(w: Features, p: tuple[float, ...]) -> Features:
+    """The best fit without negative coefficients, but for those that are 0 by then: each negative one is set to 0, and
+    the others as fits best to that, by the covariances `p`."""
+    columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
+    for i in range(3):
+        if w[i] < 0:
+            by = w[i] / columns[i][i]
+            w = tuple(0.0 if j == i else w[j] - by * columns[i][j] for j in range(3))
+    return tuple(max(one, 0.0) for one in w)

@@ -1,0 +1,26 @@
+"""What is learnt of workers' speeds."""
+
+import numpy as np
+import pytest
+
+from rose.scheduler.routing.speeds import LeastSquares, project
+
+
+def test_a_fit_has_no_negative_coefficients():
+    fit = LeastSquares(0.995)
+    draw = np.random.default_rng(1)
+    for _ in range(200):  # shorter turns are in fuller engines: the seconds fall with the output
+        output = draw.uniform(0.1, 1.0)
+        fit.put((output, output * 2, 0.5), 2.0 - output)
+        assert min(fit.weights) >= 0
+    assert fit.of((1.0, 2.0, 0.5)) > 0
+
+
+def test_a_negative_coefficient_is_dropped_and_the_others_fit_anew():
+    draw = np.random.default_rng(2)
+    x = draw.uniform(0.0, 1.0, (50, 3))
+    y = x @ [2.0, -0.5, 1.0]
+    p = np.linalg.inv(x.T @ x)
+    w = project(tuple(p @ x.T @ y), (p[0, 0], p[0, 1], p[0, 2], p[1, 1], p[1, 2], p[2, 2]))
+    alone = np.linalg.lstsq(x[:, [0, 2]], y, rcond=None)[0]
+    assert w == pytest.approx((alone[0], 0.0, alone[1]))
