@@ -56,14 +56,14 @@ def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room(
     assert request(s, "g0.0.t1") == "a"  # though b has less to do
 
 
-def crowd(s, most=8):
-    """Turns of 100 tokens on worker a: as many seconds as there are at once."""
+def crowd(s, most=8, worker="a", each=1.0):
+    """Turns of 100 tokens on the only worker: `each` seconds for each that is there at once."""
     for n in range(1, most + 1):
         for i in range(n):
-            assert request(s, f"x{n}.{i}.t0", at=10.0 * n) == "a"
+            assert request(s, f"x{n}.{i}.t0", at=10.0 * n) == worker
         for i in range(n):
-            end(s, f"x{n}.{i}.t0", at=11.0 * n, tokens=100)
-            s.handle(ev.TrajectoryEnded(at=11.0 * n, trajectory=f"x{n}.{i}", tokens=100))
+            end(s, f"x{n}.{i}.t0", at=(10 + each) * n, tokens=100)
+            s.handle(ev.TrajectoryEnded(at=(10 + each) * n, trajectory=f"x{n}.{i}", tokens=100))
 
 
 def test_rose_leaves_a_prefix_for_a_worker_where_the_turn_ends_sooner():
@@ -127,6 +127,30 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     assert where(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
 
 
+def test_rose_moves_no_turn_that_runs_into_the_queue_of_an_engine():
+    s = make("rose", queue_depth=1.0)
+    teach_both(s, lent=1.0)
+    places = {}
+    for i in range(4):
+        places.setdefault(request(s, f"g0.{i}.t0", at=30.0), []).append(f"g0.{i}.t0")
+    slow, (first, second) = places["c"][0], places["a"]
+    s.handle(ev.TurnProgressed(at=40.0, turn=slow, attempt=1, tokens=10))
+    assert end(s, first, at=40.0, tokens=100) == {}  # the second took its place
+    assert end(s, second, at=40.0, tokens=100) == {slow: "a"}
+
+
+def test_rose_moves_a_long_turn_though_the_fit_overestimates_what_is_far_from_all_that_it_has_seen():
+    s = make("rose")
+    join(s, "a", kv=10_000), crowd(s)
+    s.handle(ev.WorkerLost(at=100.0, worker="a", reason="gone"))
+    join(s, "c", "cooperative", kv=10_000), crowd(s, worker="c", each=1.5)
+    join(s, "a", kv=10_000, sequences=1)
+    assert request(s, "g0.0.t0", at=100.0) == "a"
+    assert request(s, "g1.0.t0", at=100.0, need=3000) == "c"
+    s.handle(ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100))  # the fit says 40 s, by the context
+    assert end(s, "g0.0.t0", at=101.5, tokens=100) == {"g1.0.t0": "a"}
+
+
 def test_rose_leaves_a_turn_where_moving_does_not_pay():
     s = make("rose")
     join(s, "a", sequences=1), join(s, "c", "cooperative")
@@ -149,6 +173,13 @@ def test_rose_tries_a_lent_worker_of_which_nothing_is_known_with_few_turns_and_f
     sent = [action for actions in said for action in actions]
     assert [(a.worker, a.max_tokens) for a in sent if a.worker == "c"] == [("c", 128)] * 2
     assert len(sent) == 6
+
+
+def test_rose_tries_no_further_lent_worker_while_one_with_its_own_device_has_room():
+    s = make("rose")
+    teach_both(s)
+    join(s, "b", "cooperative")
+    assert request(s, "g0.0.t0", at=30.0) == "a"
 
 
 def test_rose_prefers_a_safe_cooperative_worker_to_an_equally_loaded_one_and_never_one_that_was_revoked():

@@ -32,7 +32,8 @@ class Rose:
     cap only, as a new one would: else what begins on lent devices evicts the prefixes of those with their own.
     Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where they
     are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker with its own device.
-    A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS.
+    A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS; once
+    one like it has been measured, turns only for which others have no room.
     A turn on a cooperative worker keeps its place in the queue: when a worker with its own device gets free, and at
     ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than that, prefill, and
     what the turns there wait for it, by up to SLACK as that worker is loaded.
@@ -147,7 +148,7 @@ class Rose:
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
         if not self._is_known(worker):
-            seconds = 0.0 if len(worker.turns) < FEW else math.inf
+            seconds = 0.0 if seconds is None and len(worker.turns) < FEW else math.inf
         return worker.revoked, seconds or 0.0, self._share(worker), worker.kind != "cooperative", worker.worker
 
     def _mean(self, turn: TurnState) -> float:
@@ -172,16 +173,23 @@ class Rose:
             return None
         here = cluster.workers[turn.worker]
         found, most = None, self._rest(turn, here, left, at)
+        over = self._overestimated(turn, here, left)
         for worker in among:
-            if self.watches(worker) or not self._below_cap(turn, worker):
-                continue
+            if self.watches(worker) or len(worker.turns) >= worker.max_sequences or not self._below_cap(turn, worker):
+                continue  # into an engine's queue it would move for nothing
             there = self._speeds.joining_s(turn, worker, left, False)
-            if there is not None and (there := there * (1 + SLACK * worker.load)) < most:
+            if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
         if found is not None:
             self._speeds.moved(turn, here)
             self._settle(turn, found, False)
         return found
+
+    def _overestimated(self, turn: TurnState, here: WorkerState, left: float) -> float:
+        """At most 1: what was measured of the running turn over what is expected of it here. The contexts of long turns
+        are beyond those that the fit has seen, and what it makes of them here it does of them elsewhere."""
+        token_s, expected = self._speeds.token_s(turn), self._speeds.staying_s(turn, here, left)
+        return 1.0 if token_s is None or expected <= 0 else min(1.0, token_s * left / expected)
 
     def _rest(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
         """Seconds until the running turn has made `left` tokens more."""
