@@ -1,6 +1,6 @@
 """Steps with lent devices beside a cluster of its own, and without them, by ROSE's routing, on the same episodes.
 
-The seeds are those on which the routing's numbers were chosen; other seeds can exceed the bounds (docs/policies.md).
+Looking at seeds 1 to 6 shaped the routing; 7 to 9 were looked at once, afterwards: 1.003 at most (docs/policies.md).
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ ENVIRONMENTS = {name: (name,) for name in ("frozen_lake", "alfworld", "maths", "
     "mixed": ("frozen_lake", "alfworld", "search", "maths")}
 LENT = ((0.1, 4), (0.25, 1), (0.5, 2), (0.75, 1))  # share of a device's compute, and devices, beside two of its own
 STEPS, GROUPS, SIZE = 2, 4, 16
-LONGEST, LONGEST_TENTH = 1.02, 1.03  # times as long; the latter where a tenth is lent, which is worth next to nothing
+LONGEST = 1.02  # times as long, of three seeds together; 1.014 is the most that was found
 ROSE = {"n_serving": 16, "recent_s": 60.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
 
 
@@ -66,7 +66,8 @@ def test_a_few_lent_devices_do_not_hold_up_the_last_trajectory(environment, shar
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [(1, 2, 3), (4, 5, 6), (7, 8, 9)])
 @pytest.mark.parametrize("share, count", LENT)
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_steps_take_no_longer_with_lent_devices(environment, share, count):
-    assert longer(environment, share, count, [1, 2, 3]) <= (LONGEST_TENTH if share == 0.1 else LONGEST)
+def test_steps_take_no_longer_with_lent_devices(environment, share, count, seeds):
+    assert longer(environment, share, count, seeds) <= LONGEST
