@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.scheduler import events as ev
+from rose.scheduler.batching.bounded_staleness import BoundedStaleness
 from rose.scheduler.batching.carry_over import CarryOver
 
 G = 4
@@ -137,3 +138,19 @@ def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come
     assert key("g0") == old < key("g1")
     order.heard(ev.GroupFinished(at=0.0, group="g0", accepted=True), cluster)
     assert key("g0") == key("g1")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150))
+def test_with_all_of_its_bound_as_carry_it_has_as_many_groups_out_as_areals_rule(staleness, events):
+    """At every moment, the trainer's own batch aside: neither admits more than the other."""
+    runs = Trainer(CarryOver(staleness, float(staleness), 8.0)), Trainer(BoundedStaleness(staleness, 99.0, 8.0))
+    for which, train_is_over in events:
+        for run in runs:
+            if not run.waits and (train_is_over or not run.running):
+                run.publish()
+        if not all(run.running for run in runs):
+            return  # the two wait for different groups from here on
+        for run in runs:
+            run.finish(which)
+        assert len({len(run.admitted) - len(run.trained) for run in runs}) == 1 or runs[0].waits != runs[1].waits
