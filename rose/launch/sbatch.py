@@ -47,9 +47,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
     """The batch script of a job that lends the run one more engine (rose/launch/lend.py); `run_dir` absolute."""
-    options = _component_options(c, c.cluster.slurm.borrowed, 1, 1)
-    if c.cluster.gpus:
-        options["gpus-per-node"] = c.rollout.tensor_parallel
+    options = _component_options(c, c.cluster.slurm.borrowed, 1, 1, c.rollout.tensor_parallel)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
         command=_submitted(python, run_dir), folder=str(folder(run_dir)),
@@ -105,14 +103,16 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
     """sbatch's options of one component; True for one without a value."""
     slurm = c.cluster.slurm
     component: Component = slurm.rollout if members[0].component else slurm.trainer
-    return _component_options(c, component, _nodes(members), len(members) // _nodes(members))
+    gpus = max((gpu for rank in members for gpu in rank.gpus), default=-1) + 1
+    return _component_options(c, component, _nodes(members), len(members) // _nodes(members), gpus)
 
 
-def _component_options(c: Config, component: Component, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+def _component_options(c: Config, component: Component, nodes: int, ranks_per_node: int, gpus: int) -> dict[str, Any]:
+    """`gpus`: that ranks use on a node, the fullest one. No more are asked for: others may have the rest, or its price."""
     options: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": ranks_per_node,
                                "cpus-per-task": cpus_of(component, c.rollout)}
     if c.cluster.gpus:
-        options["gpus-per-node"] = component.gpus_per_node
+        options["gpus-per-node"] = gpus
     for name in ("partition", "account", "qos", "constraint", "mem", "time"):
         if getattr(component, name) is not None:
             options[name] = getattr(component, name)

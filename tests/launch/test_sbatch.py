@@ -1,6 +1,7 @@
 """The texts that Slurm gets, and who stands where on its nodes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +218,17 @@ def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_c
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.time=90", "cluster.slurm.rollout.mem=64000")
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
+
+
+@pytest.mark.parametrize(("more", "asked"), [((), [4, 4]), (("trainer.ranks=8", "rollout.workers=3",
+                                                             "rollout.tensor_parallel=2", "cluster.gpus=16"), [8, 6])])
+def test_only_the_gpus_that_ranks_use_are_asked_for(make_config, tmp_path, more, asked):
+    c = make_config("+experiment=qwen7b", "cluster=slurm", *more)
+    text = sbatch.script(c, layout(c), tmp_path, 120)
+    assert re.findall(r"gpus-per-node=(\d+)", text) == [str(gpus) for gpus in asked]
+    steps = " ".join(sbatch.srun_argv(c, layout(c), tmp_path, 1))
+    assert re.findall(r"gpus-per-node=(\d+)", steps) == [str(gpus) for gpus in asked]
+
 
 
 def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
