@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rose.scheduler.events import Event, StepBegun, TrajectoryEnded, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
+from rose.scheduler.events import Event, TrajectoryEnded
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.routing.lengths import Lengths
 from rose.scheduler.routing.speeds import Speeds
 from rose.scheduler.state import Cluster, TurnState, WorkerState
-
-RECENT_TURNS = 200  # over which the mean output of a domain's turns is taken
 
 
 class EarliestFinish:
@@ -29,32 +28,15 @@ class EarliestFinish:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
-        self._speeds = Speeds()
-        self._begun: dict[str, int] = {}  # trajectory -> its context so far, tokens
-        self._final = 0.0  # mean context of a trajectory at its end, tokens; 0: none has ended
+        self._speeds, self._lengths = Speeds(), Lengths()
+        self._begun: dict[str, None] = {}  # trajectories that have begun and not ended
         self._kv, self._look_in = 0, 0  # KV tokens of all ready workers, and decisions until it is summed anew
-        self._output: dict[str, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
 
     def heard(self, event: Event, cluster: Cluster) -> None:
-        match event:
-            case TurnReturned(at=at, turn=name, chunk=True):
-                turn = cluster.turns[name]
-                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, turn.made_tokens)
-            case TurnEnded(at=at, turn=name, tokens=tokens):
-                turn = cluster.turns[name]
-                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
-                if tokens:
-                    self._begun[turn.trajectory] = turn.context_tokens + tokens
-                    mean, count = self._output.get(turn.domain, (0.0, 0))
-                    self._output[turn.domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
-            case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
-                final = self._begun.pop(trajectory, 0)
-                if tokens and final:
-                    self._final += (final - self._final) / (RECENT_TURNS if self._final else 1)
-            case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
-                self._speeds.forget(worker)
-            case StepBegun():
-                self._speeds.step_begun()
+        self._speeds.heard(event, cluster)
+        self._lengths.heard(event, cluster)
+        if isinstance(event, TrajectoryEnded):
+            self._begun.pop(event.trajectory, None)
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
         if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
@@ -68,7 +50,7 @@ class EarliestFinish:
         else:
             worker = min(candidates, key=lambda w: self._score(turn, w, w is home))
         self._speeds.sent(turn, worker, worker is home)
-        self._begun.setdefault(turn.trajectory, turn.context_tokens)
+        self._begun[turn.trajectory] = None
         return worker
 
     def lane(self, turn: TurnState) -> bool:
@@ -79,13 +61,13 @@ class EarliestFinish:
         self._look_in -= 1
         if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
             self._look_in, self._kv = len(fleet), sum(w.kv_tokens for w in fleet)
-        return not self._begun or (len(self._begun) + 1) * self._final <= self._kv
+        return not self._begun or (len(self._begun) + 1) * self._lengths.final <= self._kv
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return self.chunk_tokens
 
     def _score(self, turn: TurnState, worker: WorkerState, cached: bool) -> tuple[float, float, str]:
-        output, _ = self._output.get(turn.domain, (0.0, 0))
+        output = self._lengths.of_domain(turn)
         seconds = self._speeds.seconds(turn, worker, min(output, self.chunk_tokens), cached)
         if seconds is None:
             return 0.0, 0.0 if cached else 1 + worker.load, worker.worker

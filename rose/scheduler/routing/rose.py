@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rose.scheduler.events import Event, StepBegun, TrajectoryEnded, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
+from rose.scheduler.events import Event, TrajectoryEnded, WorkerJoined, WorkerLost
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.routing.lengths import Lengths
 from rose.scheduler.routing.speeds import Speeds
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
@@ -13,8 +14,6 @@ SLACK = 0.25  # a turn leaves its prefix, or the worker that it runs on, for one
 FEW = 2  # turns of a borrowed worker of which nothing has been measured
 TRIAL_TOKENS = 128  # after which a turn of such a worker is placed anew: then its pace is known
 PATIENCE = 16  # decisions for which a lane that waits is not asked again
-RECENT_TURNS = 200  # over which the mean output of a domain's turns is taken
-UNKNOWN, ALL = (0.0, 0), None  # of a domain: mean output, and turns that it was taken over; all domains together
 
 
 class Rose:
@@ -43,43 +42,25 @@ class Rose:
         self._need: dict[str, dict[str, int]] = {}  # worker -> trajectory -> KV tokens
         self._held: dict[str, int] = {}  # worker -> sum of these
         self._where: dict[str, str] = {}  # trajectory -> worker
-        self._speeds = Speeds()
+        self._speeds, self._lengths = Speeds(), Lengths()
         self._own, self._places = "", 0  # a worker with its own device, and the sequences of all such
         self._look_in = 0  # decisions until they are looked at anew
         self._lent: set[str] = set()  # cooperative workers
         self._patience: dict[str, int] = {}  # lane -> decisions until it is asked again whether waiting pays
         self._all_wait = False  # those of the lane that was asked about last
-        self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
-        self._final = 0.0  # mean context of a trajectory at its end, tokens; 0: none has ended
-        self._output: dict[str | None, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
 
     def heard(self, event: Event, cluster: Cluster) -> None:
+        self._speeds.heard(event, cluster)
+        self._lengths.heard(event, cluster)
         match event:
-            case TurnReturned(at=at, turn=name, chunk=True):
-                turn = cluster.turns[name]
-                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, turn.made_tokens)
-            case TurnEnded(at=at, turn=name, tokens=tokens):
-                turn = cluster.turns[name]
-                self._speeds.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
-                if tokens:
-                    self._context[turn.trajectory] = turn.context_tokens + tokens
-                    for domain in (turn.domain, ALL):
-                        mean, count = self._output.get(domain, UNKNOWN)
-                        self._output[domain] = mean + (tokens - mean) / min(count + 1, RECENT_TURNS), count + 1
-            case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
+            case TrajectoryEnded(trajectory=trajectory):
                 self._leave(trajectory)
-                final = self._context.pop(trajectory, 0)
-                if tokens and final:
-                    self._final += (final - self._final) / (RECENT_TURNS if self._final else 1)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
                 self._lent.discard(worker)
                 if isinstance(event, WorkerJoined) and self.watches(cluster.workers[worker]):
                     self._lent.add(worker)
-                self._speeds.forget(worker)
                 for trajectory in list(self._need.get(worker, ())):
                     self._leave(trajectory)
-            case StepBegun():
-                self._speeds.step_begun()
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
         self._all_wait = False
@@ -153,7 +134,7 @@ class Rose:
 
     def _mean(self, turn: TurnState) -> float:
         """Tokens of a turn of its domain; until one has ended, of any."""
-        return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
+        return self._lengths.of_any(turn)
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
@@ -204,7 +185,7 @@ class Rose:
 
     def _below_cap(self, turn: TurnState, worker: WorkerState) -> bool:
         held = self._held.get(worker.worker, 0)
-        return held == 0 or held + max(turn.kv_need, int(self._final)) <= worker.kv_tokens
+        return held == 0 or held + max(turn.kv_need, int(self._lengths.final)) <= worker.kv_tokens
 
     def _share(self, worker: WorkerState) -> float:
         return self._held.get(worker.worker, 0) / worker.kv_tokens
@@ -214,7 +195,7 @@ class Rose:
         self._leave(turn.trajectory)
         name = worker.worker
         self._where[turn.trajectory] = name
-        need = max(turn.kv_need, int(self._final))
+        need = max(turn.kv_need, int(self._lengths.final))
         self._need.setdefault(name, {})[turn.trajectory] = need
         self._held[name] = self._held.get(name, 0) + need
 

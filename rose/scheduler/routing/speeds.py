@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose.scheduler.state import TurnState, WorkerState
+from rose.scheduler.events import Event, StepBegun, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
+from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 FORGET = 0.995  # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred count
 # What no observation varies would be forgotten without end.
@@ -40,6 +41,19 @@ class Speeds:
         self._slowness: dict[str, float] = {}
         self._sent: dict[str, Sent] = {}
         self._held: dict[str, int] = {}  # worker -> tokens of context
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case TurnReturned(at=at, turn=name, chunk=True):
+                turn = cluster.turns[name]
+                self.ended(turn, cluster.workers.get(turn.worker or ""), at, turn.made_tokens)
+            case TurnEnded(at=at, turn=name, tokens=tokens):
+                turn = cluster.turns[name]
+                self.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
+            case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
+                self.forget(worker)
+            case StepBegun():
+                self.step_begun()
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
         """Also anew, without an end: its worker rests, was lost or gave it back."""
