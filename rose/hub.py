@@ -18,7 +18,10 @@ from rose.config.errors import ConfigError
 # What trainer and engines read; the same weights as .bin, .gguf, .onnx or consolidated files are left out.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # of everything that the launcher starts
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}  # of everything that the launcher starts
 
 
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
@@ -74,8 +77,13 @@ def cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        found = snapshot_download(repository, revision=revision, local_files_only=True,
-                                  allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError):
         return None
     return Path(found).absolute()
@@ -92,7 +100,9 @@ def check_whole(folder: Path, named: str) -> None:
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{named}: {index} is unreadable ({error!r}); {_again(folder)}") from None
+            raise ConfigError(
+                f"{named}: {index} is unreadable ({error!r}); {_again(folder)}"
+            ) from None
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -106,15 +116,23 @@ def check_trainable(folder: Path, named: str) -> None:
     """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
     raw = json.loads((folder / "config.json").read_text())
     kind = (raw.get("architectures") or ["unknown"])[0]
-    experts = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(k)), None)
+    experts = next(
+        (k for k in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(k)), None
+    )
     if experts:
-        raise ConfigError(f"{named}: {kind} is a mixture of experts ({experts}={raw[experts]}); ROSE "
-                          "trains dense Qwen2, Qwen3 and Llama decoders")
+        raise ConfigError(
+            f"{named}: {kind} is a mixture of experts ({experts}={raw[experts]}); ROSE "
+            "trains dense Qwen2, Qwen3 and Llama decoders"
+        )
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"{named}: its weights are quantised ({method}); give the unquantised model")
+        raise ConfigError(
+            f"{named}: its weights are quantised ({method}); give the unquantised model"
+        )
     if kind not in TRAINABLE:
-        raise ConfigError(f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}")
+        raise ConfigError(
+            f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
+        )
 
 
 TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -129,6 +147,10 @@ def _again(folder: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    offline = "HF_HUB_OFFLINE=1 is set; " if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON") else ""
+    offline = (
+        "HF_HUB_OFFLINE=1 is set; "
+        if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON")
+        else ""
+    )
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{offline}{type(error).__name__}: {text[:200]}"

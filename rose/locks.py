@@ -25,6 +25,8 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise TimeoutError(f"{path}: held by another process for over {deadline_s:.0f} s") from None
+                    raise TimeoutError(
+                        f"{path}: held by another process for over {deadline_s:.0f} s"
+                    ) from None
                 time.sleep(PAUSE_S)
         yield

@@ -33,7 +33,9 @@ def main() -> None:
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the coordinator."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it ends the run in order
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the launcher's: it ends the run in order
     config = cfg.load(run_dir / "config.json")
     address.check_interface(config.cluster.interface)  # MPI, which uses it, too, would not name it
     from mpi4py import MPI  # initialises MPI
@@ -43,21 +45,34 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
     world = MPI.COMM_WORLD
     if world.Get_rank() != me.rank:
-        raise RuntimeError(f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py built "
-                           "for the MPI whose mpiexec started it?")
+        raise RuntimeError(
+            f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py built "
+            "for the MPI whose mpiexec started it?"
+        )
     shared_memory.unname(world)
     peers = split_by_role(world, me.role)
     rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)
     resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
     if me.rank != COORDINATOR:
-        mailbox.send(COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname()))
+        mailbox.send(
+            COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname())
+        )
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:
         # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         broadcast = make_broadcast(config, world)
-        run_role(me, config, run_dir, attempt, mailbox, peers, broadcast, Path(resume_from) if resume_from else None)
+        run_role(
+            me,
+            config,
+            run_dir,
+            attempt,
+            mailbox,
+            peers,
+            broadcast,
+            Path(resume_from) if resume_from else None,
+        )
     except Exception as error:
         if me.rank != COORDINATOR:
             cause = f"{me.role.value} {me.index}: {type(error).__name__}: {error}"
@@ -74,26 +89,43 @@ def make_broadcast(config: cfg.Config, world):
     from rose.transfer import broadcast
 
     ranks = layout(config)
-    trainers, rollouts = ([r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT))
+    trainers, rollouts = (
+        [r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT)
+    )
     # What is sent is differences, which are wanted in host memory: over NCCL they would go through both GPUs, for a
     # CUDA context and a communicator per trainer rank on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
-    return broadcast.make_broadcast(kind, world, trainers, rollouts, config.transfer.load_timeout_s,
-                                    config.cluster.interface)
+    return broadcast.make_broadcast(
+        kind, world, trainers, rollouts, config.transfer.load_timeout_s, config.cluster.interface
+    )
 
 
-def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox, peers, broadcast,
-             resume_from: Path | None) -> None:
+def run_role(
+    me: Rank,
+    config: cfg.Config,
+    run_dir: Path,
+    attempt: int,
+    mailbox,
+    peers,
+    broadcast,
+    resume_from: Path | None,
+) -> None:
     from rose.observe.recorder import NullRecorder, Recorder
 
     name = f"{me.role.value}-{me.index}"
-    recorder = Recorder(run_dir, me.rank, me.role.value, name, attempt) if config.observe.trace else NullRecorder()
+    recorder = (
+        Recorder(run_dir, me.rank, me.role.value, name, attempt)
+        if config.observe.trace
+        else NullRecorder()
+    )
     try:
         match me.role:
             case p.Role.COORDINATOR:
                 from rose.roles.coordinator import Coordinator, drive
 
-                asyncio.run(drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from)))
+                asyncio.run(
+                    drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from))
+                )
             case p.Role.ENVIRONMENT:
                 from rose.roles import environment
 
@@ -101,13 +133,21 @@ def run_role(me: Rank, config: cfg.Config, run_dir: Path, attempt: int, mailbox,
             case p.Role.TRAINER:
                 from rose.roles import trainer
 
-                trainer.run(config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from)
+                trainer.run(
+                    config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
+                )
             case p.Role.ROLLOUT:
                 from rose.roles.rollout import RolloutWorker
                 from rose.transfer.mirror import Mirror
 
-                limit = int(config.transfer.mirror_gib * 2**30)  # the kernel's would end the whole job
-                mirror = Mirror(run_dir, attempt, me.rank, config.trainer.ranks, limit_bytes=limit) if broadcast else None
+                limit = int(
+                    config.transfer.mirror_gib * 2**30
+                )  # the kernel's would end the whole job
+                mirror = (
+                    Mirror(run_dir, attempt, me.rank, config.trainer.ranks, limit_bytes=limit)
+                    if broadcast
+                    else None
+                )
                 asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast, mirror).run())
     finally:
         recorder.close()

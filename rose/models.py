@@ -52,28 +52,36 @@ def _snapshot(model: Model) -> Path:
         return hub.snapshot(hub_id(model), model.revision)
     folder = Path(model.snapshot)
     if not folder.is_dir():
-        raise ConfigError(f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the launcher "
-                          f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that every "
-                          "node sees")
+        raise ConfigError(
+            f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the launcher "
+            f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that every "
+            "node sees"
+        )
     return check_folder(folder)
 
 
 def hub_id(model: Model) -> str:
     """`model.path` of a hub's model. Raises `ConfigError` when it is null."""
     if not model.path:
-        raise ConfigError("model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct")
+        raise ConfigError(
+            "model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct"
+        )
     return model.path
 
 
 def check_folder(folder: Path) -> Path:
     """`folder` if it holds a config and a tokenizer; raises `ConfigError` otherwise."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path={str(folder)!r}: no such folder; give that of a Hugging Face model, "
-                          "or model.source=hub with its id")
+        raise ConfigError(
+            f"model.path={str(folder)!r}: no such folder; give that of a Hugging Face model, "
+            "or model.source=hub with its id"
+        )
     for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
         if not (folder / name).is_file():
-            raise ConfigError(f"model.path={str(folder)!r}: no {name} there; save the {what} into it "
-                              "with save_pretrained")
+            raise ConfigError(
+                f"model.path={str(folder)!r}: no {name} there; save the {what} into it "
+                "with save_pretrained"
+            )
     return folder
 
 
@@ -99,7 +107,9 @@ def check_recipe(source: str, recipe: dict[str, Any]) -> None:
     known = [name.replace("-", "_") for name in options if name != "out"]
     for key, value in recipe.items():
         if key.replace("-", "_") not in known:
-            raise ConfigError(f"model.recipe.{key}={value!r}: {script} has no such option; it has {', '.join(known)}")
+            raise ConfigError(
+                f"model.recipe.{key}={value!r}: {script} has no such option; it has {', '.join(known)}"
+            )
 
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
@@ -109,21 +119,44 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # made by whoever held the lock before
             return
-        print(f"model {source} is not in the cache yet; making it in {folder}", file=sys.stderr, flush=True)
-        options = [part for key, value in recipe.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        command = [sys.executable, str(REPOSITORY / RECIPES[source][0]), *options, "--out", str(folder)]
+        print(
+            f"model {source} is not in the cache yet; making it in {folder}",
+            file=sys.stderr,
+            flush=True,
+        )
+        options = [
+            part
+            for key, value in recipe.items()
+            for part in (f"--{key.replace('_', '-')}", str(value))
+        ]
+        command = [
+            sys.executable,
+            str(REPOSITORY / RECIPES[source][0]),
+            *options,
+            "--out",
+            str(folder),
+        ]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         launcher = os.getpid()
         try:
-            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=sys.stderr,
-                                  timeout=BUILD_DEADLINE_S, start_new_session=True,
-                                  preexec_fn=lambda: processes.die_with_parent(launcher))
+            done = subprocess.run(
+                command,
+                env=os.environ | {"PYTHONPATH": path},
+                stdout=sys.stderr,
+                timeout=BUILD_DEADLINE_S,
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(launcher),
+            )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} s; "
-                              "run it by hand once") from None
+            raise ConfigError(
+                f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} s; "
+                "run it by hand once"
+            ) from None
         if done.returncode:
-            raise ConfigError(f"model.source={source}, model.recipe={recipe}: {' '.join(command)} "
-                              f"ended with code {done.returncode}; its words are above")
+            raise ConfigError(
+                f"model.source={source}, model.recipe={recipe}: {' '.join(command)} "
+                f"ended with code {done.returncode}; its words are above"
+            )
 
 
 @contextmanager

@@ -92,7 +92,9 @@ class Trajectory(Record):
     phase: Phase
     tokens: bytes  # int32 (T,)
     mask: bytes  # uint8 (T,): 1 where the policy made the token
-    logprobs: bytes  # float32 (T,): the engine's log-probability at temperature 1; 0 where mask is 0
+    logprobs: (
+        bytes  # float32 (T,): the engine's log-probability at temperature 1; 0 where mask is 0
+    )
     versions: bytes  # int32 (T,): policy version that made the token; -1 where mask is 0
     reward: float
     success: bool
@@ -160,7 +162,9 @@ class TurnRequest(Message):
     tokens: bytes  # int32: the whole context so far
     sampling: Sampling
     domain: str = ""  # the environment's name, in a mixture the member's
-    outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows; "" if it follows none
+    outcome: Literal["", "ok", "failed"] = (
+        ""  # of the tool call that the turn follows; "" if it follows none
+    )
 
 
 class TurnResult(Message):
@@ -206,7 +210,9 @@ class WorkerReady(Message):
     kv_tokens: int  # KV-cache capacity, tokens
     version: int  # -1: the model folder's own weights
     hardware: str = ""  # the device's name, as "H800"; "cpu"
-    kind: Literal["cooperative", "spot", "serverless"] = "cooperative"  # of a borrowed one (serving.kind)
+    kind: Literal["cooperative", "spot", "serverless"] = (
+        "cooperative"  # of a borrowed one (serving.kind)
+    )
 
 
 class WorkerDown(Message):
@@ -447,12 +453,38 @@ class DeviceChanged(Message):
 
 
 AnyMessage = (
-    Hello | RankFailed | Shutdown | Goodbye
-    | StartTrajectory | TurnRequest | TurnResult | TrajectoryFinished | TrajectoryFailed | CancelTrajectory
-    | WorkerReady | WorkerDown | WorkerLoad | WorkerCapacity | GenerateTurn | AbortTurn | TurnProgress | TurnFinished
+    Hello
+    | RankFailed
+    | Shutdown
+    | Goodbye
+    | StartTrajectory
+    | TurnRequest
+    | TurnResult
+    | TrajectoryFinished
+    | TrajectoryFailed
+    | CancelTrajectory
+    | WorkerReady
+    | WorkerDown
+    | WorkerLoad
+    | WorkerCapacity
+    | GenerateTurn
+    | AbortTurn
+    | TurnProgress
+    | TurnFinished
     | TurnReturned
-    | LoadVersion | VersionLoaded | VersionFailed
-    | JoinHello | Heartbeat | WorkerLeaving | WorkerLeft
-    | TrainStep | TrainPart | TrainDone | SaveCheckpoint | TrainerReady
-    | Sleep | Wake | DeviceChanged
+    | LoadVersion
+    | VersionLoaded
+    | VersionFailed
+    | JoinHello
+    | Heartbeat
+    | WorkerLeaving
+    | WorkerLeft
+    | TrainStep
+    | TrainPart
+    | TrainDone
+    | SaveCheckpoint
+    | TrainerReady
+    | Sleep
+    | Wake
+    | DeviceChanged
 )

@@ -35,17 +35,38 @@ _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rose.relay", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("upstream", metavar="UPSTREAM", help="the weights folder, or http://host:port of a relay")
-    parser.add_argument("--listen", metavar="HOST:PORT", default=LISTEN, help=f"default {LISTEN}; port 0 finds one")
-    parser.add_argument("--cache", metavar="DIR", type=Path, help="default: a folder of its own in the temporary one")
-    parser.add_argument("--cache-gib", metavar="N", type=float, default=CACHE_GIB,
-                        help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder that "
-                             "is as fast as a cache")
+    parser = argparse.ArgumentParser(
+        prog="python -m rose.relay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "upstream", metavar="UPSTREAM", help="the weights folder, or http://host:port of a relay"
+    )
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", default=LISTEN, help=f"default {LISTEN}; port 0 finds one"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        type=Path,
+        help="default: a folder of its own in the temporary one",
+    )
+    parser.add_argument(
+        "--cache-gib",
+        metavar="N",
+        type=float,
+        default=CACHE_GIB,
+        help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder that "
+        "is as fast as a cache",
+    )
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="default: made, DIR/token")
-    parser.add_argument("--upstream-token-file", metavar="FILE", type=Path,
-                        help="of an upstream relay, if not --token-file")
+    parser.add_argument(
+        "--upstream-token-file",
+        metavar="FILE",
+        type=Path,
+        help="of an upstream relay, if not --token-file",
+    )
     args = parser.parse_args(arguments)
     try:
         return _run(args)
@@ -63,13 +84,17 @@ def _run(args: argparse.Namespace) -> int:
     remote = "://" in args.upstream
     upstream = args.upstream if remote else os.path.realpath(args.upstream)
     if not remote and not os.path.isdir(upstream):
-        raise TransferError(f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, or "
-                            "http://host:port of another relay")
+        raise TransferError(
+            f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, or "
+            "http://host:port of another relay"
+        )
     upstream_token = None
     if remote:
         if not (args.upstream_token_file or args.token_file):
-            raise TransferError(f"UPSTREAM {upstream}: give the token file of that relay (it says at its start where "
-                                "it is), as --token-file, or as --upstream-token-file if this one has another")
+            raise TransferError(
+                f"UPSTREAM {upstream}: give the token file of that relay (it says at its start where "
+                "it is), as --token-file, or as --upstream-token-file if this one has another"
+            )
         upstream_token = read_token(args.upstream_token_file or args.token_file)
     source = open_source(upstream, upstream_token, UPSTREAM_S)
     folder = (args.cache or _default_cache(upstream)).resolve()
@@ -80,9 +105,16 @@ def _run(args: argparse.Namespace) -> int:
     host, port = listen[1] or listen[2], int(listen[3])
 
     def said(port: int) -> None:
-        keeps = f"{args.cache_gib:g} GiB in {folder}, {cache.bytes / 2**20:.0f} MiB there" if cache.limit else "nothing"
-        print(f"rose.relay: http://{args.listen.rpartition(':')[0]}:{port} serves {upstream}; keeps {keeps}; "
-              f"token file {token_file}", flush=True)
+        keeps = (
+            f"{args.cache_gib:g} GiB in {folder}, {cache.bytes / 2**20:.0f} MiB there"
+            if cache.limit
+            else "nothing"
+        )
+        print(
+            f"rose.relay: http://{args.listen.rpartition(':')[0]}:{port} serves {upstream}; keeps {keeps}; "
+            f"token file {token_file}",
+            flush=True,
+        )
 
     try:
         asyncio.run(serve(source, cache, token, holder, host, port, said))

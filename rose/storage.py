@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 PROBE_BYTES = 65_536  # less room than this is none: one line of metrics and the ranks' status files
-REMEDIES = {errno.ENOSPC: "free some space there", errno.EDQUOT: "free some space there or have the quota raised",
-            errno.EROFS: "have it mounted writable again"}
+REMEDIES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there or have the quota raised",
+    errno.EROFS: "have it mounted writable again",
+}
 CONTINUE = "the same launch.py command then continues the run from its last checkpoint"
 
 
@@ -54,7 +57,9 @@ def whole(path: Path) -> Iterator[Path]:
         yield part
         part.replace(path)
     except OSError as error:
-        with suppress(OSError):  # of a disk that is read-only by now: then it stays, and the next write takes it
+        with suppress(
+            OSError
+        ):  # of a disk that is read-only by now: then it stays, and the next write takes it
             part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -89,4 +94,8 @@ def close_all(*files: Closes) -> None:
         try:
             file.close()
         except OSError as error:
-            print(f"{type(file).__name__} not written to its end: {error}", file=sys.stderr, flush=True)
+            print(
+                f"{type(file).__name__} not written to its end: {error}",
+                file=sys.stderr,
+                flush=True,
+            )

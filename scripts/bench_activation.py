@@ -47,8 +47,13 @@ async def tokens(engine: Engine, vocab: int, round_: int) -> list[list[int]]:
     async def turn(i: int) -> list[int]:
         prompt = np.random.default_rng(i).integers(0, vocab, PROMPT)
         sampling = protocol.Sampling(max_new_tokens=NEW, temperature=0.0)
-        return [token async for chunk in engine.generate(f"{round_}.{i}", protocol.pack_tokens(prompt), sampling)
-                for token in chunk.tokens]
+        return [
+            token
+            async for chunk in engine.generate(
+                f"{round_}.{i}", protocol.pack_tokens(prompt), sampling
+            )
+            for token in chunk.tokens
+        ]
 
     return [await turn(i) for i in range(TURNS)]
 
@@ -73,11 +78,19 @@ async def measure(folder: Path, arguments) -> dict[str, list]:
     rollout = section("rollout/cpu.yaml", config.Rollout)
     if arguments.gpus:
         rollout = msgspec.structs.replace(rollout, engine_args={"enable_sleep_mode": True})
-    model = msgspec.structs.replace(section("model/smollm2.yaml", config.Model), dtype=arguments.dtype)
+    model = msgspec.structs.replace(
+        section("model/smollm2.yaml", config.Model), dtype=arguments.dtype
+    )
     vocab = config.read_shape(folder).vocab
     began = time.monotonic()
     engine = await Engine.start(folder, rollout, model, gpus=arguments.gpus)
-    rows: dict[str, list] = {"start": [time.monotonic() - began], "active": [], "inactive": [], "down": [], "up": []}
+    rows: dict[str, list] = {
+        "start": [time.monotonic() - began],
+        "active": [],
+        "inactive": [],
+        "down": [],
+        "up": [],
+    }
     try:
         if arguments.lent:
             layout = await worker(engine, "rose_kv_layout")
@@ -95,7 +108,9 @@ async def measure(folder: Path, arguments) -> dict[str, list]:
             rows["up"].append(time.monotonic() - began)
             if (found := await tokens(engine, vocab, round_)) != expected:
                 wrong = sum(a != b for a, b in zip(found, expected))
-                raise RuntimeError(f"after activation {round_}, {wrong} of {TURNS} turns are not those of before")
+                raise RuntimeError(
+                    f"after activation {round_}, {wrong} of {TURNS} turns are not those of before"
+                )
     finally:
         await engine.shutdown()
     return rows
@@ -107,16 +122,25 @@ def table(rows: dict[str, list]) -> str:
         if name not in rows:
             continue
         figures = [statistics.mean(column) for column in zip(*rows[name])]
-        lines.append(f"{name:8} " + ", ".join(f"{what} {gib:.3f} GiB" for what, gib in
-                                              zip(("resident", "private", "of the GPU"), figures)))
+        lines.append(
+            f"{name:8} "
+            + ", ".join(
+                f"{what} {gib:.3f} GiB"
+                for what, gib in zip(("resident", "private", "of the GPU"), figures)
+            )
+        )
     for name, what in (("down", "deactivate"), ("up", "activate")):
-        lines.append(f"{what:10} {statistics.mean(rows[name]):.2f} s (mean of {len(rows[name])}; "
-                     f"{min(rows[name]):.2f} to {max(rows[name]):.2f})")
+        lines.append(
+            f"{what:10} {statistics.mean(rows[name]):.2f} s (mean of {len(rows[name])}; "
+            f"{min(rows[name]):.2f} to {max(rows[name]):.2f})"
+        )
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="Hugging Face folder; SmolLM2-135M if not given")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
@@ -126,7 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = arguments.model or models.resolve(section("model/smollm2.yaml", config.Model))
     with tempfile.TemporaryDirectory() as boards:
         if arguments.lent:
-            os.environ |= device.describe(Path(boards), section("serving/borrow.yaml", Serving), None)
+            os.environ |= device.describe(
+                Path(boards), section("serving/borrow.yaml", Serving), None
+            )
         print(table(asyncio.run(measure(folder, arguments))))
     return 0
 

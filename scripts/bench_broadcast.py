@@ -87,7 +87,7 @@ def rank_main(arguments) -> None:
     def at_once(transport) -> float:
         if rank == 0:
             for number, payload in enumerate(encoder):
-                whole[number * PAYLOAD:(number + 1) * PAYLOAD] = np.frombuffer(payload, np.uint8)
+                whole[number * PAYLOAD : (number + 1) * PAYLOAD] = np.frombuffer(payload, np.uint8)
         began = time.perf_counter()
         transport()
         blocked = time.perf_counter() - began
@@ -101,8 +101,11 @@ def rank_main(arguments) -> None:
             for receiver in range(1, receivers + 1):
                 world.Send([whole, MPI.BYTE], receiver)
 
-    ways = {"stream": stream, "Bcast": lambda _: at_once(lambda: world.Bcast([whole, MPI.BYTE])),
-            "Sends": lambda _: at_once(sends)}
+    ways = {
+        "stream": stream,
+        "Bcast": lambda _: at_once(lambda: world.Bcast([whole, MPI.BYTE])),
+        "Sends": lambda _: at_once(sends),
+    }
     best = {way: (np.inf, np.inf) for way in ways}
     for repeat in range(arguments.repeats):
         for way, run in ways.items():
@@ -112,8 +115,11 @@ def rank_main(arguments) -> None:
             best[way] = min(best[way], (time.perf_counter() - began, blocked))
     if rank == 0:
         for way, (seconds, blocked) in best.items():
-            print(f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} {blocked:8.3f} "
-                  f"{seconds / best['stream'][0]:9.2f} {blocked / best['stream'][1]:9.2f}", flush=True)
+            print(
+                f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} {blocked:8.3f} "
+                f"{seconds / best['stream'][0]:9.2f} {blocked / best['stream'][1]:9.2f}",
+                flush=True,
+            )
     else:
         mirror.close()
     world.Barrier()
@@ -137,7 +143,9 @@ def _wait(request) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--encode-ms", type=float, default=3.0, help="of computing per payload")
     parser.add_argument("--repeats", type=int, default=3)
@@ -151,7 +159,15 @@ def main() -> int:
     mpi = yaml.safe_load((CONF / "cluster/mpi/mpich_wheel.yaml").read_text())["env"]
     print("receivers way        MB/s  seconds  blocked  /stream's seconds and blocked", flush=True)
     for receivers in arguments.receivers:
-        command = [find_mpiexec(), *MPIEXEC_OPTIONS, "-n", str(receivers + 1), sys.executable, *sys.argv, "--rank"]
+        command = [
+            find_mpiexec(),
+            *MPIEXEC_OPTIONS,
+            "-n",
+            str(receivers + 1),
+            sys.executable,
+            *sys.argv,
+            "--rank",
+        ]
         done = subprocess.run(command, env=os.environ | mpi | {"OMP_NUM_THREADS": "1"}, timeout=300)
         if done.returncode:
             return done.returncode

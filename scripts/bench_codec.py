@@ -64,7 +64,10 @@ class Row:
 
 
 def squeeze(*arrays: np.ndarray) -> list[bytes]:
-    return [zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(a).view(np.uint8)) for a in arrays]
+    return [
+        zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(a).view(np.uint8))
+        for a in arrays
+    ]
 
 
 def expand(data: bytes, dtype) -> np.ndarray:
@@ -135,8 +138,13 @@ def blosc2_rival() -> Rival:
         values ^= np.frombuffer(blosc2.decompress(data), np.uint16)
 
     blosc2.set_nthreads(1)
-    return Rival("blosc2 zstd byte-shuffle on XOR", lambda new, old: blosc2.compress(
-        new ^ old, typesize=2, clevel=1, filter=blosc2.Filter.SHUFFLE, codec=blosc2.Codec.ZSTD), apply)
+    return Rival(
+        "blosc2 zstd byte-shuffle on XOR",
+        lambda new, old: blosc2.compress(
+            new ^ old, typesize=2, clevel=1, filter=blosc2.Filter.SHUFFLE, codec=blosc2.Codec.ZSTD
+        ),
+        apply,
+    )
 
 
 def hdf5_rival() -> Rival:
@@ -148,8 +156,12 @@ def hdf5_rival() -> Rival:
     def encode(new: np.ndarray, old: np.ndarray) -> bytes:
         memory = io.BytesIO()
         with h5py.File(memory, "w") as file:
-            file.create_dataset("x", data=new ^ old, chunks=(min(new.size, 1 << 18),),
-                                compression=hdf5plugin.Bitshuffle(cname="zstd", clevel=1))
+            file.create_dataset(
+                "x",
+                data=new ^ old,
+                chunks=(min(new.size, 1 << 18),),
+                compression=hdf5plugin.Bitshuffle(cname="zstd", clevel=1),
+            )
         return memory.getvalue()
 
     def apply(data: bytes, values: np.ndarray) -> None:
@@ -164,17 +176,28 @@ def rivals(only: list[str]) -> list[Rival]:
     known: dict[str, Callable[[], Rival]] = {
         "ours": lambda: Rival("ours", codec.encode, codec.apply),
         "coo": lambda: Rival("COO int32 + value", coo_encode, coo_apply, parts_size),
-        "xor": lambda: Rival("XOR + zstd-1", lambda new, old: squeeze(new ^ old), xor_apply, parts_size),
-        "bitmask": lambda: Rival("bitmask + difference, zstd-1", bitmask_encode, bitmask_apply, parts_size),
-        "gaps": lambda: Rival("u8 gaps + value, zstd-1 (PULSE-like)", gaps_encode(False), gaps_apply(False),
-                              parts_size),
-        "gapdiff": lambda: Rival("u8 gaps + int16 difference, zstd-1", gaps_encode(True), gaps_apply(True),
-                                 parts_size),
+        "xor": lambda: Rival(
+            "XOR + zstd-1", lambda new, old: squeeze(new ^ old), xor_apply, parts_size
+        ),
+        "bitmask": lambda: Rival(
+            "bitmask + difference, zstd-1", bitmask_encode, bitmask_apply, parts_size
+        ),
+        "gaps": lambda: Rival(
+            "u8 gaps + value, zstd-1 (PULSE-like)",
+            gaps_encode(False),
+            gaps_apply(False),
+            parts_size,
+        ),
+        "gapdiff": lambda: Rival(
+            "u8 gaps + int16 difference, zstd-1", gaps_encode(True), gaps_apply(True), parts_size
+        ),
         "hdf5": hdf5_rival,
         "blosc2": blosc2_rival,
     }
     if unknown := set(only) - set(known):
-        raise SystemExit(f"--only: no encoding {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        raise SystemExit(
+            f"--only: no encoding {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
     made = []
     for short, make in known.items():
         package = {"hdf5": "hdf5plugin", "blosc2": "blosc2"}.get(short)
@@ -192,10 +215,14 @@ def made_up(elements: int, fraction: float) -> list[Block]:
     draw = np.random.default_rng(0)
     blocks = []
     for size in sizes(elements):
-        old = ((draw.standard_normal(size, np.float32) * np.float32(0.02)).view(np.uint32) >> 16).astype(np.uint16)
+        old = (
+            (draw.standard_normal(size, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+        ).astype(np.uint16)
         at = np.flatnonzero(draw.random(size, np.float32) < fraction)
         new = old.copy()
-        new[at] += (draw.geometric(1 - STEP_TAIL, at.size) * draw.choice([-1, 1], at.size)).astype(np.uint16)
+        new[at] += (draw.geometric(1 - STEP_TAIL, at.size) * draw.choice([-1, 1], at.size)).astype(
+            np.uint16
+        )
         blocks.append((new, old))
     return blocks
 
@@ -203,7 +230,10 @@ def made_up(elements: int, fraction: float) -> list[Block]:
 def noise(elements: int) -> list[Block]:
     """Nothing that could be saved."""
     draw = np.random.default_rng(0)
-    return [tuple(draw.integers(0, 65536, size, dtype=np.uint16) for _ in range(2)) for size in sizes(elements)]
+    return [
+        tuple(draw.integers(0, 65536, size, dtype=np.uint16) for _ in range(2))
+        for size in sizes(elements)
+    ]
 
 
 def sizes(elements: int) -> list[int]:
@@ -224,10 +254,15 @@ def bound(blocks: list[Block]) -> float:
         at = np.flatnonzero(new != old)
         counts += np.bincount(new[at].astype(np.int64) - old[at] + 65535, minlength=131071)
     changed = int(counts.sum())
-    return (total * entropy(np.array([changed, total - changed])) + (changed * entropy(counts) if changed else 0)) / 8
+    return (
+        total * entropy(np.array([changed, total - changed]))
+        + (changed * entropy(counts) if changed else 0)
+    ) / 8
 
 
-def measure(rival: Rival, workload: str, blocks: list[Block], limit: float, threads: int, rounds: int) -> Row:
+def measure(
+    rival: Rival, workload: str, blocks: list[Block], limit: float, threads: int, rounds: int
+) -> Row:
     """Encode and decode all blocks; raises `SystemExit` if one comes back different."""
     raw = sum(new.nbytes for new, _ in blocks)
     speeds = []
@@ -251,11 +286,16 @@ def measure(rival: Rival, workload: str, blocks: list[Block], limit: float, thre
 
 def show(rows: list[Row], limit: float, threads: int) -> None:
     print(f"\n{rows[0].workload}: bound {limit / 1e6:.3f} MB")
-    print(f"  {'':38}{'MB':>9}{'x bound':>9}{'of raw':>8}{'encode':>9}{'decode':>9}"
-          f"{f'enc x{threads}':>9}{f'dec x{threads}':>9}  GB/s")
+    print(
+        f"  {'':38}{'MB':>9}{'x bound':>9}{'of raw':>8}{'encode':>9}{'decode':>9}"
+        f"{f'enc x{threads}':>9}{f'dec x{threads}':>9}  GB/s"
+    )
     for row in rows:
-        print(f"  {row.encoding:38}{row.bytes / 1e6:9.3f}{row.ratio:9.3f}{row.raw:8.4f}{row.encode:9.2f}"
-              f"{row.decode:9.2f}{row.encode_all:9.2f}{row.decode_all:9.2f}", flush=True)
+        print(
+            f"  {row.encoding:38}{row.bytes / 1e6:9.3f}{row.ratio:9.3f}{row.raw:8.4f}{row.encode:9.2f}"
+            f"{row.decode:9.2f}{row.encode_all:9.2f}{row.decode_all:9.2f}",
+            flush=True,
+        )
 
 
 def given_exponent(blocks: list[Block]) -> str:
@@ -268,12 +308,19 @@ def given_exponent(blocks: list[Block]) -> str:
     total = all_values.sum()
     plain = total * entropy(np.array([changed.sum(), total - changed.sum()])) / 8
     given = sum(n * entropy(np.array([c, n - c])) for n, c in zip(all_values, changed) if n) / 8
-    per_tensor = sum(new.size * entropy(np.array([c := np.count_nonzero(new != old), new.size - c]))
-                     for new, old in blocks) / 8
+    per_tensor = (
+        sum(
+            new.size * entropy(np.array([c := np.count_nonzero(new != old), new.size - c]))
+            for new, old in blocks
+        )
+        / 8
+    )
     limit = bound(blocks)
-    return (f"mask entropy {plain / 1e6:.3f} MB of the bound's {limit / 1e6:.3f}; given the tensor "
-            f"{per_tensor / 1e6:.3f}; given the old value's exponent {given / 1e6:.3f}: the whole would be "
-            f"{100 * (plain - given) / limit:.1f}% smaller")
+    return (
+        f"mask entropy {plain / 1e6:.3f} MB of the bound's {limit / 1e6:.3f}; given the tensor "
+        f"{per_tensor / 1e6:.3f}; given the old value's exponent {given / 1e6:.3f}: the whole would be "
+        f"{100 * (plain - given) / limit:.1f}% smaller"
+    )
 
 
 def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> list[list[Block]]:
@@ -283,8 +330,12 @@ def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> 
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    policy, batches = smollm2(steps, yaml.safe_load((REPOSITORY / "conf/model/smollm2.yaml").read_text()))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    policy, batches = smollm2(
+        steps, yaml.safe_load((REPOSITORY / "conf/model/smollm2.yaml").read_text())
+    )
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     made = []
     for step in range(steps):
         began = time.perf_counter()
@@ -296,12 +347,22 @@ def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> 
         optimizer.step()
         optimizer.zero_grad()
         after = patterns(policy)
-        changed = sum(np.count_nonzero(a != b) for a, b in zip(after, before)) / sum(a.size for a in after)
-        print(f"  lr {lr:g} step {step + 1}: gradient norm {float(norm):.2f}, {100 * changed:.3f}% changed, "
-              f"{time.perf_counter() - began:.1f} s", flush=True)
+        changed = sum(np.count_nonzero(a != b) for a, b in zip(after, before)) / sum(
+            a.size for a in after
+        )
+        print(
+            f"  lr {lr:g} step {step + 1}: gradient norm {float(norm):.2f}, {100 * changed:.3f}% changed, "
+            f"{time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
         if step >= steps - kept:
-            made.append([(a[i:i + BLOCK], b[i:i + BLOCK]) for a, b in zip(after, before)
-                         for i in range(0, a.size, BLOCK)])
+            made.append(
+                [
+                    (a[i : i + BLOCK], b[i : i + BLOCK])
+                    for a, b in zip(after, before)
+                    for i in range(0, a.size, BLOCK)
+                ]
+            )
     return made
 
 
@@ -313,11 +374,21 @@ def smollm2(steps: int, settings: dict):
     from rose import config, models
     from rose.trainer import model
 
-    policy = model.load(models.resolve(msgspec.convert(settings, config.Model)), torch.float32, False).train()
+    policy = model.load(
+        models.resolve(msgspec.convert(settings, config.Model)), torch.float32, False
+    ).train()
     prompts = torch.randint(100, 20_000, (2 * steps, 16)).repeat_interleave(4, 0)  # groups of 4
     with torch.no_grad():
-        tokens = policy.hf.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32,
-                                    min_new_tokens=32, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        tokens = policy.hf.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
     return policy, [(part, prompts.shape[1]) for part in tokens.split(8)]
 
 
@@ -331,9 +402,13 @@ def grpo_loss(policy, batch):
     tokens, prompt = batch
     grpo = Grpo(clip_low=0.2, clip_high=0.2, scale_by_std=True)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
-    mask[:, prompt - 1:] = 1
-    summary = Summary(torch.rand(len(tokens)).round(), torch.arange(len(tokens)) // 4, mask.sum(1).long(),
-                      torch.zeros(len(tokens), dtype=torch.bool))
+    mask[:, prompt - 1 :] = 1
+    summary = Summary(
+        torch.rand(len(tokens)).round(),
+        torch.arange(len(tokens)) // 4,
+        mask.sum(1).long(),
+        torch.zeros(len(tokens), dtype=torch.bool),
+    )
     logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
     old = logprobs.detach()
     loss, _ = grpo.token_loss(TokenBatch(logprobs, old, old, grpo.advantages(summary), mask))
@@ -344,8 +419,10 @@ def patterns(policy) -> list[np.ndarray]:
     """bfloat16 bit patterns of every weight, (n,) uint16 each."""
     import torch
 
-    return [p.detach().bfloat16().view(torch.int16).reshape(-1).numpy().view(np.uint16)
-            for _, p in policy.named_weights()]
+    return [
+        p.detach().bfloat16().view(torch.int16).reshape(-1).numpy().view(np.uint16)
+        for _, p in policy.named_weights()
+    ]
 
 
 def targets(rows: list[Row]) -> list[str]:
@@ -360,29 +437,56 @@ def targets(rows: list[Row]) -> list[str]:
         if row.workload.startswith(("1% ", "5% ")):
             say(f"at most 1.1 x the bound, {row.workload}", row.ratio <= 1.1, f"{row.ratio:.3f}")
         if row.workload.startswith("1% "):
-            say(f"encode at least 1.5 GB/s per core, {row.workload}", row.encode >= 1.5, f"{row.encode:.2f} GB/s")
-        beside = [r for r in rows if r.workload == row.workload and r is not row and r.bytes <= row.bytes]
+            say(
+                f"encode at least 1.5 GB/s per core, {row.workload}",
+                row.encode >= 1.5,
+                f"{row.encode:.2f} GB/s",
+            )
+        beside = [
+            r for r in rows if r.workload == row.workload and r is not row and r.bytes <= row.bytes
+        ]
         if beside:
             fastest = max(beside, key=lambda r: r.decode)
-            say(f"decode faster than every rival that is as small, {row.workload}", row.decode > fastest.decode,
-                f"{row.decode:.2f} GB/s, {fastest.encoding} {fastest.decode:.2f}")
+            say(
+                f"decode faster than every rival that is as small, {row.workload}",
+                row.decode > fastest.decode,
+                f"{row.decode:.2f} GB/s, {fastest.encoding} {fastest.decode:.2f}",
+            )
     if ours:
         if not any("rival" in line for line in lines):
-            lines.append("  met      decode faster than every rival that is as small: no rival was as small")
+            lines.append(
+                "  met      decode faster than every rival that is as small: no rival was as small"
+            )
         largest = max(ours, key=lambda r: r.raw)
-        say("never more than 1.01 x raw", largest.raw <= 1.01, f"{largest.raw:.5f} on {largest.workload}")
+        say(
+            "never more than 1.01 x raw",
+            largest.raw <= 1.01,
+            f"{largest.raw:.5f} on {largest.workload}",
+        )
     return lines
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=8 * BLOCK,
-                        help="values of a made-up model; default 32 Mi, 0: none")
-    parser.add_argument("--only", default="", help="encodings, comma-separated: ours,coo,xor,bitmask,gaps,gapdiff,...")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--elements",
+        type=int,
+        default=8 * BLOCK,
+        help="values of a made-up model; default 32 Mi, 0: none",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="encodings, comma-separated: ours,coo,xor,bitmask,gaps,gapdiff,...",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", default="1e-6,1e-5", help="learning rates of the real checkpoints")
-    parser.add_argument("--steps", type=int, default=8, help="AdamW steps, of which 3 warm up and 2 are measured")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="AdamW steps, of which 3 warm up and 2 are measured"
+    )
     parser.add_argument("--no-model", action="store_true", help="made-up values only")
     parser.add_argument("--json", type=Path, help="write every row there")
     args = parser.parse_args(argv)
@@ -394,7 +498,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(workload: str, blocks: list[Block]) -> None:
         limit = bound(blocks)
-        found = [measure(rival, workload, blocks, limit, args.threads, args.rounds) for rival in encodings]
+        found = [
+            measure(rival, workload, blocks, limit, args.threads, args.rounds)
+            for rival in encodings
+        ]
         show(found, limit, args.threads)
         rows.extend(found)
 
@@ -403,7 +510,10 @@ def main(argv: list[str] | None = None) -> int:
             run(f"{100 * fraction:g}% changed", made_up(args.elements, fraction))
         run("noise to noise", noise(args.elements))
         print("\nwithout a base, of raw bytes:")
-        for name, blocks in (("Gaussian values", made_up(args.elements, 0)), ("noise", noise(args.elements))):
+        for name, blocks in (
+            ("Gaussian values", made_up(args.elements, 0)),
+            ("noise", noise(args.elements)),
+        ):
             whole(name, [new for new, _ in blocks])
     if not args.no_model:
         for lr in args.lr.split(","):
@@ -427,10 +537,14 @@ def whole(name: str, blocks: list[np.ndarray]) -> None:
     if not all(np.array_equal(codec.decode(p), block) for p, block in zip(payloads, blocks)):
         raise SystemExit(f"{name}: a block came back different")
     decoded = time.process_time()
-    exponents = sum((np.bincount(block >> 7 & 255, minlength=256) for block in blocks), np.zeros(256, np.int64))
-    print(f"  {name:38}{sum(p.size for p in payloads) / raw:.4f} (entropy of the exponents: "
-          f"{(8 + entropy(exponents)) / 16:.4f}), encode {raw / (encoded - began) / 1e9:.2f}, decode "
-          f"{raw / (decoded - encoded) / 1e9:.2f} GB/s")
+    exponents = sum(
+        (np.bincount(block >> 7 & 255, minlength=256) for block in blocks), np.zeros(256, np.int64)
+    )
+    print(
+        f"  {name:38}{sum(p.size for p in payloads) / raw:.4f} (entropy of the exponents: "
+        f"{(8 + entropy(exponents)) / 16:.4f}), encode {raw / (encoded - began) / 1e9:.2f}, decode "
+        f"{raw / (decoded - encoded) / 1e9:.2f} GB/s"
+    )
 
 
 if __name__ == "__main__":

@@ -44,11 +44,15 @@ LATE_S = 0.02  # of the client at P99: more is said
 def parse(argv: list[str]) -> Options:
     """Options as key=value. Raises `Failed` naming the one that is wrong."""
     options = Options()
-    known = {field.name: type(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    known = {
+        field.name: type(getattr(options, field.name)) for field in dataclasses.fields(options)
+    }
     for word in argv:
         key, _, text = word.partition("=")
         if key not in known or "=" not in word:
-            raise Failed(f"{word!r}: no such option; there are {', '.join(f'{name}=' for name in known)}")
+            raise Failed(
+                f"{word!r}: no such option; there are {', '.join(f'{name}=' for name in known)}"
+            )
         try:
             value = {"true": True, "false": False}[text] if known[key] is bool else known[key](text)
         except (ValueError, KeyError):
@@ -56,11 +60,17 @@ def parse(argv: list[str]) -> Options:
         setattr(options, key, value)
     for name in options.scenarios.split(","):
         if name not in PLAN:
-            raise Failed(f"scenarios={options.scenarios}: no scenario {name!r}; there are {', '.join(PLAN)}")
+            raise Failed(
+                f"scenarios={options.scenarios}: no scenario {name!r}; there are {', '.join(PLAN)}"
+            )
     if ALONE not in options.scenarios.split(","):
-        raise Failed(f"scenarios={options.scenarios}: {ALONE} is needed, all others are compared with it")
+        raise Failed(
+            f"scenarios={options.scenarios}: {ALONE} is needed, all others are compared with it"
+        )
     if options.device not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2:
-        raise Failed(f"device={options.device}: a core of {sorted(os.sched_getaffinity(0))} and one more are needed")
+        raise Failed(
+            f"device={options.device}: a core of {sorted(os.sched_getaffinity(0))} and one more are needed"
+        )
     return options
 
 
@@ -76,7 +86,9 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
     for scenario in chosen:
         if scenario != ALONE:
             bench.warm(scenario)
-    sides = {PLAN[name][1] for name in chosen}  # each is compared with such an engine of its own, ungated
+    sides = {
+        PLAN[name][1] for name in chosen
+    }  # each is compared with such an engine of its own, ungated
     bench.start(*["naive"] * bool(sides & {"static", "ours"}))
     runs, alone = [], Alone([], [])
     for seed in range(bench.options.seeds):
@@ -96,19 +108,27 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
 def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[dict]) -> list[dict]:
     """The table's rows."""
     rows = table(runs, bench.slo, alone)
-    found = {"options": dataclasses.asdict(bench.options), "factor": bench.factor, "slo": dataclasses.asdict(bench.slo),
-             "alone": dataclasses.asdict(alone), "table": rows, "runs": [dataclasses.asdict(run) for run in runs],
-             "bursts": bursts}
+    found = {
+        "options": dataclasses.asdict(bench.options),
+        "factor": bench.factor,
+        "slo": dataclasses.asdict(bench.slo),
+        "alone": dataclasses.asdict(alone),
+        "table": rows,
+        "runs": [dataclasses.asdict(run) for run in runs],
+        "bursts": bursts,
+    }
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
     (out / "bench_coserving.csv").write_text(as_csv(rows))
     return rows
 
 
 def _words(run: Run, slo: Slo) -> str:
-    said = (f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, {len(run.done) - run.met(slo):3} missed; "
-            f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, TPOT P50 "
-            f"{1e3 * run.latency('tpot_p50'):.1f} P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy "
-            f"{100 * run.busy:.0f}%, rollouts {run.made:.0f} tokens/s")
+    said = (
+        f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, {len(run.done) - run.met(slo):3} missed; "
+        f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, TPOT P50 "
+        f"{1e3 * run.latency('tpot_p50'):.1f} P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy "
+        f"{100 * run.busy:.0f}%, rollouts {run.made:.0f} tokens/s"
+    )
     if run.late_p99 > LATE_S:
         said += f"; the client itself was late by {1e3 * run.late_p99:.0f} ms at P99"
     if run.stolen > CALM:

@@ -25,16 +25,34 @@ from rose.coserving import board, device
 from rose.models import cache_dir
 
 from bench_coserving_client import Request, replay
-from bench_coserving_engines import (Failed, Guard, Operator, Process, Rollouts, Server, busy_s, confine,
-                                     plugin_folder)
+from bench_coserving_engines import (
+    Failed,
+    Guard,
+    Operator,
+    Process,
+    Rollouts,
+    Server,
+    busy_s,
+    confine,
+    plugin_folder,
+)
 from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
 from live_runs import Stolen, wait_for_calm
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # scenario -> (server, rollout side)
-PLAN = {"alone": ("plain", None), "naive": ("plain", "naive"), "static": ("static", "static"),
-        "priority": ("priority", "priority_load"), "ours": ("ours", "ours")}
-MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = 1024, 64, 2048  # the latter two as conf/serving/borrow.yaml
+PLAN = {
+    "alone": ("plain", None),
+    "naive": ("plain", "naive"),
+    "static": ("static", "static"),
+    "priority": ("priority", "priority_load"),
+    "ours": ("ours", "ours"),
+}
+MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (
+    1024,
+    64,
+    2048,
+)  # the latter two as conf/serving/borrow.yaml
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
@@ -55,9 +73,13 @@ class Options:
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, by commas
     model: str = "512x2"  # hidden x layers, of S
     rollout_model: str = "512x2"
-    prompt_scale: float = 0.4  # of the trace's lengths: a prompt then takes several decode steps, as on a GPU
+    prompt_scale: float = (
+        0.4  # of the trace's lengths: a prompt then takes several decode steps, as on a GPU
+    )
     output_scale: float = 0.05
-    profile: str = ""  # of rose.serving.profile, for these very models and this core; empty: measured
+    profile: str = (
+        ""  # of rose.serving.profile, for these very models and this core; empty: measured
+    )
     concurrency: int = 32  # turns of R at a time
     kv_mib: float = 64.0  # of the device
     device: int = max(os.sched_getaffinity(0))  # core
@@ -97,7 +119,9 @@ class Bench:
 
     def start(self, *scenarios: str) -> None:
         """Start what these scenarios need and is not up, all at once, and park it."""
-        os.sched_setaffinity(0, self.host | self.device)  # starting takes a core's time several times over
+        os.sched_setaffinity(
+            0, self.host | self.device
+        )  # starting takes a core's time several times over
         new: list[Process] = []
         for server, rollouts in (PLAN[name] for name in scenarios):
             if server not in self.servers:
@@ -111,7 +135,9 @@ class Bench:
         confine(new, self.device, self.host)
         for process in new:
             if isinstance(process, Server):
-                warm = traces.Trace(np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32))
+                warm = traces.Trace(
+                    np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32)
+                )
                 asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
             else:
                 process.ask("start")
@@ -122,8 +148,13 @@ class Bench:
 
     def server(self, kind: str, port: int | None = None) -> Server:
         kv_bytes = int(self.options.kv_mib * 2**20 / (2 if kind == "static" else 1))
-        args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
-                "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": kv_bytes}
+        args = {
+            "dtype": "float32",
+            "max_model_len": MAX_CONTEXT,
+            "max_num_seqs": MAX_SEQUENCES,
+            "max_num_batched_tokens": MAX_BATCHED,
+            "kv_cache_memory_bytes": kv_bytes,
+        }
         env = self._environment()
         if kind == "priority":
             args["scheduling_policy"] = "priority"
@@ -131,7 +162,9 @@ class Bench:
             args["scheduler_cls"] = "rose.coserving.online.scheduler"
             args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
             env |= self._lends()
-        made = Server(self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env)
+        made = Server(
+            self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env
+        )
         self._stack.callback(made.end)
         return made
 
@@ -147,17 +180,23 @@ class Bench:
             if name == "ours":
                 engine_args["scheduler_cls"] = "rose.coserving.rollout.scheduler"
                 env |= self._lends()
-            job |= {"model": str(model(options.rollout_model, 1)), "max_context": MAX_CONTEXT,
-                    "max_sequences": options.concurrency, "engine_args": engine_args,
-                    "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1))}
+            job |= {
+                "model": str(model(options.rollout_model, 1)),
+                "max_context": MAX_CONTEXT,
+                "max_sequences": options.concurrency,
+                "engine_args": engine_args,
+                "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1)),
+            }
         made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
         self._stack.callback(made.end)
         return made
 
     def _environment(self) -> dict[str, str]:
         """Of every engine. All have the plugin, so that they differ in nothing but their schedulers."""
-        return {"VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
-                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}"}
+        return {
+            "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}",
+        }
 
     def _lends(self) -> dict[str, str]:
         """What the engines of a lent device are told. It is described, and said to be lent, at the first call."""
@@ -165,15 +204,21 @@ class Bench:
             options, profile = self.options, self.profile()
             given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
             given["online"] |= {
-                "model": str(model(options.model, 0)), "max_context": MAX_CONTEXT, "dtype": "float32",
-                "max_sequences": MAX_SEQUENCES, "max_batched_tokens": MAX_BATCHED,
+                "model": str(model(options.model, 0)),
+                "max_context": MAX_CONTEXT,
+                "dtype": "float32",
+                "max_sequences": MAX_SEQUENCES,
+                "max_batched_tokens": MAX_BATCHED,
                 "kv_cache_gib": options.kv_mib / 2**10,
-                "slo": {f"{name}_s": seconds for name, seconds in vars(self.slo).items()}}
+                "slo": {f"{name}_s": seconds for name, seconds in vars(self.slo).items()},
+            }
             given["lending"]["profile"] = str(profile)
             serving = msgspec.convert(given, config.Serving)
             self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
             self._stack.callback(self.operator.close)
-            self._lent = device.describe(self.operator.folder, serving, json.loads(profile.read_text()))
+            self._lent = device.describe(
+                self.operator.folder, serving, json.loads(profile.read_text())
+            )
             self.operator.start()
         return self._lent
 
@@ -192,14 +237,30 @@ class Bench:
     def _measure_profile(self, file: Path) -> None:
         options = self.options
         gib = options.kv_mib / 2**10
-        given = {"out": file, "seconds": PROFILE_S, "model": model(options.rollout_model, 1),
-                 "model.max_context": MAX_CONTEXT, "rollout.max_sequences": options.concurrency,
-                 "rollout.kv_cache_gib": gib, "cluster.gpus": 0,
-                 "serving.online.model": model(options.model, 0), "serving.online.dtype": "float32",
-                 "serving.online.max_context": MAX_CONTEXT, "serving.online.kv_cache_gib": gib,
-                 "serving.online.max_sequences": MAX_SEQUENCES, "serving.online.max_batched_tokens": MAX_BATCHED}
-        command = ["taskset", "-c", str(options.device), sys.executable, "-m", "rose.serving.profile",
-                   *(f"{key}={value}" for key, value in given.items())]
+        given = {
+            "out": file,
+            "seconds": PROFILE_S,
+            "model": model(options.rollout_model, 1),
+            "model.max_context": MAX_CONTEXT,
+            "rollout.max_sequences": options.concurrency,
+            "rollout.kv_cache_gib": gib,
+            "cluster.gpus": 0,
+            "serving.online.model": model(options.model, 0),
+            "serving.online.dtype": "float32",
+            "serving.online.max_context": MAX_CONTEXT,
+            "serving.online.kv_cache_gib": gib,
+            "serving.online.max_sequences": MAX_SEQUENCES,
+            "serving.online.max_batched_tokens": MAX_BATCHED,
+        }
+        command = [
+            "taskset",
+            "-c",
+            str(options.device),
+            sys.executable,
+            "-m",
+            "rose.serving.profile",
+            *(f"{key}={value}" for key, value in given.items()),
+        ]
         making = Process(self.guard, "profile", command, self.folder / "profile.log")
         try:
             if making.popen.wait(PROFILE_LIMIT_S):
@@ -215,10 +276,15 @@ class Bench:
         """Of several slices drawn, the one whose tokens per second are nearest to the whole trace's."""
         length = seconds / self.factor
         if length > self.trace.seconds:
-            raise Failed(f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at this load; "
-                         "give fewer seconds or a longer trace")
+            raise Failed(
+                f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at this load; "
+                "give fewer seconds or a longer trace"
+            )
         draw = np.random.default_rng(seed)
-        cuts = [self.trace.slice(start, length) for start in draw.uniform(0, self.trace.seconds - length, STARTS)]
+        cuts = [
+            self.trace.slice(start, length)
+            for start in draw.uniform(0, self.trace.seconds - length, STARTS)
+        ]
         wanted = _work(self.trace) * length / self.trace.seconds
         return min(cuts, key=lambda cut: abs(_work(cut) - wanted)).scaled(self.factor)
 
@@ -250,29 +316,61 @@ class Bench:
             for process in processes:
                 process.park()
 
-    async def _run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float, server: Server,
-                   side: Rollouts | None) -> Run:
+    async def _run(
+        self,
+        scenario: str,
+        seed: int,
+        traffic: traces.Trace,
+        seconds: float,
+        server: Server,
+        side: Rollouts | None,
+    ) -> Run:
         await asyncio.sleep(SETTLE_S)
         before = await asyncio.to_thread(self._counts, scenario, server, side)
         self._replays += 1  # no run finds its prompts in the cache of the server that had the same traffic before
-        sending = asyncio.create_task(replay(server.url, server.served, traffic, self._replays, DRAIN_S))
+        sending = asyncio.create_task(
+            replay(server.url, server.served, traffic, self._replays, DRAIN_S)
+        )
         await asyncio.sleep(seconds)
         after = await asyncio.to_thread(self._counts, scenario, server, side)
         requests = await sending
         passed = after["at"] - before["at"]
         grown = {name: after[name] - before[name] for name in before}
         if scenario == "priority":  # its engine counts the tokens of both sides
-            grown["made"] -= sum(sum(at <= seconds for at in request.chunks) for request in requests)
+            grown["made"] -= sum(
+                sum(at <= seconds for at in request.chunks) for request in requests
+            )
         opened = grown["open_s"] + grown["shut_s"]
-        return Run(scenario, seed, seconds, [r.ttft for r in requests], [r.tpot for r in requests],
-                   [r.done for r in requests], percentile([r.late for r in requests], 99), grown["busy"] / passed,
-                   grown["made"] / passed, int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"]),
-                   grown["open_s"] / opened if opened else None, _reasons(requests), before["at"])
+        return Run(
+            scenario,
+            seed,
+            seconds,
+            [r.ttft for r in requests],
+            [r.tpot for r in requests],
+            [r.done for r in requests],
+            percentile([r.late for r in requests], 99),
+            grown["busy"] / passed,
+            grown["made"] / passed,
+            int(grown["evicted"]),
+            int(grown["wasted"]),
+            int(grown["preempted"]),
+            grown["open_s"] / opened if opened else None,
+            _reasons(requests),
+            before["at"],
+        )
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
         """Counters that only grow. At once on both sides of a run, so that what they take is in neither."""
-        found = {"at": time.monotonic(), "busy": busy_s(server.engine()), "made": 0, "evicted": 0, "wasted": 0,
-                 "preempted": 0, "open_s": 0, "shut_s": 0}
+        found = {
+            "at": time.monotonic(),
+            "busy": busy_s(server.engine()),
+            "made": 0,
+            "evicted": 0,
+            "wasted": 0,
+            "preempted": 0,
+            "open_s": 0,
+            "shut_s": 0,
+        }
         if side:
             said = side.ask("count")
             found |= {name: said[name] for name in ("made", "evicted", "wasted")}
@@ -291,7 +389,10 @@ class Bench:
     def baseline(self, name: str) -> float:
         """Tokens that this side makes per second of its engine's processor time, with nothing beside it: per second, on
         a machine that does nothing else, and the same on one that does."""
-        side, server = self.rollouts[name], self.servers["priority"] if name.endswith("_load") else None
+        side, server = (
+            self.rollouts[name],
+            self.servers["priority"] if name.endswith("_load") else None,
+        )
         engine = (server or side).engine()
         processes = [side, *([server] if server else [])]
         for process in processes:
@@ -301,8 +402,14 @@ class Bench:
             time.sleep(SETTLE_S)
             counts = []
             for wait in (BASELINE_S, 0.0):
-                counts.append((busy_s(engine), server.metric("vllm:generation_tokens_total") if server else
-                               side.ask("count")["made"]))
+                counts.append(
+                    (
+                        busy_s(engine),
+                        server.metric("vllm:generation_tokens_total")
+                        if server
+                        else side.ask("count")["made"],
+                    )
+                )
                 time.sleep(wait)
             (began, first), (ended, last) = counts
             return (last - first) / (ended - began)
@@ -321,12 +428,20 @@ class Bench:
             self.factor = len(self.trace) / self.trace.seconds / rate
             found = self.calm_run(ALONE, 1000, self.slice(1000 + int(seconds), seconds), seconds)
             if sum(found.done) < len(found.done) / 2:
-                raise self.servers["plain"].failed(f"ended {sum(found.done)} of {len(found.done)} requests at "
-                                                   f"{rate:.2f} a second ({'; '.join(found.why)})")
-            self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))  # a short slice may be empty
-            yield (f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time")
-        yield (f"the trace's times x {self.factor:.2f}: {len(self.trace) / self.trace.seconds / self.factor:.2f} "
-            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f} tokens")
+                raise self.servers["plain"].failed(
+                    f"ended {sum(found.done)} of {len(found.done)} requests at "
+                    f"{rate:.2f} a second ({'; '.join(found.why)})"
+                )
+            self.factor *= float(
+                np.clip(found.busy / self.options.busy, 0.25, 4.0)
+            )  # a short slice may be empty
+            yield (
+                f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time"
+            )
+        yield (
+            f"the trace's times x {self.factor:.2f}: {len(self.trace) / self.trace.seconds / self.factor:.2f} "
+            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f} tokens"
+        )
 
     def warm(self, scenario: str) -> None:
         """A run that isn't counted: an engine's heap grows until it has had the largest steps of many compositions, and
@@ -337,7 +452,9 @@ class Bench:
         if self.options.slo:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
-        return slo_of([self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack)
+        return slo_of(
+            [self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack
+        )
 
 
 def _work(trace: traces.Trace) -> float:
@@ -359,6 +476,11 @@ def model(shape: str, seed: int) -> Path:
     digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
     folder = cache_dir() / "models" / f"bench-coserving-{shape}-{seed}-{digest}"
     if not folder.exists():
-        subprocess.run([sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)], check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
+        subprocess.run(
+            [sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=300,
+        )
     return folder

@@ -16,7 +16,11 @@ from bench_coserving_engines import Operator
 from bench_coserving_tables import ALONE, OURS, Run, Slo
 
 TIMES = 20  # the usual rate
-BEGINS_S, LASTS_S, AFTER_S = 10.0, 2.0, 28.0  # after: two training steps end within it, and each a freeze
+BEGINS_S, LASTS_S, AFTER_S = (
+    10.0,
+    2.0,
+    28.0,
+)  # after: two training steps end within it, and each a freeze
 LOOK_S = 0.01
 BACK = 0.8  # of the tokens/s before the burst: R is back
 
@@ -36,9 +40,14 @@ class Watch:
     """Looks at the boards of a device all the while; a context manager."""
 
     def __init__(self, operator: Operator) -> None:
-        self._readers = [board.Reader(operator.folder / "online", board.Online),
-                         board.Reader(operator.folder / "rollout", board.Rollout)]
-        self._ends, self._thread = threading.Event(), threading.Thread(target=self._look, daemon=True)
+        self._readers = [
+            board.Reader(operator.folder / "online", board.Online),
+            board.Reader(operator.folder / "rollout", board.Rollout),
+        ]
+        self._ends, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._look, daemon=True),
+        )
         self._seen: list[Look] = []
 
     def __enter__(self) -> Watch:
@@ -58,9 +67,18 @@ class Watch:
         while not self._ends.wait(LOOK_S):
             online, rollout = (reader.read() for reader in self._readers)
             if online and rollout:
-                wanted = min(online.kv_wanted, online.kv_total)  # of what there is: a queue may want more
-                self._seen.append(Look(time.monotonic(), wanted, online.kv_held, rollout.kv_budget,
-                                       rollout.made_tokens))
+                wanted = min(
+                    online.kv_wanted, online.kv_total
+                )  # of what there is: a queue may want more
+                self._seen.append(
+                    Look(
+                        time.monotonic(),
+                        wanted,
+                        online.kv_held,
+                        rollout.kv_budget,
+                        rollout.made_tokens,
+                    )
+                )
 
 
 def measure(bench: Bench) -> list[dict]:
@@ -89,16 +107,26 @@ def summary(run: Run, traffic: Trace, slo: Slo, looks: list[Look]) -> dict:
     """Times in seconds; `memory_s` is None if S never wanted more than it had, infinite if it never got it."""
     missed = ~np.array(run.meets(slo), bool)
     inside = (traffic.at >= BEGINS_S) & (traffic.at < BEGINS_S + LASTS_S)
-    said = {"scenario": run.scenario, "requests": len(missed), "burst": int(inside.sum()),
-            "missed": int(missed.sum()), "missed_of_burst": int(missed[inside].sum()),
-            "aborted": len(missed) - sum(run.done), "ttft_p99": run.latency("ttft_p99"), "evicted": run.evicted,
-            "wasted": run.wasted}
+    said = {
+        "scenario": run.scenario,
+        "requests": len(missed),
+        "burst": int(inside.sum()),
+        "missed": int(missed.sum()),
+        "missed_of_burst": int(missed[inside].sum()),
+        "aborted": len(missed) - sum(run.done),
+        "ttft_p99": run.latency("ttft_p99"),
+        "evicted": run.evicted,
+        "wasted": run.wasted,
+    }
     if looks:
         before = [look for look in looks if look.at < BEGINS_S]
         during = [look for look in looks if look.at >= BEGINS_S]
-        said |= {"lent_before": max((look.lent for look in before), default=0.0),
-                 "lent_least": min((look.lent for look in during), default=0.0),
-                 "memory_s": longest_want(during), "back_s": back(looks)}
+        said |= {
+            "lent_before": max((look.lent for look in before), default=0.0),
+            "lent_least": min((look.lent for look in during), default=0.0),
+            "memory_s": longest_want(during),
+            "back_s": back(looks),
+        }
     return said
 
 
@@ -127,17 +155,31 @@ def back(looks: list[Look]) -> float | None:
 
 
 def lines(bursts: list[dict]) -> list[str]:
-    said = [f"\n{TIMES}x the usual rate for {LASTS_S:g} s, while R holds its full budget"] if bursts else []
+    said = (
+        [f"\n{TIMES}x the usual rate for {LASTS_S:g} s, while R holds its full budget"]
+        if bursts
+        else []
+    )
     for one in bursts:
-        said.append(f"  {one['scenario']:18}{one['requests']} requests, {one['burst']} of them the burst's; missed "
-                    f"{one['missed']}, {one['missed_of_burst']} of the burst's; aborted {one['aborted']}; TTFT P99 "
-                    f"{1e3 * one['ttft_p99']:.0f} ms")
+        said.append(
+            f"  {one['scenario']:18}{one['requests']} requests, {one['burst']} of them the burst's; missed "
+            f"{one['missed']}, {one['missed_of_burst']} of the burst's; aborted {one['aborted']}; TTFT P99 "
+            f"{1e3 * one['ttft_p99']:.0f} ms"
+        )
         if "memory_s" in one:
-            memory = "S never wanted more than it had" if one["memory_s"] is None else \
-                f"S had its memory after {one['memory_s']:.3f} s"
-            returned = "R was not back by the end" if one["back_s"] is None else \
-                f"R was back {one['back_s']:.1f} s after the burst"
-            said.append(f"  {'':18}{memory}; lent {one['lent_before'] / 2**20:.1f} MiB before, "
-                        f"{one['lent_least'] / 2**20:.1f} at least; evicted {one['evicted']}, {one['wasted']} tokens "
-                        f"wasted; {returned}")
+            memory = (
+                "S never wanted more than it had"
+                if one["memory_s"] is None
+                else f"S had its memory after {one['memory_s']:.3f} s"
+            )
+            returned = (
+                "R was not back by the end"
+                if one["back_s"] is None
+                else f"R was back {one['back_s']:.1f} s after the burst"
+            )
+            said.append(
+                f"  {'':18}{memory}; lent {one['lent_before'] / 2**20:.1f} MiB before, "
+                f"{one['lent_least'] / 2**20:.1f} at least; evicted {one['evicted']}, {one['wasted']} tokens "
+                f"wasted; {returned}"
+            )
     return said

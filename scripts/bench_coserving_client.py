@@ -25,7 +25,9 @@ class Request:
     prompt_tokens: int
     output_tokens: int  # asked for; no end of text shortens it
     late: float = 0.0  # sent after `at`: the client's own fault
-    chunks: list[float] = field(default_factory=list)  # when tokens came; the server merges what it sends late
+    chunks: list[float] = field(
+        default_factory=list
+    )  # when tokens came; the server merges what it sends late
     done: bool = False  # all its tokens came
     why: str = ""  # else
     ended: float = 0.0
@@ -42,37 +44,75 @@ class Request:
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
 
 
-async def replay(url: str, model: str, trace: Trace, seed: int, drain_s: float,
-                 leave: dict[int, float] = {}, start: float | None = None, words: int = WORDS) -> list[Request]:
+async def replay(
+    url: str,
+    model: str,
+    trace: Trace,
+    seed: int,
+    drain_s: float,
+    leave: dict[int, float] = {},
+    start: float | None = None,
+    words: int = WORDS,
+) -> list[Request]:
     """Send `trace` to the completions endpoint at `url`; what has not ended `drain_s` after the last arrival is cut off
     and not done. Prompts are random tokens of `seed`. `leave`: number of a request -> seconds after which its client
     disconnects. `start`: of the traffic, CLOCK_MONOTONIC; at once if none is given. `words`: of the
     model's vocabulary."""
     draw = np.random.default_rng(seed)
-    prompts = [draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens]
-    requests = [Request(float(at), len(prompt), max(1, int(output)))
-                for at, prompt, output in zip(trace.at, prompts, trace.output_tokens)]
+    prompts = [
+        draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens
+    ]
+    requests = [
+        Request(float(at), len(prompt), max(1, int(output)))
+        for at, prompt, output in zip(trace.at, prompts, trace.output_tokens)
+    ]
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         start = start or time.monotonic()
-        sent = [asyncio.create_task(_one(session, f"{url}/v1/completions", model, request, prompt, start,
-                                         leave.get(number)))
-                for number, (request, prompt) in enumerate(zip(requests, prompts))]
+        sent = [
+            asyncio.create_task(
+                _one(
+                    session,
+                    f"{url}/v1/completions",
+                    model,
+                    request,
+                    prompt,
+                    start,
+                    leave.get(number),
+                )
+            )
+            for number, (request, prompt) in enumerate(zip(requests, prompts))
+        ]
         if sent:
-            _, pending = await asyncio.wait(sent, timeout=start + trace.seconds + drain_s - time.monotonic())
+            _, pending = await asyncio.wait(
+                sent, timeout=start + trace.seconds + drain_s - time.monotonic()
+            )
             for task in pending:
                 task.cancel()
             await asyncio.gather(*sent, return_exceptions=True)
     return requests
 
 
-async def _one(session: aiohttp.ClientSession, url: str, model: str, request: Request, prompt: list[int],
-               start: float, leave_s: float | None) -> None:
+async def _one(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    request: Request,
+    prompt: list[int],
+    start: float,
+    leave_s: float | None,
+) -> None:
     await asyncio.sleep(start + request.at - time.monotonic())
     request.late = time.monotonic() - start - request.at
-    body = {"model": model, "prompt": prompt, "max_tokens": request.output_tokens, "ignore_eos": True, "stream": True,
-            "temperature": 1.0}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 1.0,
+    }
     try:
         async with asyncio.timeout(leave_s), session.post(url, json=body) as response:
             if response.status != 200:

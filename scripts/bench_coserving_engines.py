@@ -32,7 +32,10 @@ START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
 LEAVE_S = 5.0  # for the rest of a group whose first process has ended
 BEAT_S = 0.05
 NICE = 19  # of R's front end, which shares the host's core with S's
-VARIABLES = environment(gpus=False, threads=1) | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+VARIABLES = environment(gpus=False, threads=1) | {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(REPOSITORY),
+}
 
 # Told of process groups by its stdin; kills them when that ends, even if the bench was killed by SIGKILL.
 GUARD = """
@@ -58,8 +61,9 @@ class Guard:
     """Ends every process group of the bench, however the bench ends."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True,
-                                         start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def say(self, word: str, group: int) -> None:
         self._process.stdin.write(f"{word} {group}\n")
@@ -74,13 +78,22 @@ class Process:
     """A command in a process group of its own, with its log. All are of one session: Linux gives each session an equal
     share of a core (autogroup), so that between two of them an idle priority would count for nothing."""
 
-    def __init__(self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}) -> None:
+    def __init__(
+        self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}
+    ) -> None:
         self.name, self._guard, self._log, self._rest = name, guard, log, b""
         parent = os.getpid()
         with log.open("wb") as errors:
             self.popen = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=REPOSITORY,
-                env=os.environ | VARIABLES | env, process_group=0, preexec_fn=lambda: die_with_parent(parent))
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=REPOSITORY,
+                env=os.environ | VARIABLES | env,
+                process_group=0,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
         guard.say("add", self.popen.pid)
 
     # ----------------------------------------------------------------- where and when it runs
@@ -146,14 +159,40 @@ class Process:
 class Server(Process):
     """vLLM's OpenAI server. Up after `ready`."""
 
-    def __init__(self, guard: Guard, name: str, model: Path, args: dict, folder: Path,
-                 port: int | None = None, env: dict[str, str] = {}) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        name: str,
+        model: Path,
+        args: dict,
+        folder: Path,
+        port: int | None = None,
+        env: dict[str, str] = {},
+    ) -> None:
         self.port, self.served = port or free_port(), "s"
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host",
-                   "127.0.0.1", "--port", str(self.port), "--served-model-name", self.served, "--enforce-eager",
-                   "--disable-uvicorn-access-log", "--generation-config", "vllm"]
-        command += [part for key, value in args.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--served-model-name",
+            self.served,
+            "--enforce-eager",
+            "--disable-uvicorn-access-log",
+            "--generation-config",
+            "vllm",
+        ]
+        command += [
+            part
+            for key, value in args.items()
+            for part in (f"--{key.replace('_', '-')}", str(value))
+        ]
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:
@@ -176,21 +215,33 @@ class Server(Process):
     def metric(self, name: str) -> float:
         """Sum of a Prometheus metric over its labels."""
         lines = self.get("/metrics").splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name
+        )
 
 
 class Rollouts(Process):
     """A process of bench_coserving_rollout.py. Up after `ready`."""
 
-    def __init__(self, guard: Guard, name: str, kind: str, job: dict, folder: Path, env: dict[str, str] = {}) -> None:
+    def __init__(
+        self, guard: Guard, name: str, kind: str, job: dict, folder: Path, env: dict[str, str] = {}
+    ) -> None:
         script = str(Path(__file__).with_name("bench_coserving_rollout.py"))
-        super().__init__(guard, name, [sys.executable, script, kind, json.dumps(job)], folder / f"{name}.log", env)
+        super().__init__(
+            guard,
+            name,
+            [sys.executable, script, kind, json.dumps(job)],
+            folder / f"{name}.log",
+            env,
+        )
 
     def ready(self) -> None:
         self.pid = self.answer(START_S)["engine"]  # None: it has no engine of its own
         for process in self.tree():
             if process.pid != self.pid:
-                each_thread(process.pid, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, NICE))
+                each_thread(
+                    process.pid, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, NICE)
+                )
 
     def engine(self) -> int | None:
         return self.pid
@@ -294,7 +345,9 @@ def plugin_folder(folder: Path) -> Path:
     if not info.exists():
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-coserving\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrose = rose.coserving.plugin:register\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nrose = rose.coserving.plugin:register\n"
+        )
     return made
 
 

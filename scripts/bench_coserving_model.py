@@ -27,15 +27,32 @@ def save(out: Path, hidden: int, layers: int, seed: int) -> int:
     """Parameters. `hidden`: a multiple of 128."""
     torch.manual_seed(seed)
     heads = hidden // HEAD
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=HEAD, max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True, eos_token_id=END, bos_token_id=None, dtype="float32"))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=HEAD,
+            max_position_embeddings=POSITIONS,
+            tie_word_embeddings=True,
+            eos_token_id=END,
+            bos_token_id=None,
+            dtype="float32",
+        )
+    )
     words = {"<end>": END} | {f"w{number}": number for number in range(1, VOCABULARY)}
     core = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>",
-                                        unk_token="<end>", model_max_length=POSITIONS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<end>",
+        pad_token="<end>",
+        unk_token="<end>",
+        model_max_length=POSITIONS,
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
     try:

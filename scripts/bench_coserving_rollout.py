@@ -29,8 +29,12 @@ from rose.coserving import names, priority  # noqa: E402
 
 from bench_coserving_client import WORDS  # noqa: E402
 
-PRIORITY = 1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first
-ELSEWHERE_S = 0.25  # an aborted turn goes to another engine; the next one for this engine comes by and by
+PRIORITY = (
+    1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first
+)
+ELSEWHERE_S = (
+    0.25  # an aborted turn goes to another engine; the next one for this engine comes by and by
+)
 
 
 class Turns:
@@ -42,7 +46,9 @@ class Turns:
 
     def next(self) -> tuple[np.ndarray, int]:
         if not self._left:
-            self._prompt = self._draw.integers(1, WORDS, self._draw.integers(64, 257)).astype(np.int32)
+            self._prompt = self._draw.integers(1, WORDS, self._draw.integers(64, 257)).astype(
+                np.int32
+            )
             self._left = self._group
         self._left -= 1
         return self._prompt, int(self._draw.integers(32, 129))
@@ -84,20 +90,33 @@ class EngineLoop(Loop):
         from rose.engine.vllm_engine import Engine
 
         conf, job = REPOSITORY / "conf", self._job
-        rollout = msgspec.convert(yaml.safe_load((conf / "rollout/cpu.yaml").read_text()), config.Rollout)
-        rollout = msgspec.structs.replace(rollout, kv_cache_gib=job["kv_bytes"] / 2**30, engine_args=job["engine_args"],
-                                          max_sequences=job["max_sequences"])
-        model = msgspec.convert(yaml.safe_load((conf / "model/tiny.yaml").read_text()), config.Model)
+        rollout = msgspec.convert(
+            yaml.safe_load((conf / "rollout/cpu.yaml").read_text()), config.Rollout
+        )
+        rollout = msgspec.structs.replace(
+            rollout,
+            kv_cache_gib=job["kv_bytes"] / 2**30,
+            engine_args=job["engine_args"],
+            max_sequences=job["max_sequences"],
+        )
+        model = msgspec.convert(
+            yaml.safe_load((conf / "model/tiny.yaml").read_text()), config.Model
+        )
         model = msgspec.structs.replace(model, max_context=job["max_context"])
         if names.FOLDER in os.environ:
             os.nice(priority.NICE)  # as rose.serving.member
-        self._engine, self._number = await Engine.start(job["model"], rollout, model, seed=job["seed"]), 0
+        self._engine, self._number = (
+            await Engine.start(job["model"], rollout, model, seed=job["seed"]),
+            0,
+        )
         return {"ready": True, "engine": self._engine.pid}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
         self._number += 1
         name, made, finish = f"turn{self._number}", 0, None
-        sampling = protocol.Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=new, seed=None)
+        sampling = protocol.Sampling(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=new, seed=None
+        )
         try:
             async for chunk in self._engine.generate(name, protocol.pack_tokens(prompt), sampling):
                 made, finish = made + len(chunk.tokens), chunk.finish
@@ -114,13 +133,20 @@ class EngineLoop(Loop):
 
 class HttpLoop(Loop):
     async def open(self) -> dict:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None),
-                                              connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+        )
         return {"ready": True, "engine": None}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
-        body = {"model": self._job["served"], "prompt": prompt.tolist(), "max_tokens": new, "ignore_eos": True,
-                "priority": PRIORITY, "temperature": 1.0}
+        body = {
+            "model": self._job["served"],
+            "prompt": prompt.tolist(),
+            "max_tokens": new,
+            "ignore_eos": True,
+            "priority": PRIORITY,
+            "temperature": 1.0,
+        }
         async with self._session.post(f"{self._job['url']}/v1/completions", json=body) as response:
             said = await response.json()
         if response.status != 200:
@@ -133,7 +159,9 @@ class HttpLoop(Loop):
 async def serve(loop: Loop, say) -> None:
     say(await loop.open())
     orders = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
+    )
     while line := await orders.readline():
         match json.loads(line)["do"]:
             case "start":

@@ -54,9 +54,21 @@ from rose.roles.rollout import PROGRESS_S  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
 
 DEADLINE_S = 300.0
-RUN = ("cluster=dev", "name=bench", "trainer.steps=1000000", "eval.episodes=0", "observe.terminal=false",
-       "observe.report=false", "rollout.workers=1", "cluster.slurm.rollout.nodes=1", "rollout.threads=1",
-       "trainer.threads=1", "rollout.kv_cache_gib=0.05", "trainer.checkpoint_every=1000000", "transfer.keep_versions=4")
+RUN = (
+    "cluster=dev",
+    "name=bench",
+    "trainer.steps=1000000",
+    "eval.episodes=0",
+    "observe.terminal=false",
+    "observe.report=false",
+    "rollout.workers=1",
+    "cluster.slurm.rollout.nodes=1",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "rollout.kv_cache_gib=0.05",
+    "trainer.checkpoint_every=1000000",
+    "transfer.keep_versions=4",
+)
 TELL_S = PROGRESS_S  # a rank with turns tells their new tokens so often
 RATE_S = 2.0  # a killed rank's rate of tokens is that of so long before its last word
 
@@ -66,8 +78,18 @@ class Training:
 
     def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
         self.folder, self.run = folder, folder / "bench"
-        done = subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), *RUN, f"output_dir={folder}", *overrides],
-                              capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(
+            [
+                sys.executable,
+                str(REPOSITORY / "launch.py"),
+                *RUN,
+                f"output_dir={folder}",
+                *overrides,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
         if done.returncode:
             raise SystemExit(f"bench_elastic: {done.stdout}{done.stderr}")
         self.id = state.submitted(self.run)
@@ -76,7 +98,9 @@ class Training:
         end = time.monotonic() + DEADLINE_S
         while not (value := condition()):
             if time.monotonic() > end or not state.is_active(self.id):
-                raise SystemExit(f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see {self.run}/logs")
+                raise SystemExit(
+                    f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see {self.run}/logs"
+                )
             time.sleep(0.2)
         return value
 
@@ -85,8 +109,12 @@ class Training:
 
     def next_steps(self, count: int) -> list[float]:
         """Times of the next whole ones, seconds."""
-        first = (self.steps()[-1]["step"] if self.steps() else 0) + 2  # the present one may have begun otherwise
-        self.until(lambda: self.steps() and self.steps()[-1]["step"] >= first + count - 1, f"{count} steps")
+        first = (
+            self.steps()[-1]["step"] if self.steps() else 0
+        ) + 2  # the present one may have begun otherwise
+        self.until(
+            lambda: self.steps() and self.steps()[-1]["step"] >= first + count - 1, f"{count} steps"
+        )
         return [row["time_step"] for row in self.steps() if first <= row["step"] < first + count]
 
 
@@ -95,17 +123,37 @@ class Serving:
 
     def __init__(self, training: Training, number: int) -> None:
         self.training, self.log = training, training.folder / f"serving-{number}.log"
-        done = subprocess.run(["sbatch", "--parsable", "--partition=spare", f"--output={self.log}",
-                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=bench",
-                               f"output_dir={training.folder}", "rollout.threads=1"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+        done = subprocess.run(
+            [
+                "sbatch",
+                "--parsable",
+                "--partition=spare",
+                f"--output={self.log}",
+                str(REPOSITORY / "slurm" / "serving.sbatch"),
+                "name=bench",
+                f"output_dir={training.folder}",
+                "rollout.threads=1",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            timeout=60,
+        )
         if done.returncode:
             raise SystemExit(f"bench_elastic: {done.stderr}")
         self.id = done.stdout.strip().split(";")[0]
 
     def joined(self) -> str:
         """Its worker's name, once it has one; that of its present membership, should it have been lost in between."""
-        found = self.training.until(lambda: self.log.exists() and re.findall(
-            r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()), f"job {self.id}")[-1]
+        found = self.training.until(
+            lambda: (
+                self.log.exists()
+                and re.findall(
+                    r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()
+                )
+            ),
+            f"job {self.id}",
+        )[-1]
         self.pid, self.worker = int(found[0]), found[1]
         return self.worker
 
@@ -119,9 +167,13 @@ class Serving:
         return at
 
     def drain(self) -> float:
-        psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)  # its command, which begins no other membership
+        psutil.Process(self.pid).parent().send_signal(
+            signal.SIGUSR2
+        )  # its command, which begins no other membership
         at = time.time()
-        self.training.until(lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave")
+        self.training.until(
+            lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave"
+        )
         return at
 
 
@@ -169,15 +221,20 @@ def read(entries, killed: dict[str, float]) -> Story:
             case ev.TurnEnded(turn=turn):
                 size.pop(turn, None), holder.pop(turn, None), orphans.pop(turn, None)
             case ev.WorkerLost(worker=worker):
-                held = [turn for turn, name in holder.items() if name == worker and turn not in event.ended]
+                held = [
+                    turn
+                    for turn, name in holder.items()
+                    if name == worker and turn not in event.ended
+                ]
                 for turn in event.ended:
                     size.pop(turn, None), holder.pop(turn, None)
                 for turn in held:
                     del holder[turn]
                 if worker in killed:
                     orphans |= dict.fromkeys(held, worker)
-                    story.losses[worker] = _loss(event.at, killed[worker], [size[t] for t in held],
-                                                 words.get(worker, []))
+                    story.losses[worker] = _loss(
+                        event.at, killed[worker], [size[t] for t in held], words.get(worker, [])
+                    )
         for action in entry.actions:
             if isinstance(action, ev.AssignTurn):
                 holder[action.turn] = action.worker
@@ -190,7 +247,12 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
     words = [(at, tokens) for at, tokens in words if at <= killed]
     last = words[-1][0] if words else killed
     rate = sum(tokens for at, tokens in words if at > last - RATE_S) / RATE_S
-    return Loss(noticed - killed, turns=len(held), lost=rate * min(killed - last, TELL_S) if held else 0.0, again=sum(held))
+    return Loss(
+        noticed - killed,
+        turns=len(held),
+        lost=rate * min(killed - last, TELL_S) if held else 0.0,
+        again=sum(held),
+    )
 
 
 def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
@@ -201,15 +263,26 @@ def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
 
 def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
     """The greatest lateness in each join, and in as long a time just before it if nobody joined then. Milliseconds."""
-    spans = [(asked[worker], story.first_token[worker]) for worker in asked if worker in story.first_token]
+    spans = [
+        (asked[worker], story.first_token[worker])
+        for worker in asked
+        if worker in story.first_token
+    ]
     quiet = [(a - (b - a), a) for a, b in spans]
-    free = [(a, b) for a, b in quiet
-            if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)]
-    return ([1000 * lateness(story.ticks, *span) for span in spans],
-            [1000 * lateness(story.ticks, *span) for span in free])
+    free = [
+        (a, b)
+        for a, b in quiet
+        if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)
+    ]
+    return (
+        [1000 * lateness(story.ticks, *span) for span in spans],
+        [1000 * lateness(story.ticks, *span) for span in free],
+    )
 
 
-def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console) -> None:
+def bench(
+    folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console
+) -> None:
     training, serving, number = Training(folder, overrides), [], 0
     killed, drained = {}, {}
     times: dict[int, list[float]] = {count: [] for count in counts}
@@ -229,11 +302,15 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
                     drained[worker] = job.drain()
                 else:
                     killed[worker] = job.kill()
-                training.until(lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone")
+                training.until(
+                    lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone"
+                )
             serving.clear()
         training.next_steps(1)  # the journal is flushed with it
     finally:
-        subprocess.run(["scancel", training.id, *(job.id for job in serving)], timeout=60, check=True)
+        subprocess.run(
+            ["scancel", training.id, *(job.id for job in serving)], timeout=60, check=True
+        )
     end = time.monotonic() + DEADLINE_S
     while state.is_active(training.id) and time.monotonic() < end:
         time.sleep(0.5)
@@ -242,43 +319,76 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
 
 def gone(training: Training, worker: str) -> float | None:
     """When the coordinator noted it, wall clock."""
-    return next((row["time"] for row in read_metrics(training.run) if row.get("what") in ("left", "borrowed rank lost")
-                 and row["detail"].startswith(f"{worker}:")), None)
+    return next(
+        (
+            row["time"]
+            for row in read_metrics(training.run)
+            if row.get("what") in ("left", "borrowed rank lost")
+            and row["detail"].startswith(f"{worker}:")
+        ),
+        None,
+    )
 
 
-def show(training: Training, killed: dict[str, float], drained: dict[str, float], times: dict[int, list[float]],
-         console: Console) -> None:
+def show(
+    training: Training,
+    killed: dict[str, float],
+    drained: dict[str, float],
+    times: dict[int, list[float]],
+    console: Console,
+) -> None:
     [path] = (training.run / "journal").glob("attempt-*.jsonl")
     entries = journal.read(path)
     next(entries)
     story = read(entries, killed)
-    waited = {worker: float(seconds) for row in read_metrics(training.run) if row.get("what") == "joined"
-              for worker, seconds in re.findall(r"^(\S+):.* ([\d.]+) s after it asked", row["detail"])}
-    during, without = stalls(story, {worker: story.joined[worker] - waited[worker] for worker in waited})
+    waited = {
+        worker: float(seconds)
+        for row in read_metrics(training.run)
+        if row.get("what") == "joined"
+        for worker, seconds in re.findall(r"^(\S+):.* ([\d.]+) s after it asked", row["detail"])
+    }
+    during, without = stalls(
+        story, {worker: story.joined[worker] - waited[worker] for worker in waited}
+    )
     losses = list(story.losses.values())
     table = Table(title=f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained")
     for name in ("", "median", "smallest", "largest", "of"):
         table.add_column(name, justify="right" if name else "left")
     rows: list[tuple[str, str, list[float]]] = [
         ("ask to joined, s", ".2f", list(waited.values())),
-        ("joined to first token, s", ".2f", [t - story.joined[w] for w, t in story.first_token.items() if w in waited]),
+        (
+            "joined to first token, s",
+            ".2f",
+            [t - story.joined[w] for w, t in story.first_token.items() if w in waited],
+        ),
         ("stall per join, ms", ".0f", during),
         ("the same without a join, ms", ".0f", without),
         ("kill to notice, s", ".2f", [loss.notice for loss in losses if loss.notice is not None]),
-        ("kill to reroute of its last turn, s", ".2f", [loss.reroute for loss in losses if loss.reroute is not None]),
+        (
+            "kill to reroute of its last turn, s",
+            ".2f",
+            [loss.reroute for loss in losses if loss.reroute is not None],
+        ),
         ("turns moved per kill", ".0f", [loss.turns for loss in losses]),
         ("tokens lost per kill", ".1f", [loss.lost for loss in losses]),
         ("tokens computed again per kill", ".0f", [loss.again for loss in losses]),
         ("drain, s", ".2f", [gone(training, worker) - at for worker, at in drained.items()]),
-        *((f"step with {count} borrowed, s", ".2f", seconds) for count, seconds in times.items())]
+        *((f"step with {count} borrowed, s", ".2f", seconds) for count, seconds in times.items()),
+    ]
     for name, form, values in rows:
         if values:
-            table.add_row(name, *(format(f(values), form) for f in (statistics.median, min, max)), str(len(values)))
+            table.add_row(
+                name,
+                *(format(f(values), form) for f in (statistics.median, min, max)),
+                str(len(values)),
+            )
     console.print(table)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--borrowed", type=int, nargs="+", default=[0, 1, 2, 4], help="ascending")

@@ -27,7 +27,14 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose import traces  # noqa: E402
 
-from bench_coserving_bench import DRAIN_S, MAX_BATCHED, MAX_CONTEXT, MAX_PROMPT, MAX_SEQUENCES, model  # noqa: E402
+from bench_coserving_bench import (
+    DRAIN_S,
+    MAX_BATCHED,
+    MAX_CONTEXT,
+    MAX_PROMPT,
+    MAX_SEQUENCES,
+    model,
+)  # noqa: E402
 from bench_coserving_client import replay  # noqa: E402
 from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder  # noqa: E402
 
@@ -47,11 +54,21 @@ def spent(server: Server) -> tuple[float, float, int]:
 def prompts(seed: int, varied: bool) -> traces.Trace:
     """Of a round; `replay` makes tokens of the same seed, so that no cache has them."""
     if not varied:
-        lengths, outputs = np.full(PROMPTS, MAX_PROMPT, np.int32), np.full(PROMPTS, OUTPUT, np.int32)
+        lengths, outputs = (
+            np.full(PROMPTS, MAX_PROMPT, np.int32),
+            np.full(PROMPTS, OUTPUT, np.int32),
+        )
         return traces.Trace(np.zeros(PROMPTS), lengths, outputs)
     draw = np.random.default_rng(seed)
-    lengths, outputs = draw.integers(10, MAX_PROMPT + 1, VARIED), draw.integers(1, 4 * OUTPUT, VARIED)
-    return traces.Trace(np.sort(draw.uniform(0, WITHIN_S, VARIED)), lengths.astype(np.int32), outputs.astype(np.int32))
+    lengths, outputs = (
+        draw.integers(10, MAX_PROMPT + 1, VARIED),
+        draw.integers(1, 4 * OUTPUT, VARIED),
+    )
+    return traces.Trace(
+        np.sort(draw.uniform(0, WITHIN_S, VARIED)),
+        lengths.astype(np.int32),
+        outputs.astype(np.int32),
+    )
 
 
 def one_round(server: Server, seed: int, varied: bool) -> tuple[float, ...]:
@@ -63,7 +80,9 @@ def one_round(server: Server, seed: int, varied: bool) -> tuple[float, ...]:
     after = spent(server)
     server.park()
     if not all(answer.done for answer in answers):
-        raise server.failed(f"did not end {sum(not answer.done for answer in answers)} of {len(answers)} requests")
+        raise server.failed(
+            f"did not end {sum(not answer.done for answer in answers)} of {len(answers)} requests"
+        )
     return tuple(b - a for a, b in zip(before, after))
 
 
@@ -72,7 +91,9 @@ def main() -> int:
     for word in sys.argv[1:]:
         key, _, text = word.partition("=")
         if key not in given or not text.isdecimal() or key == "rounds" and int(text) < 2:
-            raise Failed(f"bench_heap: {word!r}: options are rounds=N, 2 or more, seed=N and varied=1")
+            raise Failed(
+                f"bench_heap: {word!r}: options are rounds=N, 2 or more, seed=N and varied=1"
+            )
         given[key] = int(text)
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
@@ -80,12 +101,22 @@ def main() -> int:
     device, guard, servers = {max(cores)}, Guard(), {}
     with tempfile.TemporaryDirectory(prefix="bench-heap-") as name:
         folder = Path(name)
-        args = {"dtype": "float32", "max_model_len": MAX_CONTEXT, "max_num_seqs": MAX_SEQUENCES,
-                "max_num_batched_tokens": MAX_BATCHED, "kv_cache_memory_bytes": KV_BYTES}
+        args = {
+            "dtype": "float32",
+            "max_model_len": MAX_CONTEXT,
+            "max_num_seqs": MAX_SEQUENCES,
+            "max_num_batched_tokens": MAX_BATCHED,
+            "kv_cache_memory_bytes": KV_BYTES,
+        }
         try:
             for heap, plugins in (("glibc", {"VLLM_PLUGINS": "none"}), ("kept", {})):
-                env = {"VLLM_RPC_BASE_PATH": name, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}"}
-                servers[heap] = Server(guard, heap, model("512x2", 0), args, folder, None, env | plugins)
+                env = {
+                    "VLLM_RPC_BASE_PATH": name,
+                    "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}",
+                }
+                servers[heap] = Server(
+                    guard, heap, model("512x2", 0), args, folder, None, env | plugins
+                )
             for server in servers.values():
                 server.ready()
             confine(list(servers.values()), device, cores - device)
@@ -94,18 +125,27 @@ def main() -> int:
             took = {heap: [] for heap in servers}
             for number in range(given["rounds"]):
                 for heap, server in servers.items():
-                    took[heap].append(one_round(server, given["seed"] * 1000 + number, bool(given["varied"])))
+                    took[heap].append(
+                        one_round(server, given["seed"] * 1000 + number, bool(given["varied"]))
+                    )
         finally:
             for server in servers.values():
                 server.end()
             guard.close()
-    what = f"{VARIED} prompts of 10 to {MAX_PROMPT} tokens within {WITHIN_S:g} s" if given["varied"] else \
-        f"{PROMPTS} prompts of {MAX_PROMPT} tokens at once"
-    print(f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the first)")
+    what = (
+        f"{VARIED} prompts of 10 to {MAX_PROMPT} tokens within {WITHIN_S:g} s"
+        if given["varied"]
+        else f"{PROMPTS} prompts of {MAX_PROMPT} tokens at once"
+    )
+    print(
+        f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the first)"
+    )
     for heap, rounds in took.items():
         user, system, faults = (mean(column) for column in zip(*rounds[1:]))
-        print(f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), {system:.3f} s of it the "
-              f"system's; {faults:8,.0f} page faults ({rounds[0][2]:,})")
+        print(
+            f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), {system:.3f} s of it the "
+            f"system's; {faults:8,.0f} page faults ({rounds[0][2]:,})"
+        )
     totals = {heap: mean(sum(one[:2]) for one in rounds[1:]) for heap, rounds in took.items()}
     print(f"glibc / kept: {totals['glibc'] / totals['kept']:.3f}")
     return 0

@@ -62,27 +62,54 @@ ALIKE = ("trainer.steps=1000000", "rollout.workers=2", "serving.lost_after_s=30"
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "fixed": ("serving=none", "scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
     "rose": ("scheduler/provisioning=rose", "scheduler/routing=rose"),
-    "best": ("scheduler/provisioning=rose", "scheduler/routing=earliest_finish", "scheduler/batching=carry_over"),
+    "best": (
+        "scheduler/provisioning=rose",
+        "scheduler/routing=earliest_finish",
+        "scheduler/batching=carry_over",
+    ),
 }
 
 
 class Device:
     """A serving device: `python -m rose.serving` and its engines in one quota."""
 
-    def __init__(self, folder: Path, number: int, options: argparse.Namespace, model: Path, run: str,
-                 profile: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        options: argparse.Namespace,
+        model: Path,
+        run: str,
+        profile: Path | None,
+    ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._quota, self._lends = Quota(f"device-{number}", options.quota), profile is not None
         self.log = folder / f"{run}-device-{number}.log"
-        words = [f"name={run}", f"output_dir={folder}", "rollout.threads=1", "rollout.kv_cache_gib=0.1",
-                 f"serving.online.model={model}", f"serving.online.served_name={SERVED}", f"serving.online.port={port}",
-                 "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.1", "serving.online.max_context=512",
-                 f"serving.online.slo={slo(options)}", *([f"serving.lending.profile={profile}"] if profile else [])]
+        words = [
+            f"name={run}",
+            f"output_dir={folder}",
+            "rollout.threads=1",
+            "rollout.kv_cache_gib=0.1",
+            f"serving.online.model={model}",
+            f"serving.online.served_name={SERVED}",
+            f"serving.online.port={port}",
+            "serving.online.dtype=float32",
+            "serving.online.kv_cache_gib=0.1",
+            "serving.online.max_context=512",
+            f"serving.online.slo={slo(options)}",
+            *([f"serving.lending.profile={profile}"] if profile else []),
+        ]
         parent = os.getpid()
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", "rose.serving", *words], stdout=log, cwd=REPOSITORY,
-                                             stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True,
-                                             preexec_fn=lambda: die_with_parent(parent))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rose.serving", *words],
+                stdout=log,
+                cwd=REPOSITORY,
+                stderr=subprocess.STDOUT,
+                env=environment(folder),
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
 
     async def ready(self) -> None:
         """Serves. Raises `SystemExit`."""
@@ -106,7 +133,9 @@ class Device:
         for line in self.log.read_text(errors="replace").splitlines() if self._lends else ():
             _, refused, why = line.partition("nothing is lent: ")
             if refused:
-                raise SystemExit(f"the serving device of {self.log.name} lends nothing: {why}; a larger --quota?")
+                raise SystemExit(
+                    f"the serving device of {self.log.name} lends nothing: {why}; a larger --quota?"
+                )
 
     def look(self) -> None:
         """Confine the engines that have come up; call often, as one that ended is started again."""
@@ -141,8 +170,10 @@ def rollout_model(overrides: list[str]) -> Path:
 
 
 def slo(options: argparse.Namespace) -> str:
-    return (f"{{ttft_p50_s: {options.ttft_slo / 2}, ttft_p99_s: {options.ttft_slo}, tpot_p50_s: {options.tpot_slo / 2}, "
-            f"tpot_p99_s: {options.tpot_slo}}}")
+    return (
+        f"{{ttft_p50_s: {options.ttft_slo / 2}, ttft_p99_s: {options.ttft_slo}, tpot_p50_s: {options.tpot_slo / 2}, "
+        f"tpot_p99_s: {options.tpot_slo}}}"
+    )
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -152,11 +183,29 @@ def environment(folder: Path) -> dict[str, str]:
 def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     """Of a device of this quota."""
     file, quota = folder / "profile.json", Quota("profile", options.quota)
-    command = [sys.executable, "-m", "rose.serving.profile", f"out={file}", f"seconds={options.profile_s}", f"model={model}",
-               "model.max_context=512", "rollout.threads=1", "rollout.kv_cache_gib=0.1", f"serving.online.model={model}",
-               "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.1", "serving.online.max_context=512"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY,
-                               env=environment(folder))
+    command = [
+        sys.executable,
+        "-m",
+        "rose.serving.profile",
+        f"out={file}",
+        f"seconds={options.profile_s}",
+        f"model={model}",
+        "model.max_context=512",
+        "rollout.threads=1",
+        "rollout.kv_cache_gib=0.1",
+        f"serving.online.model={model}",
+        "serving.online.dtype=float32",
+        "serving.online.kv_cache_gib=0.1",
+        "serving.online.max_context=512",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment(folder),
+    )
     said = []
     for line in process.stdout:
         said.append(line)
@@ -169,31 +218,66 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     return file
 
 
-async def measure(folder: Path, system: str, seed: int, options: argparse.Namespace, overrides: list[str], model: Path,
-                  profiled: Path) -> Measured:
+async def measure(
+    folder: Path,
+    system: str,
+    seed: int,
+    options: argparse.Namespace,
+    overrides: list[str],
+    model: Path,
+    profiled: Path,
+) -> Measured:
     name = f"{system}-{seed}"
     wanted = 0 if system == "fixed" else options.borrowed
-    live = Live(folder, name, [*ALIKE, f"trainer.batch_size={options.batch}", f"seed={seed}", *SYSTEMS[system],
-                               *overrides], options.quota)
+    live = Live(
+        folder,
+        name,
+        [
+            *ALIKE,
+            f"trainer.batch_size={options.batch}",
+            f"seed={seed}",
+            *SYSTEMS[system],
+            *overrides,
+        ],
+        options.quota,
+    )
     devices, clients, over, words = [], [], asyncio.Event(), cfg.read_shape(model).vocab
     try:
         await _until(live, lambda: live.phase == "rollout", "its first step")
-        devices = [Device(folder, number, options, model, name, profiled if wanted else None)
-                   for number in range(options.borrowed)]
+        devices = [
+            Device(folder, number, options, model, name, profiled if wanted else None)
+            for number in range(options.borrowed)
+        ]
         for number, device in enumerate(devices):
             await device.ready()
             device.limit()
-            trace = traces.generate(1000 * seed + number, TRACE_S, options.rate, prompt=(64.0, 0.6), output=(24.0, 0.6))
-            clients.append(asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words)))
+            trace = traces.generate(
+                1000 * seed + number, TRACE_S, options.rate, prompt=(64.0, 0.6), output=(24.0, 0.6)
+            )
+            clients.append(
+                asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words))
+            )
         before = len(live.steps(0))  # without the traffic
-        first = await _until(live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices)
-        rows = await _until(live, lambda: live.calm_row(first, options.steps),
-                            f"{options.steps} steps in a row in which the hypervisor leaves the machine to us", devices)
+        first = await _until(
+            live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices
+        )
+        rows = await _until(
+            live,
+            lambda: live.calm_row(first, options.steps),
+            f"{options.steps} steps in a row in which the hypervisor leaves the machine to us",
+            devices,
+        )
         over.set()
         served = [r for requests in await asyncio.gather(*clients) for r in requests if r.done]
-        return Measured(system, seed, statistics.mean(row["time_step"] for row in rows),
-                        statistics.mean(row["borrowed_token_share"] for row in rows), len(served),
-                        _p99([r.ttft for r in served]), _p99([r.tpot for r in served]))
+        return Measured(
+            system,
+            seed,
+            statistics.mean(row["time_step"] for row in rows),
+            statistics.mean(row["borrowed_token_share"] for row in rows),
+            len(served),
+            _p99([r.ttft for r in served]),
+            _p99([r.tpot for r in served]),
+        )
     finally:
         for client in clients:
             client.cancel()
@@ -209,7 +293,9 @@ async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
         for device in devices:
             device.look()
         if live.over or time.monotonic() > end:
-            raise SystemExit(f"{live.run.name}: {what} did not come; see {live.run}.log and {live.run}/logs")
+            raise SystemExit(
+                f"{live.run.name}: {what} did not come; see {live.run}.log and {live.run}/logs"
+            )
         await asyncio.sleep(LOOK_S)
     return value
 
@@ -217,11 +303,17 @@ async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
 def _first(live: Live, before: int, wanted: int) -> int:
     """How many steps don't count: `before`, those up to the one in which the last of the borrowed engines came, and the
     one after; 0 while one is missing."""
-    having = [at for at, row in enumerate(live.steps(0)) if at >= before and row["borrowed_workers"] >= wanted]
+    having = [
+        at
+        for at, row in enumerate(live.steps(0))
+        if at >= before and row["borrowed_workers"] >= wanted
+    ]
     return having[0] + 2 if having else 0
 
 
-async def users(url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int) -> list[Request]:
+async def users(
+    url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int
+) -> list[Request]:
     """Replay the trace, piece by piece, until `over`, or its end."""
     found, begins = [], 0.0
     while not over.is_set() and begins < trace.seconds:
@@ -255,39 +347,61 @@ def save(found: list[Measured], file: Path) -> None:
 
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
     fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
-    table = Table(title=f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each")
-    for column in ("", "step, s", "faster than fixed", "smallest..largest", "tokens by borrowed", "TTFT P99, s",
-                   "TPOT P99, ms", "requests"):
+    table = Table(
+        title=f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each"
+    )
+    for column in (
+        "",
+        "step, s",
+        "faster than fixed",
+        "smallest..largest",
+        "tokens by borrowed",
+        "TTFT P99, s",
+        "TPOT P99, ms",
+        "requests",
+    ):
         table.add_column(column, justify="right" if column else "left")
     for system in SYSTEMS:
         of = [m for m in found if m.system == system]
         if not of:
             continue
         ratios = [fixed[m.seed] / m.step_s for m in of if m.seed in fixed]
-        table.add_row(system, f"{statistics.median(m.step_s for m in of):.2f}",
-                      f"{statistics.median(ratios):.2f}" if ratios else "-",
-                      f"{min(ratios):.2f}..{max(ratios):.2f}" if ratios else "-",
-                      f"{statistics.mean(m.borrowed_share for m in of):.0%}",
-                      f"{statistics.mean(m.ttft_p99_s for m in of):.2f}",
-                      f"{1e3 * statistics.mean(m.tpot_p99_s for m in of):.0f}", str(sum(m.requests for m in of)))
+        table.add_row(
+            system,
+            f"{statistics.median(m.step_s for m in of):.2f}",
+            f"{statistics.median(ratios):.2f}" if ratios else "-",
+            f"{min(ratios):.2f}..{max(ratios):.2f}" if ratios else "-",
+            f"{statistics.mean(m.borrowed_share for m in of):.0%}",
+            f"{statistics.mean(m.ttft_p99_s for m in of):.2f}",
+            f"{1e3 * statistics.mean(m.tpot_p99_s for m in of):.0f}",
+            str(sum(m.requests for m in of)),
+        )
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device; 0: no quota")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quota", type=float, default=0.15, help="cores of each engine and device; 0: no quota"
+    )
     parser.add_argument("--borrowed", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5, help="that count, of each run")
     parser.add_argument("--batch", type=int, default=256, help="trajectories of a step")
-    parser.add_argument("--rate", type=float, default=0.08, help="online requests per second and device")
+    parser.add_argument(
+        "--rate", type=float, default=0.08, help="online requests per second and device"
+    )
     parser.add_argument("--ttft-slo", type=float, default=2.0, help="P99, s")
     parser.add_argument("--tpot-slo", type=float, default=0.5, help="P99, s")
     parser.add_argument("--profile-s", type=float, default=60.0)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--csv", type=Path, help="rows that it has of other seeds and systems stay")
-    parser.add_argument("--keep", type=Path, help="leave the runs in this folder; a profile there is used again")
+    parser.add_argument(
+        "--keep", type=Path, help="leave the runs in this folder; a profile there is used again"
+    )
     args, overrides = parser.parse_known_args()
     end_in_order()
     console, found = Console(width=120), []
@@ -300,11 +414,17 @@ def main() -> None:
             wait_for_calm(console.print)
             profile(folder, args, model)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
-            order = args.systems[seed % len(args.systems):] + args.systems[: seed % len(args.systems)]
+            order = (
+                args.systems[seed % len(args.systems) :] + args.systems[: seed % len(args.systems)]
+            )
             for system in order:
                 wait_for_calm(console.print)
-                found.append(asyncio.run(measure(folder, system, seed, args, overrides, model, file)))
-                console.print(f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False)
+                found.append(
+                    asyncio.run(measure(folder, system, seed, args, overrides, model, file))
+                )
+                console.print(
+                    f"{system}, seed {seed}: {found[-1].step_s:.2f} s a step", highlight=False
+                )
                 if args.csv:
                     save(found, args.csv)
     show(found, console, args)

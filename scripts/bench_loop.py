@@ -41,15 +41,27 @@ DEADLINE_S = 900.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, default=8, help="training steps; the first is a warm-up and not counted")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help="training steps; the first is a warm-up and not counted",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", nargs=3, metavar=("RUN", "INDEX", "ENGINES"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--alone", nargs=3, metavar=("RUN", "INDEX", "ENGINES"), help=argparse.SUPPRESS
+    )
     args, overrides = parser.parse_known_args()
     if args.alone:
         return asyncio.run(drive_alone(Path(args.alone[0]), int(args.alone[1]), int(args.alone[2])))
-    rounds = [[measure(engines, args.steps, overrides) for engines in args.engines] for _ in range(args.rounds)]
+    rounds = [
+        [measure(engines, args.steps, overrides) for engines in args.engines]
+        for _ in range(args.rounds)
+    ]
     show([[measured[i] for measured in rounds] for i in range(len(args.engines))])
     return 0
 
@@ -57,22 +69,44 @@ def main() -> int:
 def measure(engines: int, steps: int, overrides: list[str]) -> dict:
     """One run of the loop and one of bare vLLM; medians over the counted steps, seconds and tokens/s."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=bench",
-                   f"trainer.steps={steps}", f"rollout.workers={engines}", "eval.episodes=0", "observe.report=false",
-                   *overrides]
+        command = [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            f"output_dir={folder}",
+            "name=bench",
+            f"trainer.steps={steps}",
+            f"rollout.workers={engines}",
+            "eval.episodes=0",
+            "observe.report=false",
+            *overrides,
+        ]
         subprocess.run(command, check=True, timeout=DEADLINE_S)
         run = Path(folder) / "bench"
         loop = rows_of(read_metrics(run), "step")[1:]
         alone = run_alone(run, engines, steps)
-    row = {key: statistics.median(step[f"time_{key}"] for step in loop) for key in ("rollout", "train", "sync", "idle", "step")}
-    return row | {"engines": engines, "loop": statistics.median(step["tokens_per_s"] for step in loop), "alone": alone,
-                  "ratio": statistics.median(step["tokens_per_s"] for step in loop) / alone}
+    row = {
+        key: statistics.median(step[f"time_{key}"] for step in loop)
+        for key in ("rollout", "train", "sync", "idle", "step")
+    }
+    return row | {
+        "engines": engines,
+        "loop": statistics.median(step["tokens_per_s"] for step in loop),
+        "alone": alone,
+        "ratio": statistics.median(step["tokens_per_s"] for step in loop) / alone,
+    }
 
 
 def run_alone(run: Path, engines: int, steps: int) -> float:
     """Median tokens/s of the same steps on bare engines, one process each, released together."""
-    processes = [subprocess.Popen([sys.executable, __file__, "--alone", str(run), str(i), str(engines)],
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for i in range(engines)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--alone", str(run), str(i), str(engines)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(engines)
+    ]
     rates = []
     try:
         for process in processes:
@@ -96,15 +130,19 @@ def expect(process: subprocess.Popen, word: str) -> str:
     """The rest of the process's next line that begins with `word`."""
     for line in process.stdout:
         if line.startswith(word):
-            return line[len(word):].strip()
-    raise RuntimeError(f"bare engine {process.pid} ended without saying {word!r}; exit code {process.wait(60)}")
+            return line[len(word) :].strip()
+    raise RuntimeError(
+        f"bare engine {process.pid} ended without saying {word!r}; exit code {process.wait(60)}"
+    )
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
     """[(context tokens, tokens that the policy made)] of each turn."""
     tokens, mask = unpack_tokens(trajectory.tokens), np.frombuffer(trajectory.mask, np.uint8)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
-    return [(tokens[:start].tolist(), int(end - start)) for start, end in zip(edges[::2], edges[1::2])]
+    return [
+        (tokens[:start].tolist(), int(end - start)) for start, end in zip(edges[::2], edges[1::2])
+    ]
 
 
 async def drive_alone(run: Path, index: int, engines: int) -> int:
@@ -115,7 +153,10 @@ async def drive_alone(run: Path, index: int, engines: int) -> int:
     for name, value in start.environment(config.cluster.gpus > 0, config.rollout.threads).items():
         os.environ.setdefault(name, value)
     folder = resolve(config.model)
-    llm, _ = start.build(start.engine_args(folder, config.rollout, config.model, False, index), config.cluster.gpus > 0)
+    llm, _ = start.build(
+        start.engine_args(folder, config.rollout, config.model, False, index),
+        config.cluster.gpus > 0,
+    )
     try:
         await play(llm, run, 1, index, engines)  # warm-up
         print("ready", flush=True)
@@ -139,8 +180,14 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
 
     made = 0
     for number, (context, count) in enumerate(turns_of(trajectory)):
-        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, logprobs=0,
-                                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(
+            max_tokens=count,
+            ignore_eos=True,
+            temperature=1.0,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         request = {"prompt_token_ids": context, "cache_salt": str(step)}
         async for _ in llm.generate(request, params, f"{step}/{trajectory.id}/{number}"):
             made += count
@@ -149,14 +196,33 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
 
 def show(measured: list[list[dict]]) -> None:
     """`measured`: for each number of engines its rounds."""
-    rows = [{key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for rounds in measured]
+    rows = [
+        {key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for rounds in measured
+    ]
     table = Table(title=f"one training step, medians of {len(measured[0])} rounds")
-    for column in ("engines", "step s", "rollout s", "train s", "sync s", "idle s", "loop tok/s", "vLLM alone tok/s", "ratio", "min..max"):
+    for column in (
+        "engines",
+        "step s",
+        "rollout s",
+        "train s",
+        "sync s",
+        "idle s",
+        "loop tok/s",
+        "vLLM alone tok/s",
+        "ratio",
+        "min..max",
+    ):
         table.add_column(column, justify="right")
     for r, rounds in zip(rows, measured):
         ratios = [one["ratio"] for one in rounds]
-        table.add_row(str(r["engines"]), *(f"{r[k]:.2f}" for k in ("step", "rollout", "train", "sync", "idle")),
-                      f"{r['loop']:.0f}", f"{r['alone']:.0f}", f"{r['ratio']:.2f}", f"{min(ratios):.2f}..{max(ratios):.2f}")
+        table.add_row(
+            str(r["engines"]),
+            *(f"{r[k]:.2f}" for k in ("step", "rollout", "train", "sync", "idle")),
+            f"{r['loop']:.0f}",
+            f"{r['alone']:.0f}",
+            f"{r['ratio']:.2f}",
+            f"{min(ratios):.2f}..{max(ratios):.2f}",
+        )
     Console().print(table)
     print(json.dumps(measured))
 

@@ -33,14 +33,23 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 FLOAT32_LIMIT = {"cpu": 1e-3, "cuda": 1e-2}
 
 
-async def sample(folder: Path, dtype: str, arguments) -> list[tuple[list[int], list[int], list[float]]]:
+async def sample(
+    folder: Path, dtype: str, arguments
+) -> list[tuple[list[int], list[int], list[float]]]:
     """(prompt, new tokens, engine logprobs) of `--turns` turns."""
-    rollout = msgspec.convert(yaml.safe_load((CONF / "rollout/cpu.yaml").read_text()), config.Rollout)
+    rollout = msgspec.convert(
+        yaml.safe_load((CONF / "rollout/cpu.yaml").read_text()), config.Rollout
+    )
     tiny = msgspec.convert(yaml.safe_load((CONF / "model/tiny.yaml").read_text()), config.Model)
-    model = msgspec.structs.replace(tiny, dtype=dtype, max_context=arguments.prompt_tokens + arguments.new_tokens)
+    model = msgspec.structs.replace(
+        tiny, dtype=dtype, max_context=arguments.prompt_tokens + arguments.new_tokens
+    )
     vocab = config.read_shape(folder).vocab
     generator = np.random.default_rng(arguments.seed)
-    prompts = [generator.integers(0, vocab, arguments.prompt_tokens).tolist() for _ in range(arguments.turns)]
+    prompts = [
+        generator.integers(0, vocab, arguments.prompt_tokens).tolist()
+        for _ in range(arguments.turns)
+    ]
     engine = await Engine.start(folder, rollout, model, gpus=arguments.gpus, seed=arguments.seed)
 
     async def turn(i: int) -> tuple[list[int], list[int], list[float]]:
@@ -62,18 +71,26 @@ def score(folder: Path, dtype: str, turns, device: str) -> np.ndarray:
     """logprob(trainer) of every new token, all turns in a row."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    )
     scores = []
     for prompt, tokens, _ in turns:
         ids = torch.tensor([prompt + tokens], device=device)
-        logprobs = model(ids).logits[0, len(prompt) - 1:-1].float().log_softmax(-1)  # (new tokens, vocabulary)
-        scores.append(logprobs.gather(1, ids[0, len(prompt):, None])[:, 0].cpu().numpy())
+        logprobs = (
+            model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        )  # (new tokens, vocabulary)
+        scores.append(logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy())
     return np.concatenate(scores)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: the tiny model, made if absent")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face folder; default: the tiny model, made if absent"
+    )
     parser.add_argument("--turns", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="random token ids")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -82,16 +99,22 @@ def main() -> int:
     arguments = parser.parse_args()
     tiny = msgspec.convert(yaml.safe_load((CONF / "model/tiny.yaml").read_text()), config.Model)
     folder = arguments.model or models.resolve(tiny)
-    print(f"model {folder}\n{'dtype':9} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'KL k3':>10} {'max ratio':>10} "
-          f"{'seconds':>8}", flush=True)
+    print(
+        f"model {folder}\n{'dtype':9} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'KL k3':>10} {'max ratio':>10} "
+        f"{'seconds':>8}",
+        flush=True,
+    )
     worst, device = 0.0, "cuda" if arguments.gpus else "cpu"
     for dtype in ("float32", "bfloat16"):
         start = time.monotonic()
         turns = asyncio.run(sample(folder, dtype, arguments))
         engine = np.concatenate([np.asarray(logprobs) for _, _, logprobs in turns])
         d = score(folder, dtype, turns, device) - engine
-        print(f"{dtype:9} {d.size:7d} {np.abs(d).mean():10.2e} {np.abs(d).max():10.2e} "
-              f"{(np.exp(d) - 1 - d).mean():10.2e} {np.exp(d).max():10.5f} {time.monotonic() - start:8.1f}", flush=True)
+        print(
+            f"{dtype:9} {d.size:7d} {np.abs(d).mean():10.2e} {np.abs(d).max():10.2e} "
+            f"{(np.exp(d) - 1 - d).mean():10.2e} {np.exp(d).max():10.5f} {time.monotonic() - start:8.1f}",
+            flush=True,
+        )
         worst = max(worst, np.abs(d).max() if dtype == "float32" else 0.0)
     return int(worst > FLOAT32_LIMIT[device])
 

@@ -29,22 +29,34 @@ from rose.trainer.collate import MicroBatch, collate  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: the run's trainer.micro_batch_tokens")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="default: the run's trainer.micro_batch_tokens"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     config = cfg.load(args.run / "config.json")
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
-    policy = model.load(resolve(config.model), torch.float32, config.trainer.gradient_checkpointing).train()
+    policy = model.load(
+        resolve(config.model), torch.float32, config.trainer.gradient_checkpointing
+    ).train()
     trajectories = [t for group in replay.load(args.run, args.step) for t in group]
     rows = [unpack_tokens(t.tokens) for t in trajectories]
     limit = args.micro_batch_tokens or config.trainer.micro_batch_tokens
-    plans = {"rows": batching.plan_micro_batches(batching.Padded([len(row) for row in rows]), 1, limit, 1)[0][0],
-             "trees": batching.plan_micro_batches(batching.Shared(rows), 1, limit, 1)[0][0]}
-    batches = {name: [make(group, trajectories, policy.vocabulary, name == "trees") for group in plan]
-               for name, plan in plans.items()}
+    plans = {
+        "rows": batching.plan_micro_batches(
+            batching.Padded([len(row) for row in rows]), 1, limit, 1
+        )[0][0],
+        "trees": batching.plan_micro_batches(batching.Shared(rows), 1, limit, 1)[0][0],
+    }
+    batches = {
+        name: [make(group, trajectories, policy.vocabulary, name == "trees") for group in plan]
+        for name, plan in plans.items()
+    }
     seconds: dict[str, list[float]] = {"rows": [], "trees": []}
     gradients = {}
     for _ in range(args.rounds):
@@ -52,19 +64,29 @@ def main() -> int:
             began = time.perf_counter()
             gradients[name] = gradient(policy, batches[name])
             seconds[name].append(time.perf_counter() - began)
-    difference = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-                     for a, b in zip(gradients["trees"], gradients["rows"]))
+    difference = max(
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+        for a, b in zip(gradients["trees"], gradients["rows"])
+    )
     for name, made in batches.items():
-        tokens = sum(batch.inputs.numel() if batch.tree is None else len(batch.tree.tokens) for batch in made)
-        print(f"{name:6} {statistics.median(seconds[name]):8.2f} s {tokens:8} tokens in {len(made)} micro-batches")
+        tokens = sum(
+            batch.inputs.numel() if batch.tree is None else len(batch.tree.tokens) for batch in made
+        )
+        print(
+            f"{name:6} {statistics.median(seconds[name]):8.2f} s {tokens:8} tokens in {len(made)} micro-batches"
+        )
     ratios = [tree / row for tree, row in zip(seconds["trees"], seconds["rows"])]
     taken = batching.plan_batch(rows, 1, limit, 1, batching.flops(config.model.shape))[1]
-    print(f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); gradients differ by "
-          f"{difference:.1e}; the plan takes {'trees' if taken else 'rows'}")
+    print(
+        f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); gradients differ by "
+        f"{difference:.1e}; the plan takes {'trees' if taken else 'rows'}"
+    )
     return 0
 
 
-def make(group: list[int], trajectories: list[Trajectory], vocabulary: int, trees: bool) -> MicroBatch:
+def make(
+    group: list[int], trajectories: list[Trajectory], vocabulary: int, trees: bool
+) -> MicroBatch:
     return collate(group, dict(enumerate(trajectories)), vocabulary, trees)
 
 

@@ -81,8 +81,13 @@ class Load:
         self.scheduler, self.draw = scheduler, np.random.default_rng(seed)
         self.costs: dict[str, list[int]] = {}  # event -> ns
         self.at = 0.0
-        self.kinds = [("dedicated", "H800"), ("dedicated", "H20"), ("cooperative", "H800"), ("spot", "H20"),
-                      ("hybrid", "H800")]
+        self.kinds = [
+            ("dedicated", "H800"),
+            ("dedicated", "H20"),
+            ("cooperative", "H800"),
+            ("spot", "H20"),
+            ("hybrid", "H800"),
+        ]
         self.borrowed: list[str] = []
         self.running: list[str] = []  # turns that workers have
         self.place: dict[str, int] = {}  # turn -> its index there
@@ -104,8 +109,17 @@ class Load:
         name = f"worker-{i}"
         if kind in ("cooperative", "spot") and i < len(self.scheduler.cluster.workers) + 1:
             self.borrowed.append(name)
-        self.say(ev.WorkerJoined(at=self.at, worker=name, kind=kind, max_sequences=SEQUENCES, kv_tokens=KV_TOKENS,
-                                 version=self.version, hardware=hardware))
+        self.say(
+            ev.WorkerJoined(
+                at=self.at,
+                worker=name,
+                kind=kind,
+                max_sequences=SEQUENCES,
+                kv_tokens=KV_TOKENS,
+                version=self.version,
+                hardware=hardware,
+            )
+        )
 
     def begin(self) -> None:
         self.step += 1
@@ -119,10 +133,18 @@ class Load:
             if trajectory not in self.left:
                 continue  # dropped
             group = trajectory.partition(".")[0]
-            self.say(ev.TurnRequested(at=self.at, turn=turn, trajectory=trajectory, group=group,
-                                      context_tokens=500 * (1 + int(number)), max_new_tokens=int(self.draw.integers(200, 6000)),
-                                      domain=("maths", "web")[len(trajectory) % 2],
-                                      outcome=("ok", "failed")[int(self.draw.random() < 0.2)]))
+            self.say(
+                ev.TurnRequested(
+                    at=self.at,
+                    turn=turn,
+                    trajectory=trajectory,
+                    group=group,
+                    context_tokens=500 * (1 + int(number)),
+                    max_new_tokens=int(self.draw.integers(200, 6000)),
+                    domain=("maths", "web")[len(trajectory) % 2],
+                    outcome=("ok", "failed")[int(self.draw.random() < 0.2)],
+                )
+            )
 
     def end(self, turn: str) -> None:
         tokens = int(self.draw.integers(50, 2000))
@@ -148,15 +170,31 @@ class Load:
         match n % 5:
             case 0 | 1:
                 share = float(self.draw.choice([0.0, 0.25, 0.5, 1.0]))
-                self.say(ev.WorkerCapacity(at=self.at, worker=name, kv_tokens=int(KV_TOKENS * share),
-                                           max_sequences=SEQUENCES if share else 0, expected_s=-1.0, revoked=share < 1))
+                self.say(
+                    ev.WorkerCapacity(
+                        at=self.at,
+                        worker=name,
+                        kv_tokens=int(KV_TOKENS * share),
+                        max_sequences=SEQUENCES if share else 0,
+                        expected_s=-1.0,
+                        revoked=share < 1,
+                    )
+                )
             case 2 if self.running:
                 turn = self.running[int(self.draw.integers(len(self.running)))]
                 worker, attempt = self.attempt[turn]
                 self.forget(turn)
                 self.say(ev.TurnReturned(at=self.at, turn=turn, attempt=attempt))
-                self.say(ev.WorkerCapacity(at=self.at, worker=worker, kv_tokens=KV_TOKENS, max_sequences=SEQUENCES,
-                                           expected_s=0.0, revoked=False))
+                self.say(
+                    ev.WorkerCapacity(
+                        at=self.at,
+                        worker=worker,
+                        kv_tokens=KV_TOKENS,
+                        max_sequences=SEQUENCES,
+                        expected_s=0.0,
+                        revoked=False,
+                    )
+                )
             case 3:
                 for turn in list(self.scheduler.cluster.workers[name].turns):
                     self.forget(turn)
@@ -233,10 +271,19 @@ def measure(system: str, workers: int, events: int, seed: int) -> dict[str, Any]
     gc.enable()
     costs = np.concatenate([np.array(c) for c in load.costs.values()]) / 1e3
     request, end = (np.array(load.costs[k]) / 1e3 for k in ("TurnRequested", "TurnEnded"))
-    return {"system": system, "workers": workers, "turns": len(load.scheduler.cluster.turns),
-            "waiting": load.scheduler.waiting, "decisions": len(costs), "median_us": np.median(costs),
-            "p99_us": np.percentile(costs, 99), "p99.9_us": np.percentile(costs, 99.9), "max_us": costs.max(),
-            "request_us": np.median(request), "end_us": np.median(end)}
+    return {
+        "system": system,
+        "workers": workers,
+        "turns": len(load.scheduler.cluster.turns),
+        "waiting": load.scheduler.waiting,
+        "decisions": len(costs),
+        "median_us": np.median(costs),
+        "p99_us": np.percentile(costs, 99),
+        "p99.9_us": np.percentile(costs, 99.9),
+        "max_us": costs.max(),
+        "request_us": np.median(request),
+        "end_us": np.median(end),
+    }
 
 
 # --------------------------------------------------------------------------- beside simpy
@@ -309,32 +356,58 @@ def simpy_batch(workers: int, count: int, seed: int) -> float:
 
 def simulators(count: int, seed: int) -> list[dict[str, Any]]:
     rows = []
-    for workers, sequences, rival in ((4, 1, simpy_servers), (100, 1, simpy_servers), (1, 256, simpy_batch)):
-        for name, run in (("rose.sim", lambda w, c, s, q=sequences: probes.queue(LOAD, TOKENS, w, q, c, s, lengths).mean()),
-                          ("simpy", rival)):
+    for workers, sequences, rival in (
+        (4, 1, simpy_servers),
+        (100, 1, simpy_servers),
+        (1, 256, simpy_batch),
+    ):
+        for name, run in (
+            (
+                "rose.sim",
+                lambda w, c, s, q=sequences: probes.queue(LOAD, TOKENS, w, q, c, s, lengths).mean(),
+            ),
+            ("simpy", rival),
+        ):
             began = time.thread_time()
             mean = float(run(workers, count, seed))
             took = time.thread_time() - began
-            rows.append({"engines": workers, "sequences": sequences, "simulator": name, "arrivals": count,
-                         "arrivals_per_s": count / took, "tokens_per_s": count * TOKENS / took,
-                         "mean_in_system_ms": 1000 * mean})
+            rows.append(
+                {
+                    "engines": workers,
+                    "sequences": sequences,
+                    "simulator": name,
+                    "arrivals": count,
+                    "arrivals_per_s": count / took,
+                    "tokens_per_s": count * TOKENS / took,
+                    "mean_in_system_ms": 1000 * mean,
+                }
+            )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     heads = list(rows[0])
-    cells = [heads] + [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [heads] + [
+        [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(
+        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells
+    )
 
 
 def known() -> list[str]:
-    return [name for name, system in SYSTEMS.items()
-            if all(p in POLICIES[kind] for kind, p in zip(KINDS, system, strict=True))]
+    return [
+        name
+        for name, system in SYSTEMS.items()
+        if all(p in POLICIES[kind] for kind, p in zip(KINDS, system, strict=True))
+    ]
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parse.add_argument("--sizes", default="100,1000,10000")
     parse.add_argument("--policies", default=",".join(known()))
     parse.add_argument("--events", type=int, default=20_000, help="turns ended, of each row")
@@ -351,13 +424,24 @@ def main() -> None:
             load.run(args.events)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
-    rows = simulators(args.events, args.seed) if args.simulator else [measure(system, size, args.events, args.seed) for system in args.policies.split(",") for size in sizes]
+    rows = (
+        simulators(args.events, args.seed)
+        if args.simulator
+        else [
+            measure(system, size, args.events, args.seed)
+            for system in args.policies.split(",")
+            for size in sizes
+        ]
+    )
     print(table(rows))
     if args.csv:
         with args.csv.open("w", newline="") as file:
             out = csv.DictWriter(file, list(rows[0]))
             out.writeheader()
-            out.writerows({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+            out.writerows(
+                {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+                for row in rows
+            )
 
 
 if __name__ == "__main__":

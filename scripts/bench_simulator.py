@@ -33,16 +33,25 @@ def measured(gpus: int) -> dict[str, float]:
     began, cpu = time.perf_counter(), time.process_time()
     result = probes.scale(gpus, PER_GPU * gpus, TURNS)
     seconds = time.perf_counter() - began
-    return {"gpus": gpus, "trajectories": PER_GPU * gpus, "turns": result.counts.turns,
-            "wall_s": round(seconds, 2), "cpu_s": round(time.process_time() - cpu, 2), "events": result.events,
-            "events_per_s": round(result.events / seconds), "decisions": result.counts.decisions,
-            "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)}
+    return {
+        "gpus": gpus,
+        "trajectories": PER_GPU * gpus,
+        "turns": result.counts.turns,
+        "wall_s": round(seconds, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
+        "events": result.events,
+        "events_per_s": round(result.events / seconds),
+        "decisions": result.counts.decisions,
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+    }
 
 
 def ours() -> float:
     """Requests per second of wall time."""
     began = time.perf_counter()
-    probes.queue(LOAD, TOKENS, SERVERS, 1, ARRIVALS, 0, lambda draw, count: draw.exponential(1.0, count))
+    probes.queue(
+        LOAD, TOKENS, SERVERS, 1, ARRIVALS, 0, lambda draw, count: draw.exponential(1.0, count)
+    )
     return ARRIVALS / (time.perf_counter() - began)
 
 

@@ -46,8 +46,14 @@ from bench_sync_parts import RANKS, WARM_UP, Shards, digest  # noqa: E402
 from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained  # noqa: E402
 
 DEADLINE_S = 900.0
-VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-             "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 class Failed(SystemExit):
@@ -62,9 +68,14 @@ class Role:
         with log.open("wb") as errors:
             parent = os.getpid()
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=REPOSITORY,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=REPOSITORY,
                 env=os.environ | VARIABLES | env | {"PYTHONPATH": str(REPOSITORY)},
-                preexec_fn=lambda: die_with_parent(parent))
+                preexec_fn=lambda: die_with_parent(parent),
+            )
 
     def tell(self, command: dict) -> None:
         try:
@@ -145,7 +156,12 @@ class Bench:
     def steps(self, lr: float) -> Path:
         """The folder of shards after the last steps at this learning rate, made if it is not there."""
         args = self.args
-        wanted = {"model": str(self.model), "lr": lr, "steps": WARM_UP + args.steps, "kept": args.steps}
+        wanted = {
+            "model": str(self.model),
+            "lr": lr,
+            "steps": WARM_UP + args.steps,
+            "kept": args.steps,
+        }
         name = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:8]
         folder = self.work / f"steps-{lr:g}-{name}"
         if not (folder / "done.json").exists():
@@ -159,12 +175,23 @@ class Bench:
         return folder
 
     def _train(self, stack: ExitStack, wanted: dict, folder: Path) -> list[list[dict]]:
-        print(f"learning rate {wanted['lr']:g}: {wanted['steps']} steps by {RANKS} trainer ranks", flush=True)
+        print(
+            f"learning rate {wanted['lr']:g}: {wanted['steps']} steps by {RANKS} trainer ranks",
+            flush=True,
+        )
         samples = self.folder / "samples.npz"
         if not samples.exists():  # the same for all learning rates
             self.role(stack, "sampler", "sample", wanted | {"file": str(samples)}).answer()
-        job = wanted | {"folder": str(folder), "samples": str(samples), "threads": 1, "port": _port()}
-        ranks = [self.role(stack, f"trainer-{rank}", "train", job | {"rank": rank}) for rank in range(RANKS)]
+        job = wanted | {
+            "folder": str(folder),
+            "samples": str(samples),
+            "threads": 1,
+            "port": _port(),
+        }
+        ranks = [
+            self.role(stack, f"trainer-{rank}", "train", job | {"rank": rank})
+            for rank in range(RANKS)
+        ]
         said = []
         for _ in range(wanted["steps"]):
             said.append([rank.answer() for rank in ranks])
@@ -181,61 +208,134 @@ class Bench:
         """Every measurement over a link of `rate` Mbit/s."""
         with ExitStack() as stack:
             link = stack.enter_context(_link_kind(self.args.link)(rate * 1e6))
-            print(f"\nlink: {link.name}; {os.getloadavg()[0]:.1f} programs ran on the {os.cpu_count()} cores "
-                  "in the minute before", flush=True)
+            print(
+                f"\nlink: {link.name}; {os.getloadavg()[0]:.1f} programs ran on the {os.cpu_count()} cores "
+                "in the minute before",
+                flush=True,
+            )
             serving = self._relays(stack, link)
             job = {"token_file": str(self.token_file), "threads": self.args.threads}
             publishing = job | {"port": _port(), "threads": max(1, self.args.threads // RANKS)}
-            publishers = [self.role(stack, f"publisher-{rank}", "publish", publishing | {"rank": rank}, link.sides[0])
-                          for rank in range(RANKS)]
+            publishers = [
+                self.role(
+                    stack,
+                    f"publisher-{rank}",
+                    "publish",
+                    publishing | {"rank": rank},
+                    link.sides[0],
+                )
+                for rank in range(RANKS)
+            ]
             for publisher in publishers:
                 publisher.answer()
             rows = []
             with ExitStack() as plain:
-                receivers = [self.role(plain, f"receiver-{n}", "receive", job, link.sides[1])
-                             for n in range(max(self.args.receivers))]
+                receivers = [
+                    self.role(plain, f"receiver-{n}", "receive", job, link.sides[1])
+                    for n in range(max(self.args.receivers))
+                ]
                 for receiver in receivers:
                     receiver.answer()
                 for lr in self.args.lrs:
                     for encoding in NAMES:
-                        if encoding == "dense" and lr != self.args.lrs[0]:  # the same bytes at any rate of learning
-                            rows += [replace(row, lr=lr) for row in rows
-                                     if (row.encoding, row.lr) == (encoding, self.args.lrs[0])]
+                        if (
+                            encoding == "dense" and lr != self.args.lrs[0]
+                        ):  # the same bytes at any rate of learning
+                            rows += [
+                                replace(row, lr=lr)
+                                for row in rows
+                                if (row.encoding, row.lr) == (encoding, self.args.lrs[0])
+                            ]
                             continue
                         for count in self.args.receivers:
-                            rows += self._run(link, serving, publishers, receivers[:count], lr, encoding, rate, False)
+                            rows += self._run(
+                                link,
+                                serving,
+                                publishers,
+                                receivers[:count],
+                                lr,
+                                encoding,
+                                rate,
+                                False,
+                            )
             for count in range(1, self.args.engines + 1):
-                rows += self._engines(link, serving, publishers, count, job | {"model": str(self.model)}, rate)
+                rows += self._engines(
+                    link, serving, publishers, count, job | {"model": str(self.model)}, rate
+                )
             return rows
 
-    def _engines(self, link, serving: str, publishers: list[Role], count: int, job: dict, rate: float) -> list[Sync]:
+    def _engines(
+        self, link, serving: str, publishers: list[Role], count: int, job: dict, rate: float
+    ) -> list[Sync]:
         with ExitStack() as stack:
-            engines = [self.role(stack, f"engine-{n}", "engine", job, link.sides[1]) for n in range(count)]
+            engines = [
+                self.role(stack, f"engine-{n}", "engine", job, link.sides[1]) for n in range(count)
+            ]
             for engine in engines:
                 engine.answer()
-            return [row for lr in self.args.lrs
-                    for row in self._run(link, serving, publishers, engines, lr, "ours", rate, True)]
+            return [
+                row
+                for lr in self.args.lrs
+                for row in self._run(link, serving, publishers, engines, lr, "ours", rate, True)
+            ]
 
     def _relays(self, stack: ExitStack, link) -> str:
         """URL of the relay on the serving side."""
         token = ["--token-file", str(self.token_file)]
         relay = [sys.executable, "-m", "rose.relay"]
-        first = self.process(stack, "relay-training", [
-            *link.sides[0], *relay, str(self.stores), "--listen", link.listen, "--cache-gib", "0",
-            "--cache", str(self.folder / f"cache-a-{link.listen}"), *token])
+        first = self.process(
+            stack,
+            "relay-training",
+            [
+                *link.sides[0],
+                *relay,
+                str(self.stores),
+                "--listen",
+                link.listen,
+                "--cache-gib",
+                "0",
+                "--cache",
+                str(self.folder / f"cache-a-{link.listen}"),
+                *token,
+            ],
+        )
         port = int(re.search(r"http://[\w.]+:(\d+) ", first.line(60))[1])
-        second = self.process(stack, "relay-serving", [
-            *link.sides[1], *relay, link.upstream(port), "--listen", "127.0.0.1:0",
-            "--cache", str(self.folder / "cache-b"), *token])
+        second = self.process(
+            stack,
+            "relay-serving",
+            [
+                *link.sides[1],
+                *relay,
+                link.upstream(port),
+                "--listen",
+                "127.0.0.1:0",
+                "--cache",
+                str(self.folder / "cache-b"),
+                *token,
+            ],
+        )
         stack.callback(shutil.rmtree, self.folder / "cache-b", ignore_errors=True)
         return re.search(r"(http://[\w.]+:\d+) ", second.line(60))[1]
 
-    def _run(self, link, serving: str, publishers: list[Role], readers: list[Role], lr: float, encoding: str,
-             rate: float, engines: bool) -> list[Sync]:
+    def _run(
+        self,
+        link,
+        serving: str,
+        publishers: list[Role],
+        readers: list[Role],
+        lr: float,
+        encoding: str,
+        rate: float,
+        engines: bool,
+    ) -> list[Sync]:
         """All kept steps, one sync each."""
         shards = self.steps(lr)
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
-        opening = {"shards": str(shards), "encoding": encoding, "full": engines}  # whose weights are the model's
+        opening = {
+            "shards": str(shards),
+            "encoding": encoding,
+            "full": engines,
+        }  # whose weights are the model's
         _all(publishers, opening | {"open": str(store)})
         _all(readers, opening | {"open": f"{serving}/{store.name}"})
         rows = []
@@ -247,30 +347,62 @@ class Bench:
             wanted = self._digest(shards, step)
             for reader, said in zip(readers, loaded):
                 if said.get("digest", wanted) != wanted or not said.get("same", True):
-                    raise Failed(f"bench_sync: {encoding}, {reader.name}: version {step} is not the trainer's")
+                    raise Failed(
+                        f"bench_sync: {encoding}, {reader.name}: version {step} is not the trainer's"
+                    )
                 if len(said["route"]) != 1:
-                    raise Failed(f"bench_sync: {encoding}, {reader.name}: version {step} came by {said['route']}")
+                    raise Failed(
+                        f"bench_sync: {encoding}, {reader.name}: version {step} came by {said['route']}"
+                    )
             slowest = max(loaded, key=lambda said: said["flipped"])
-            rows.append(Sync(
-                rate, lr, encoding, len(readers), engines, step, published[0]["nbytes"], link.bytes() - link_before,
-                self._pulled(link, serving) - pulled_before, slowest["flipped"] - began,
-                max(said["seconds"] for said in published), slowest["stage_s"], slowest["pause_s"],
-                sum(said["cpu_s"] for said in published), slowest["cpu_s"], slowest["changed"],
-                max(said["peak"] for said in published), max(said["peak"] for said in loaded)))
+            rows.append(
+                Sync(
+                    rate,
+                    lr,
+                    encoding,
+                    len(readers),
+                    engines,
+                    step,
+                    published[0]["nbytes"],
+                    link.bytes() - link_before,
+                    self._pulled(link, serving) - pulled_before,
+                    slowest["flipped"] - began,
+                    max(said["seconds"] for said in published),
+                    slowest["stage_s"],
+                    slowest["pause_s"],
+                    sum(said["cpu_s"] for said in published),
+                    slowest["cpu_s"],
+                    slowest["changed"],
+                    max(said["peak"] for said in published),
+                    max(said["peak"] for said in loaded),
+                )
+            )
         shutil.rmtree(store)
         found = middle(rows)
-        print(f"  lr {lr:g} {NAMES[encoding]:18} {len(readers)} {'engine' if engines else 'receiver'}"
-              f"{'s' if len(readers) > 1 else ' '} {found['seconds']:7.2f} s: publish {found['publish_s']:.2f}, stage "
-              f"{found['stage_s']:.2f}, pause {1e3 * found['pause_s']:.1f} ms; {found['payload'] / 1e6:.2f} MB, "
-              f"over the link {found['link'] / 1e6:.2f}", flush=True)
+        print(
+            f"  lr {lr:g} {NAMES[encoding]:18} {len(readers)} {'engine' if engines else 'receiver'}"
+            f"{'s' if len(readers) > 1 else ' '} {found['seconds']:7.2f} s: publish {found['publish_s']:.2f}, stage "
+            f"{found['stage_s']:.2f}, pause {1e3 * found['pause_s']:.1f} ms; {found['payload'] / 1e6:.2f} MB, "
+            f"over the link {found['link'] / 1e6:.2f}",
+            flush=True,
+        )
         return rows
 
     def _pulled(self, link, url: str) -> int:
         """Bytes of files that the serving side's relay asked for."""
-        ask = ("import sys, urllib.request as u\n"
-               "r = u.Request(sys.argv[1], headers={'Authorization': 'Bearer ' + open(sys.argv[2]).read()})\n"
-               "print(u.urlopen(r, timeout=10).read().decode())")
-        command = [*link.sides[1], sys.executable, "-c", ask, f"{url}/metrics", str(self.token_file)]
+        ask = (
+            "import sys, urllib.request as u\n"
+            "r = u.Request(sys.argv[1], headers={'Authorization': 'Bearer ' + open(sys.argv[2]).read()})\n"
+            "print(u.urlopen(r, timeout=10).read().decode())"
+        )
+        command = [
+            *link.sides[1],
+            sys.executable,
+            "-c",
+            ask,
+            f"{url}/metrics",
+            str(self.token_file),
+        ]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return int(re.search(r"^rose_relay_upstream_bytes_total (\d+)$", said, re.M)[1])
 
@@ -300,8 +432,11 @@ def _smollm2() -> Path:
 
     from rose import config, models
 
-    return models.resolve(msgspec.convert(yaml.safe_load((REPOSITORY / "conf/model/smollm2.yaml").read_text()),
-                                          config.Model))
+    return models.resolve(
+        msgspec.convert(
+            yaml.safe_load((REPOSITORY / "conf/model/smollm2.yaml").read_text()), config.Model
+        )
+    )
 
 
 def _link_kind(asked: str) -> Callable:
@@ -317,23 +452,44 @@ def _link_kind(asked: str) -> Callable:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=_numbers, default=[1000.0, 200.0], help="Mbit/s, comma-separated; 0: no limit")
-    parser.add_argument("--receivers", type=_numbers, default=[1, 2, 4], help="how many at once, comma-separated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates",
+        type=_numbers,
+        default=[1000.0, 200.0],
+        help="Mbit/s, comma-separated; 0: no limit",
+    )
+    parser.add_argument(
+        "--receivers", type=_numbers, default=[1, 2, 4], help="how many at once, comma-separated"
+    )
     parser.add_argument("--lrs", type=_numbers, default=[1e-6, 1e-5])
-    parser.add_argument("--engines", type=int, default=0, help="vLLM engines too, 1 to so many at once; ours only")
-    parser.add_argument("--steps", type=int, default=3, help=f"syncs per figure; {WARM_UP} more steps warm up")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of a receiver; publishers "
-                        "share as many")
+    parser.add_argument(
+        "--engines", type=int, default=0, help="vLLM engines too, 1 to so many at once; ours only"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help=f"syncs per figure; {WARM_UP} more steps warm up"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="of a receiver; publishers share as many",
+    )
     parser.add_argument("--link", choices=["auto", "namespaces", "proxy"], default="auto")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default SmolLM2-135M")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "outputs/bench_sync", help="steps are kept there")
+    parser.add_argument(
+        "--work", type=Path, default=REPOSITORY / "outputs/bench_sync", help="steps are kept there"
+    )
     parser.add_argument("--json", type=Path, help="write every sync there")
     args = parser.parse_args(argv)
     args.receivers = sorted(int(count) for count in args.receivers)
     if args.steps < 1 or min(args.receivers) < 1 or min(args.rates) < 0:
         parser.error("--steps and --receivers must be at least 1, --rates at least 0")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: everything is cleaned up
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as an exception: everything is cleaned up
     with Bench(args) as bench:
         folders = {lr: bench.steps(lr) for lr in args.lrs}
         rows = [row for rate in args.rates for row in bench.link(rate)]

@@ -25,9 +25,16 @@ class Namespaces:
     """`rate` in bits a second, 0: as fast as the machine. A context manager; what it made is removed at its end."""
 
     def __init__(self, rate: float):
-        self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s" if rate else "network namespaces, unlimited"
+        self.name = (
+            f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s"
+            if rate
+            else "network namespaces, unlimited"
+        )
         self._rate, tag = rate, os.getpid()
-        self._spaces, self._ends = (f"rose-train-{tag}", f"rose-serve-{tag}"), (f"rt{tag}", f"rs{tag}")
+        self._spaces, self._ends = (
+            (f"rose-train-{tag}", f"rose-serve-{tag}"),
+            (f"rt{tag}", f"rs{tag}"),
+        )
 
     @staticmethod
     def obstacle() -> str:
@@ -47,15 +54,43 @@ class Namespaces:
         try:
             for space in self._spaces:
                 _tool("ip", "netns", "add", space)
-            _tool("ip", "link", "add", self._ends[0], "netns", self._spaces[0], "type", "veth",
-                  "peer", "name", self._ends[1], "netns", self._spaces[1])
+            _tool(
+                "ip",
+                "link",
+                "add",
+                self._ends[0],
+                "netns",
+                self._spaces[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                self._ends[1],
+                "netns",
+                self._spaces[1],
+            )
             for number, (space, end) in enumerate(zip(self._spaces, self._ends), 1):
                 _tool("ip", "-n", space, "addr", "add", f"{SUBNET}.{number}/30", "dev", end)
                 for device in (end, "lo"):
                     _tool("ip", "-n", space, "link", "set", device, "up")
                 if self._rate:
-                    _tool("tc", "-n", space, "qdisc", "add", "dev", end, "root", "tbf", "rate", f"{self._rate:.0f}bit",
-                          "burst", str(BURST), "latency", QUEUE)
+                    _tool(
+                        "tc",
+                        "-n",
+                        space,
+                        "qdisc",
+                        "add",
+                        "dev",
+                        end,
+                        "root",
+                        "tbf",
+                        "rate",
+                        f"{self._rate:.0f}bit",
+                        "burst",
+                        str(BURST),
+                        "latency",
+                        QUEUE,
+                    )
         except BaseException:
             self.__exit__()
             raise
@@ -88,7 +123,11 @@ class Proxy:
     listen = "127.0.0.1:0"
 
     def __init__(self, rate: float):
-        self.name = f"token bucket of the bench's own, {rate / 1e6:g} Mbit/s" if rate else "loopback, unlimited"
+        self.name = (
+            f"token bucket of the bench's own, {rate / 1e6:g} Mbit/s"
+            if rate
+            else "loopback, unlimited"
+        )
         self._rate, self._passed, self._lock = rate / 8, 0, threading.Lock()
         self._free = 0.0  # when the link has sent what it was given, monotonic seconds
 

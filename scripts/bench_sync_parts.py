@@ -26,7 +26,9 @@ def codec_of(name: str):
 
     if name == "ours":
         return codec
-    encode, apply = {"dense": (None, None), "coo": (_coo, _apply_coo), "xor": (_xor, _apply_xor)}[name]
+    encode, apply = {"dense": (None, None), "coo": (_coo, _apply_coo), "xor": (_xor, _apply_xor)}[
+        name
+    ]
 
     def encoded(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         parts = [new] if old is None or encode is None else encode(new, old)
@@ -39,8 +41,12 @@ def codec_of(name: str):
     def decode(payload) -> np.ndarray:
         return np.frombuffer(payload, np.uint16, offset=4).copy()
 
-    return SimpleNamespace(encode=encoded, decode=decode, info=info,
-                           apply=lambda payload, values: apply(memoryview(payload)[4:], values))
+    return SimpleNamespace(
+        encode=encoded,
+        decode=decode,
+        info=info,
+        apply=lambda payload, values: apply(memoryview(payload)[4:], values),
+    )
 
 
 def _coo(new: np.ndarray, old: np.ndarray) -> list[np.ndarray]:
@@ -101,15 +107,21 @@ class Shards:
 
         from rose.transfer.blocks import rectangles
 
-        made = {t.name: np.empty((t.size // t.columns, t.columns), np.uint16) for t in self.plan.tensors}
+        made = {
+            t.name: np.empty((t.size // t.columns, t.columns), np.uint16) for t in self.plan.tensors
+        }
         for block in self.plan.blocks:
             tensor, values, at = self.plan.tensors[block.tensor], self.read(step, block), 0
             for r in rectangles(block, tensor.columns):
-                part = made[tensor.name][r.first_row:r.last_row, r.first_column:r.last_column]
-                part[:] = values[at:at + r.size].reshape(part.shape)
+                part = made[tensor.name][r.first_row : r.last_row, r.first_column : r.last_column]
+                part[:] = values[at : at + r.size].reshape(part.shape)
                 at += r.size
-        return {t.name: torch.from_numpy(made[t.name].view(np.int16)).view(torch.bfloat16).reshape(t.shape)
-                for t in self.plan.tensors}
+        return {
+            t.name: torch.from_numpy(made[t.name].view(np.int16))
+            .view(torch.bfloat16)
+            .reshape(t.shape)
+            for t in self.plan.tensors
+        }
 
 
 def digest(tensors: dict) -> str:
@@ -145,5 +157,7 @@ class Memory:
         return self._now("VmHWM") - self._base
 
     def _now(self, field: str) -> int:
-        line = next(x for x in (self._process / "status").read_text().splitlines() if x.startswith(field))
+        line = next(
+            x for x in (self._process / "status").read_text().splitlines() if x.startswith(field)
+        )
         return int(line.split()[1]) * 1024

@@ -25,7 +25,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from bench_sync_parts import RANKS, WARM_UP, Memory, Shards, codec_of, digest, release  # noqa: E402
 
-ROWS, GROUP, PROMPT, RESPONSE = 8, 4, 16, 32  # a batch: trajectories, of which so many share a prompt; tokens
+ROWS, GROUP, PROMPT, RESPONSE = (
+    8,
+    4,
+    16,
+    32,
+)  # a batch: trajectories, of which so many share a prompt; tokens
 STAGE_BYTES = 8 * 2**30
 TIMEOUT_S = 300.0
 
@@ -44,12 +49,23 @@ def sample(job: dict, say) -> None:
     prompts = prompts.repeat_interleave(GROUP, 0)
     with torch.no_grad():
         tokens = policy.hf.generate(
-            input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=RESPONSE,
-            min_new_tokens=RESPONSE, temperature=1.0, top_k=0, top_p=1.0)
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            max_new_tokens=RESPONSE,
+            min_new_tokens=RESPONSE,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
         mask = torch.zeros(len(tokens), tokens.shape[1] - 1)
-        mask[:, PROMPT - 1:] = 1
-        logprobs = torch.cat([policy(part[:, :-1], part[:, 1:], m)[0] * m
-                              for part, m in zip(tokens.split(ROWS), mask.split(ROWS))])
+        mask[:, PROMPT - 1 :] = 1
+        logprobs = torch.cat(
+            [
+                policy(part[:, :-1], part[:, 1:], m)[0] * m
+                for part, m in zip(tokens.split(ROWS), mask.split(ROWS))
+            ]
+        )
     np.savez(job["file"], tokens=tokens.numpy().astype(np.int32), logprobs=logprobs.float().numpy())
     say({})
 
@@ -63,18 +79,30 @@ def train(job: dict, say) -> None:
     from rose.trainer.trainer import DTYPES, Trainer
 
     rank, folder, store = job["rank"], Path(job["folder"]), Path(job["folder"]) / "store"
-    trainer = Trainer(_settings(job), rank, RANKS, local_place(job["port"]), job["model"], NullRecorder())
+    trainer = Trainer(
+        _settings(job), rank, RANKS, local_place(job["port"]), job["model"], NullRecorder()
+    )
     shape = read_shape(Path(job["model"]))
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, [1, 2, 4, 8]))
     if rank == 0:
         (folder / "plan.json").write_bytes((store / "plan.json").read_bytes())
-    reader = ShardReader(trainer.engine.engine, trainer.engine.policy.named_weights(), 3, DTYPES["bfloat16"], rank,
-                         RANKS)
+    reader = ShardReader(
+        trainer.engine.engine,
+        trainer.engine.policy.named_weights(),
+        3,
+        DTYPES["bfloat16"],
+        rank,
+        RANKS,
+    )
     mine = [block for block in trainer._publisher.plan.blocks if block.owner == rank]
     for step in range(job["steps"]):
         began = time.monotonic()
         metrics = trainer.train(*_batch(job, step, rank))
-        said = {"step": step, "seconds": time.monotonic() - began, "grad_norm": metrics["grad_norm"]}
+        said = {
+            "step": step,
+            "seconds": time.monotonic() - began,
+            "grad_norm": metrics["grad_norm"],
+        }
         if (kept := step - (job["steps"] - job["kept"] - 1)) >= 0:
             with open(folder / f"step-{kept}.rank-{rank}", "wb") as file:
                 for block in mine:
@@ -82,7 +110,11 @@ def train(job: dict, say) -> None:
             memory, began = Memory(), time.monotonic()
             memory.reset()
             published = trainer.publish(kept)
-            said |= {"publish_s": time.monotonic() - began, "nbytes": published.nbytes, "rise": memory.peak}
+            said |= {
+                "publish_s": time.monotonic() - began,
+                "nbytes": published.nbytes,
+                "rise": memory.peak,
+            }
             trainer.tidy()
         say(said)
     trainer.close()
@@ -94,10 +126,20 @@ def _settings(job: dict):
 
     from rose import config
 
-    overrides = ["model=smollm2", "model.dtype=bfloat16", "trainer.zero_stage=3", "trainer.dtype=float32",
-                 f"trainer.ranks={RANKS}", f"trainer.threads={job['threads']}", "trainer.share_prefixes=false",
-                 f"trainer.optimizer.warmup_steps={WARM_UP}", f"trainer.optimizer.lr={job['lr']}",
-                 f"trainer.batch_size={ROWS}", f"rollout.group_size={GROUP}", f"transfer.threads={job['threads']}"]
+    overrides = [
+        "model=smollm2",
+        "model.dtype=bfloat16",
+        "trainer.zero_stage=3",
+        "trainer.dtype=float32",
+        f"trainer.ranks={RANKS}",
+        f"trainer.threads={job['threads']}",
+        "trainer.share_prefixes=false",
+        f"trainer.optimizer.warmup_steps={WARM_UP}",
+        f"trainer.optimizer.lr={job['lr']}",
+        f"trainer.batch_size={ROWS}",
+        f"rollout.group_size={GROUP}",
+        f"transfer.threads={job['threads']}",
+    ]
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         return config.from_dict(OmegaConf.to_container(compose("config", overrides), resolve=True))
 
@@ -108,18 +150,34 @@ def _batch(job: dict, step: int, rank: int):
     from rose.trainer.batching import Padded, plan_micro_batches
 
     drawn = np.load(job["samples"])
-    tokens, logprobs = (drawn[name][ROWS * step:ROWS * (step + 1)] for name in ("tokens", "logprobs"))
+    tokens, logprobs = (
+        drawn[name][ROWS * step : ROWS * (step + 1)] for name in ("tokens", "logprobs")
+    )
     mask = np.zeros(tokens.shape, np.uint8)
     mask[:, PROMPT:] = 1
     rewards = np.random.default_rng(step).integers(0, 2, ROWS).astype(float).tolist()
     plan = plan_micro_batches(Padded([tokens.shape[1]] * ROWS), RANKS, 1024, 1)[rank]
-    mine = {row: p.Trajectory(
-        id=f"g{row // GROUP}.{row % GROUP}", group=f"g{row // GROUP}", phase=p.Phase.TRAIN,
-        tokens=p.pack_tokens(tokens[row]), mask=mask[row].tobytes(),
-        logprobs=p.pack_floats(np.concatenate([[0.0], logprobs[row]]).astype(np.float32)),
-        versions=p.pack_tokens(np.where(mask[row], 0, -1)), reward=rewards[row], success=False, turns=1,
-        response_tokens=RESPONSE) for update in plan for micro in update for row in micro}
-    summary = p.BatchSummary(rewards, [row // GROUP for row in range(ROWS)], [RESPONSE] * ROWS, [False] * ROWS)
+    mine = {
+        row: p.Trajectory(
+            id=f"g{row // GROUP}.{row % GROUP}",
+            group=f"g{row // GROUP}",
+            phase=p.Phase.TRAIN,
+            tokens=p.pack_tokens(tokens[row]),
+            mask=mask[row].tobytes(),
+            logprobs=p.pack_floats(np.concatenate([[0.0], logprobs[row]]).astype(np.float32)),
+            versions=p.pack_tokens(np.where(mask[row], 0, -1)),
+            reward=rewards[row],
+            success=False,
+            turns=1,
+            response_tokens=RESPONSE,
+        )
+        for update in plan
+        for micro in update
+        for row in micro
+    }
+    summary = p.BatchSummary(
+        rewards, [row // GROUP for row in range(ROWS)], [RESPONSE] * ROWS, [False] * ROWS
+    )
     return p.TrainStep(step, summary, plan, False, 1), mine
 
 
@@ -132,8 +190,9 @@ def publish(job: dict, say) -> None:
     from rose.transfer import publish as product
 
     codec.compile_all()
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=job["rank"],
-                                         world_size=RANKS)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=job["rank"], world_size=RANKS
+    )
     publisher, step, memory = None, 0, Memory()
     for command in _commands(say):
         if "open" in command:
@@ -142,8 +201,15 @@ def publish(job: dict, say) -> None:
             product.codec, step = codec_of(command["encoding"]), 0
             shards = Shards(command["shards"])
             publisher = product.Publisher(
-                Path(command["open"]), shards.plan, _Peers(job["rank"]), lambda block: shards.read(step, block),
-                job["threads"], 10**9, 3, TIMEOUT_S)
+                Path(command["open"]),
+                shards.plan,
+                _Peers(job["rank"]),
+                lambda block: shards.read(step, block),
+                job["threads"],
+                10**9,
+                3,
+                TIMEOUT_S,
+            )
             # A full version is made beside the difference when it is due; none is within what is measured.
             publisher._full_due = lambda version: version == 0 and command["full"]
             publisher.publish(0)
@@ -154,8 +220,16 @@ def publish(job: dict, say) -> None:
         memory.reset()
         began, computed = time.monotonic(), time.process_time()
         made = publisher.publish(step)
-        say({"seconds": time.monotonic() - began, "cpu_s": time.process_time() - computed, "encode_s": made.encode_s,
-             "write_s": made.write_s, "nbytes": made.nbytes, "peak": memory.peak})
+        say(
+            {
+                "seconds": time.monotonic() - began,
+                "cpu_s": time.process_time() - computed,
+                "encode_s": made.encode_s,
+                "write_s": made.write_s,
+                "nbytes": made.nbytes,
+                "peak": memory.peak,
+            }
+        )
 
 
 class _Peers:
@@ -193,22 +267,36 @@ def receive(job: dict, say) -> None:
             product.codec = codec_of(command["encoding"])
             tensors = Shards(command["shards"]).tensors(0)
             live = product.Live(tensors)
-            receiver = Receiver(command["open"], None, job["token_file"], whole, live, f"bench-{os.getpid()}")
+            receiver = Receiver(
+                command["open"], None, job["token_file"], whole, live, f"bench-{os.getpid()}"
+            )
             release()
             memory = Memory()
             say({})
         else:
             memory.reset()
             began, computed = time.monotonic(), time.process_time()
-            staged = receiver.stage(command["version"] - 1, command["version"], job["threads"], STAGE_BYTES, TIMEOUT_S)
+            staged = receiver.stage(
+                command["version"] - 1, command["version"], job["threads"], STAGE_BYTES, TIMEOUT_S
+            )
             ready = time.monotonic()
             staged.flip()
             flipped = time.monotonic()
             computed = time.process_time() - computed
             staged.check()
-            say({"flipped": flipped, "stage_s": ready - began, "cpu_s": computed, "pause_s": flipped - ready,
-                 "nbytes": staged.nbytes, "changed": staged.changed, "route": staged.route, "peak": memory.peak,
-                 "digest": digest(tensors)})
+            say(
+                {
+                    "flipped": flipped,
+                    "stage_s": ready - began,
+                    "cpu_s": computed,
+                    "pause_s": flipped - ready,
+                    "nbytes": staged.nbytes,
+                    "changed": staged.changed,
+                    "route": staged.route,
+                    "peak": memory.peak,
+                    "digest": digest(tensors),
+                }
+            )
             del staged
 
 
@@ -217,7 +305,9 @@ def _metrics(url: str, token_file: str) -> dict[str, int]:
 
     from rose.transfer.source import read_token
 
-    answer = urllib3.request("GET", f"{url}/metrics", headers={"Authorization": f"Bearer {read_token(token_file)}"})
+    answer = urllib3.request(
+        "GET", f"{url}/metrics", headers={"Authorization": f"Bearer {read_token(token_file)}"}
+    )
     words = (line.split() for line in answer.data.decode().splitlines() if not line.startswith("#"))
     return {name.removeprefix("rose_relay_"): int(value) for name, value in words}
 
@@ -236,12 +326,25 @@ async def _engine(job: dict, say) -> None:
     from rose.engine.vllm_engine import Engine
 
     def settings(name: str, kind, **changes):
-        return msgspec.convert(yaml.safe_load((REPOSITORY / "conf" / name).read_text()) | changes, kind)
+        return msgspec.convert(
+            yaml.safe_load((REPOSITORY / "conf" / name).read_text()) | changes, kind
+        )
 
-    rollout = settings("rollout/cpu.yaml", config.Rollout, threads=job["threads"], max_sequences=4, stream_interval=1)
+    rollout = settings(
+        "rollout/cpu.yaml",
+        config.Rollout,
+        threads=job["threads"],
+        max_sequences=4,
+        stream_interval=1,
+    )
     model = settings("model/smollm2.yaml", config.Model, dtype="bfloat16", max_context=512)
-    transfer = settings("transfer/sparse.yaml", config.Transfer, threads=job["threads"],
-                        relay_token_file=job["token_file"], load_timeout_s=TIMEOUT_S)
+    transfer = settings(
+        "transfer/sparse.yaml",
+        config.Transfer,
+        threads=job["threads"],
+        relay_token_file=job["token_file"],
+        load_timeout_s=TIMEOUT_S,
+    )
     serving = await Engine.start(job["model"], rollout, model)
     shape = read_shape(Path(job["model"]))
     turns = [asyncio.create_task(_talk(serving, number)) for number in range(4)]
@@ -266,9 +369,20 @@ async def _engine(job: dict, say) -> None:
             found = (await serving.checksum())[0]
             if any(turn.done() for turn in turns):
                 raise RuntimeError("a turn broke off")
-            say({"flipped": await flipping, "stage_s": loaded.stage_s, "pause_s": loaded.pause_s,
-                 "flip_s": loaded.flip_s, "nbytes": loaded.nbytes, "changed": loaded.changed, "route": loaded.route,
-                 "peak": peak, "cpu_s": computed, "same": wanted == found})
+            say(
+                {
+                    "flipped": await flipping,
+                    "stage_s": loaded.stage_s,
+                    "pause_s": loaded.pause_s,
+                    "flip_s": loaded.flip_s,
+                    "nbytes": loaded.nbytes,
+                    "changed": loaded.changed,
+                    "route": loaded.route,
+                    "peak": peak,
+                    "cpu_s": computed,
+                    "same": wanted == found,
+                }
+            )
     finally:
         for turn in turns:
             turn.cancel()
@@ -295,7 +409,9 @@ async def _talk(serving, number: int) -> None:
     prompt = protocol.pack_tokens(np.arange(100 + number, 132 + number))
     turn = 0
     while True:
-        async for _ in serving.generate(f"t{number}.{turn}", prompt, protocol.Sampling(max_new_tokens=200)):
+        async for _ in serving.generate(
+            f"t{number}.{turn}", prompt, protocol.Sampling(max_new_tokens=200)
+        ):
             pass
         turn += 1
 
@@ -307,8 +423,11 @@ def _parameters(tensors: dict, shape) -> dict[str, str]:
     from rose.engine.layout import slices
     from rose.transfer.codec import digest as of
 
-    places = [(tensor, place) for name, tensor in tensors.items()
-              if (place := slices(name, tuple(tensor.shape), shape, 0, 1)) is not None]
+    places = [
+        (tensor, place)
+        for name, tensor in tensors.items()
+        if (place := slices(name, tuple(tensor.shape), shape, 0, 1)) is not None
+    ]
     extents: dict[str, list[int]] = {}
     for _, place in places:
         ends = [part.stop for part in place.destination]
@@ -333,7 +452,13 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    roles = {"sample": sample, "train": train, "publish": publish, "receive": receive, "engine": engine}
+    roles = {
+        "sample": sample,
+        "train": train,
+        "publish": publish,
+        "receive": receive,
+        "engine": engine,
+    }
     roles[sys.argv[1]](json.loads(sys.argv[2]), say)
 
 

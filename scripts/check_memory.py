@@ -25,38 +25,75 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-QWEN3_0_6B = {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
-              "vocab": 151936, "tied_embeddings": True}
-SMALL = {"layers": 4, "hidden": 128, "intermediate": 352, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 2048,
-         "tied_embeddings": False}
+QWEN3_0_6B = {
+    "layers": 28,
+    "hidden": 1024,
+    "intermediate": 3072,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 151936,
+    "tied_embeddings": True,
+}
+SMALL = {
+    "layers": 4,
+    "hidden": 128,
+    "intermediate": 352,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "vocab": 2048,
+    "tied_embeddings": False,
+}
 DEADLINE_S = 540.0
 MIB = 2**20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tokens", type=int, help="of a micro-batch; default 16384, on a CPU 512")
-    parser.add_argument("--vocab", type=int, help="of the model; with a small one the layers need most, not the logits")
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        help="of the model; with a small one the layers need most, not the logits",
+    )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the configuration")
     given = parser.parse_args()
-    found = measure(given.cpu, given.ranks, given.tokens or (512 if given.cpu else 16384), given.set,
-                    given.vocab)
+    found = measure(
+        given.cpu,
+        given.ranks,
+        given.tokens or (512 if given.cpu else 16384),
+        given.set,
+        given.vocab,
+    )
     print(f"{'moment':24}{'estimated MiB':>16}{'allocated MiB':>16}{'ratio':>8}")
     for moment, (estimated, allocated) in found.items():
-        print(f"{moment:24}{estimated / MIB:16.2f}{allocated / MIB:16.2f}{estimated / allocated:8.2f}")
+        print(
+            f"{moment:24}{estimated / MIB:16.2f}{allocated / MIB:16.2f}{estimated / allocated:8.2f}"
+        )
     return 0
 
 
-def measure(cpu: bool, ranks: int, tokens: int, overrides: list[str], vocab: int | None = None) -> dict[str, tuple[float, float]]:
+def measure(
+    cpu: bool, ranks: int, tokens: int, overrides: list[str], vocab: int | None = None
+) -> dict[str, tuple[float, float]]:
     """moment -> (estimated, allocated by rank 0), bytes. Raises RuntimeError when a rank fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shape = SMALL if cpu else QWEN3_0_6B
-    job = {"cpu": cpu, "ranks": ranks, "tokens": tokens, "port": port, "overrides": overrides,
-           "shape": shape | ({"vocab": vocab} if vocab else {})}
+    job = {
+        "cpu": cpu,
+        "ranks": ranks,
+        "tokens": tokens,
+        "port": port,
+        "overrides": overrides,
+        "shape": shape | ({"vocab": vocab} if vocab else {}),
+    }
     with tempfile.TemporaryDirectory(prefix="rose-memory-") as folder:
         context = multiprocessing.get_context("spawn")
         started = [context.Process(target=_rank, args=(job, rank, folder)) for rank in range(ranks)]
@@ -71,7 +108,10 @@ def measure(cpu: bool, ranks: int, tokens: int, overrides: list[str], vocab: int
                 process.kill()
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes} (None: not within {DEADLINE_S:g} s)")
-        return {moment: tuple(pair) for moment, pair in json.loads((Path(folder) / "found.json").read_text()).items()}
+        return {
+            moment: tuple(pair)
+            for moment, pair in json.loads((Path(folder) / "found.json").read_text()).items()
+        }
 
 
 def settings(job: dict[str, Any]):
@@ -82,9 +122,18 @@ def settings(job: dict[str, Any]):
     from rose import config as configuration
     from rose.models import REPOSITORY
 
-    keys = ["model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", f"cluster={'local' if job['cpu'] else 'gpus'}",
-            f"trainer.ranks={job['ranks']}", f"trainer.micro_batch_tokens={job['tokens']}",
-            f"model.max_context={job['tokens']}", "env.max_new_tokens=64", "trainer.threads=2", *job["overrides"]]
+    keys = [
+        "model=qwen3_8b",
+        "trainer=zero3_gpu",
+        "rollout=gpu",
+        f"cluster={'local' if job['cpu'] else 'gpus'}",
+        f"trainer.ranks={job['ranks']}",
+        f"trainer.micro_batch_tokens={job['tokens']}",
+        f"model.max_context={job['tokens']}",
+        "env.max_new_tokens=64",
+        "trainer.threads=2",
+        *job["overrides"],
+    ]
     if not job["cpu"]:
         keys.append(f"cluster.gpus={job['ranks'] + 8}")
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
@@ -174,8 +223,9 @@ def _rank(job: dict[str, Any], rank: int, folder: str) -> None:
         found = _steps(engine, job, meter)
     if rank == 0:
         estimated = memory.moments(c, c.model.shape)
-        (Path(folder) / "found.json").write_text(json.dumps(
-            {moment: (estimated[moment], found[moment]) for moment in found}))
+        (Path(folder) / "found.json").write_text(
+            json.dumps({moment: (estimated[moment], found[moment]) for moment in found})
+        )
     torch.distributed.barrier()
 
 
@@ -208,9 +258,15 @@ def _save(shape: dict[str, Any], folder: Path, dtype: str) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"], tie_word_embeddings=shape["tied_embeddings"])
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        tie_word_embeddings=shape["tied_embeddings"],
+    )
     Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 

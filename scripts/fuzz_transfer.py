@@ -40,9 +40,13 @@ PARTS = ("bytes", "kills", "routes", "disk")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument("--every", type=int, default=1, help="of the bytes, and of the sizes of a full disk (x 16)")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of the bytes, and of the sizes of a full disk (x 16)"
+    )
     parser.add_argument("--kills", type=int, default=100, help="of writers, and as many of readers")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of readers beside the collector")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of readers beside the collector"
+    )
     parser.add_argument("--gaps", type=int, default=40, help="stores with gaps")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
     options = parser.parse_args(arguments)
@@ -64,7 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
                 routes_part(folder, options.seed, options.gaps, tally)
             else:
                 disk_part(folder, options.seed, 16 * options.every, tally)
-        print(f"{part}: {tally}, {len(tally.violations)} violations, {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{part}: {tally}, {len(tally.violations)} violations, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         failed |= bool(tally.violations)
     return int(failed)
 

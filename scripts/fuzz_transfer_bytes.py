@@ -25,7 +25,9 @@ def bytes_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
     """Damage the four edges that end at version 2."""
     history, chance = History(seed), random.Random(seed)
     store = world(folder / "store", history, 3, full_every=2).store
-    other = world(folder / "other", history, 3, full_every=2).store  # the same weights, another lineage
+    other = world(
+        folder / "other", history, 3, full_every=2
+    ).store  # the same weights, another lineage
     for step in ((2, 1), (2, 0), (2, FULL), (2, INITIAL)):
         alone = folder / f"alone-{step[1]}"
         files = sorted((store / edge_name(*step)).iterdir())
@@ -33,14 +35,25 @@ def bytes_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
         for file in (store / PLAN, *files):
             os.link(file, alone / file.relative_to(store))  # damage shows in both
         for where in (store, alone):
-            tally.require(load(str(where), history, step[1], 2)[0] == [edge_name(*step)], f"{where}: another route")
+            tally.require(
+                load(str(where), history, step[1], 2)[0] == [edge_name(*step)],
+                f"{where}: another route",
+            )
         damaged = [store / PLAN, *files] if step == (2, 1) else files
         for file in damaged:
             for at in range(chance.randrange(every), file.stat().st_size, every):
                 bit = chance.randrange(8)
                 with flipped(file, at, 1 << bit):
-                    detected(store, alone, step, file, history, f"seed {seed}: bit {bit} of byte {at} flipped", tally,
-                             chance.random() < WAYS)
+                    detected(
+                        store,
+                        alone,
+                        step,
+                        file,
+                        history,
+                        f"seed {seed}: bit {bit} of byte {at} flipped",
+                        tally,
+                        chance.random() < WAYS,
+                    )
                 tally.count("bytes flipped")
             _cut_and_longer(store, alone, step, file, history, chance, every, tally)
         _exchanged(store, alone, step, other, history, tally)
@@ -70,18 +83,45 @@ def content(file: Path, data: bytes) -> Iterator[None]:
         file.write_bytes(right)
 
 
-def detected(store: Path, alone: Path, step: Step, file: Path, history: History, what: str, tally: Tally,
-             ways: bool = True) -> None:
+def detected(
+    store: Path,
+    alone: Path,
+    step: Step,
+    file: Path,
+    history: History,
+    what: str,
+    tally: Tally,
+    ways: bool = True,
+) -> None:
     """`file` of the edge `step` is damaged: `store` has other routes (looked at with `ways`), `alone` has none."""
     what = f"{file}: {what}; read from version {step[1]}"
-    attempt(lambda: load(str(alone), history, step[1], 2), None, file, history, what + ", no other route", tally)
+    attempt(
+        lambda: load(str(alone), history, step[1], 2),
+        None,
+        file,
+        history,
+        what + ", no other route",
+        tally,
+    )
     if ways:
-        attempt(lambda: load(str(store), history, step[1], 2), None if file.name == PLAN else step, file, history, what,
-                tally)
+        attempt(
+            lambda: load(str(store), history, step[1], 2),
+            None if file.name == PLAN else step,
+            file,
+            history,
+            what,
+            tally,
+        )
 
 
-def attempt(reader: Callable[[], tuple[list[str], Weights]], avoid: Step | None, file: Path, history: History,
-            what: str, tally: Tally) -> None:
+def attempt(
+    reader: Callable[[], tuple[list[str], Weights]],
+    avoid: Step | None,
+    file: Path,
+    history: History,
+    what: str,
+    tally: Tally,
+) -> None:
     """With `avoid` the reader must get to version 2 by another edge, without it must fail and name the file or a
     block."""
     try:
@@ -95,12 +135,22 @@ def attempt(reader: Callable[[], tuple[list[str], Weights]], avoid: Step | None,
         tally.violation(f"{what}: {type(error).__name__}: {error}")
     else:
         tally.require(same(live, history.at(2)), f"{what}: WRONG WEIGHTS by {route}")
-        tally.require(avoid is not None and edge_name(*avoid) not in route, f"{what}: not noticed, by {route}")
+        tally.require(
+            avoid is not None and edge_name(*avoid) not in route, f"{what}: not noticed, by {route}"
+        )
         tally.count("reached by other routes")
 
 
-def _cut_and_longer(store: Path, alone: Path, step: Step, file: Path, history: History, chance: random.Random,
-                    every: int, tally: Tally) -> None:
+def _cut_and_longer(
+    store: Path,
+    alone: Path,
+    step: Step,
+    file: Path,
+    history: History,
+    chance: random.Random,
+    every: int,
+    tally: Tally,
+) -> None:
     right = file.read_bytes()
     for size in range(0, len(right), max(1, every, len(right) // 200)):
         with content(file, right[:size]):
@@ -110,30 +160,52 @@ def _cut_and_longer(store: Path, alone: Path, step: Step, file: Path, history: H
         if file.suffix == ".json":
             detected(store, alone, step, file, history, "a byte was appended", tally)
         else:  # the manifest says how long the file is; the rest is never read
-            tally.require(same(load(str(alone), history, step[1], 2)[1], history.at(2)), f"{file}: a byte appended")
+            tally.require(
+                same(load(str(alone), history, step[1], 2)[1], history.at(2)),
+                f"{file}: a byte appended",
+            )
 
 
-def _exchanged(store: Path, alone: Path, step: Step, other: Path, history: History, tally: Tally) -> None:
+def _exchanged(
+    store: Path, alone: Path, step: Step, other: Path, history: History, tally: Tally
+) -> None:
     """Whole files that are right elsewhere: of another rank, another edge, another lineage."""
     edge = store / edge_name(*step)
     for file in sorted(edge.iterdir()):
-        elsewhere = [*sorted(edge.iterdir()), other / file.relative_to(store),
-                     *(path / file.name for path in sorted(store.glob("v*/*")))]
+        elsewhere = [
+            *sorted(edge.iterdir()),
+            other / file.relative_to(store),
+            *(path / file.name for path in sorted(store.glob("v*/*"))),
+        ]
         for source in elsewhere:
             if (data := source.read_bytes()) != file.read_bytes():
                 with content(file, data):
-                    detected(store, alone, step, file, history, f"has the content of {source}", tally)
+                    detected(
+                        store, alone, step, file, history, f"has the content of {source}", tally
+                    )
                 tally.count("files exchanged")
-    right = {file: file.read_bytes() for file in edge.iterdir()}  # the whole edge, consistent in itself
+    right = {
+        file: file.read_bytes() for file in edge.iterdir()
+    }  # the whole edge, consistent in itself
     for file in right:
         file.write_bytes((other / file.relative_to(store)).read_bytes())
-    detected(store, alone, step, edge / MANIFEST, history, "the whole edge is of another lineage", tally)
+    detected(
+        store, alone, step, edge / MANIFEST, history, "the whole edge is of another lineage", tally
+    )
     for file, data in right.items():
         file.write_bytes(data)
 
 
-def _relayed(folder: Path, alone: Path, step: Step, files: list[Path], history: History, chance: random.Random,
-             samples: int, tally: Tally) -> None:
+def _relayed(
+    folder: Path,
+    alone: Path,
+    step: Step,
+    files: list[Path],
+    history: History,
+    chance: random.Random,
+    samples: int,
+    tally: Tally,
+) -> None:
     token = folder / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -143,8 +215,14 @@ def _relayed(folder: Path, alone: Path, step: Step, files: list[Path], history: 
         with flipped(file, at, 1):
             relay = Running(Folder(alone), folder / f"cache-{step[1]}-{sample}")
             try:
-                attempt(lambda: load(relay.url, history, step[1], 2, token_file=str(token)), None, file, history,
-                        f"{file}: bit 0 of byte {at} flipped, through a relay", tally)
+                attempt(
+                    lambda: load(relay.url, history, step[1], 2, token_file=str(token)),
+                    None,
+                    file,
+                    history,
+                    f"{file}: bit 0 of byte {at} flipped, through a relay",
+                    tally,
+                )
             finally:
                 relay.stop()
         tally.count("flips behind a relay")

@@ -20,11 +20,16 @@ from tests.transfer.worlds import same
 
 def disk_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
     history = History(seed)
-    sizes = {path.stat().st_size for path in world(folder / "sizes", history, 3, full_every=2).store.rglob("*.*")
-             if path.is_file()}
+    sizes = {
+        path.stat().st_size
+        for path in world(folder / "sizes", history, 3, full_every=2).store.rglob("*.*")
+        if path.is_file()
+    }
     for limit in range(0, max(sizes) + 1, every):
         store = folder / "limited"
-        said = _refused(store, history, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        said = _refused(
+            store, history, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        )
         _after_full_disk(said, store, history, f"no file above {limit} bytes", tally)
         shutil.rmtree(store)
     if os.geteuid() == 0:
@@ -37,7 +42,9 @@ def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
     said = fork.SimpleQueue()
 
     def publish() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # HDF5 tells of each object that it could not flush
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # HDF5 tells of each object that it could not flush
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         made = world(store, history, 2, full_every=2)
         fill()
@@ -55,8 +62,10 @@ def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
 
 
 def _after_full_disk(said: str, store: Path, history: History, what: str, tally: Tally) -> None:
-    tally.require(not said or said.startswith(f"TransferError: {store}/v000002/"), f"{what}: no TransferError that "
-                  f"names a file: {said}")
+    tally.require(
+        not said or said.startswith(f"TransferError: {store}/v000002/"),
+        f"{what}: no TransferError that names a file: {said}",
+    )
     tally.count("full disks" if said else "disks with room")
     left = [str(path) for path in store.rglob(".*")]
     tally.require(not left, f"{what}: left behind: {left}")

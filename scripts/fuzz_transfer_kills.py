@@ -14,8 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from fuzz_transfer_world import (CUTS, TIMEOUT_S, WHOLE, History, Tally, Weights, committed, consistent, fork, load,
-                                 start, world)
+from fuzz_transfer_world import (
+    CUTS,
+    TIMEOUT_S,
+    WHOLE,
+    History,
+    Tally,
+    Weights,
+    committed,
+    consistent,
+    fork,
+    load,
+    start,
+    world,
+)
 
 from rose.transfer import TransferError
 from rose.transfer.publish import Publisher
@@ -24,7 +36,10 @@ from rose.transfer.stage import Live
 from rose.transfer.store import INITIAL
 from tests.transfer.worlds import Model, same
 
-VERSIONS, MOMENT_S = 12, 0.06  # a kill comes that many versions into the work at most, and then within that moment
+VERSIONS, MOMENT_S = (
+    12,
+    0.06,
+)  # a kill comes that many versions into the work at most, and then within that moment
 
 
 class Processes:
@@ -45,12 +60,27 @@ class Processes:
         return sum(self._values)
 
 
-def write(store: Path, history: History, rank: int, peers: Processes, full_every: int, keep: int,
-          pause_s: float) -> None:
+def write(
+    store: Path,
+    history: History,
+    rank: int,
+    peers: Processes,
+    full_every: int,
+    keep: int,
+    pause_s: float,
+) -> None:
     """Publish and tidy without end."""
     peers.rank, model = rank, Model(history.at(INITIAL), CUTS, peers.world)
-    publisher = Publisher(store, model.plan, peers, lambda block: model.read(block, rank), 1, full_every, keep,
-                          TIMEOUT_S)
+    publisher = Publisher(
+        store,
+        model.plan,
+        peers,
+        lambda block: model.read(block, rank),
+        1,
+        full_every,
+        keep,
+        TIMEOUT_S,
+    )
     version = 0
     while True:
         model.weights = history.at(version)
@@ -62,9 +92,13 @@ def write(store: Path, history: History, rank: int, peers: Processes, full_every
         time.sleep(pause_s)
 
 
-def writers(store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0) -> tuple[list, Processes]:
+def writers(
+    store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0
+) -> tuple[list, Processes]:
     peers = Processes(2)
-    return [start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)], peers
+    return [
+        start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)
+    ], peers
 
 
 def end(processes: list, order: random.Random | None = None) -> None:
@@ -95,14 +129,20 @@ def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
         run_seed = seed + attempt_number // 2
         full_every, keep = chance.randint(1, 6), chance.randint(1, 3)
         # progress, not time: a slow machine is killed as deep into the work as a fast one
-        history, versions, moment = History(run_seed), chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S)
+        history, versions, moment = (
+            History(run_seed),
+            chance.randint(0, VERSIONS),
+            chance.uniform(0.0, MOMENT_S),
+        )
         processes, peers = writers(store, history, full_every, keep)
         wait_for(lambda: peers.published.value >= versions or not alive(processes))
         time.sleep(moment)
         lived = alive(processes)
         end(processes, chance)
-        what = (f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, keep {keep}) killed "
-                f"{moment:.3f} s after {versions} versions")
+        what = (
+            f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, keep {keep}) killed "
+            f"{moment:.3f} s after {versions} versions"
+        )
         tally.require(lived, f"{what}: it had failed before")
         consistent(store, history, what, tally)
         tally.count("writers killed")
@@ -135,19 +175,25 @@ def shared(weights: Weights) -> Weights:
     memory = mmap.mmap(-1, 8 * len(weights) + sum(t.nbytes for t in weights.values()))
     made, at = {}, 0
     for name, tensor in weights.items():
-        made[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape)
+        made[name] = torch.frombuffer(
+            memory, dtype=tensor.dtype, count=tensor.numel(), offset=at
+        ).view(tensor.shape)
         made[name].copy_(tensor)
         at += -(-tensor.nbytes // 8) * 8
     return made
 
 
-FLIPPING, HELD, LOADS = range(3)  # of a reader's state: within a flip, version in the live weights, versions loaded
+FLIPPING, HELD, LOADS = range(
+    3
+)  # of a reader's state: within a flip, version in the live weights, versions loaded
 
 
 def follow(store: Path, live: Weights, state, seed: int, versions: int) -> None:
     """Load versions at random without end, and say in `state` what is held."""
     chance = random.Random(seed)
-    receiver = Receiver(str(store), None, None, whole, Slow(live, chance, 0.002), f"fuzz-{os.getpid()}")
+    receiver = Receiver(
+        str(store), None, None, whole, Slow(live, chance, 0.002), f"fuzz-{os.getpid()}"
+    )
     while True:
         want = chance.randrange(versions)
         staged = receiver.stage(state[HELD], want, 1, chance.choice([0, 200, WHOLE]), TIMEOUT_S)
@@ -163,29 +209,42 @@ def killed_readers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
     store = world(folder / "read", history, versions, full_every=6).store
     for kill in range(kills):
         live, state = shared(history.at(INITIAL)), fork.RawArray(ctypes.c_longlong, [0, INITIAL, 0])
-        loads, moment, reader_seed = chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S), chance.randrange(10**6)
+        loads, moment, reader_seed = (
+            chance.randint(0, VERSIONS),
+            chance.uniform(0.0, MOMENT_S),
+            chance.randrange(10**6),
+        )
         process = start(follow, store, live, state, reader_seed, versions)
         wait_for(lambda: state[LOADS] >= loads or not alive([process]))
         time.sleep(moment)
         lived = alive([process])
         end([process])
-        what = f"reader {kill} (seed {seed}: {reader_seed}) killed {moment:.3f} s after {loads} loads"
+        what = (
+            f"reader {kill} (seed {seed}: {reader_seed}) killed {moment:.3f} s after {loads} loads"
+        )
         tally.require(lived, f"{what}: it had failed before")
         if state[FLIPPING]:
             tally.count("readers killed within a flip")
         else:
-            tally.require(same(live, history.at(state[HELD])), f"{what}: its weights are not version {state[HELD]}'s")
+            tally.require(
+                same(live, history.at(state[HELD])),
+                f"{what}: its weights are not version {state[HELD]}'s",
+            )
             tally.count("readers killed while staging")
         tally.counts["versions loaded before"] += state[LOADS]
         want = chance.randrange(versions)
         route, successor = load(str(store), history, INITIAL, want)
-        tally.require(same(successor, history.at(want)), f"{what}: its successor has WRONG WEIGHTS by {route}")
+        tally.require(
+            same(successor, history.at(want)), f"{what}: its successor has WRONG WEIGHTS by {route}"
+        )
 
 
 def chase(store: Path, history: History, seed: int, until: float, results) -> None:
     """Load the newest versions, or one somewhat older, while they are being collected."""
     chance, live, have = random.Random(seed), history.live(INITIAL), INITIAL
-    receiver = Receiver(str(store), None, None, whole, Slow(live, chance, 0.01), f"fuzz-{os.getpid()}")
+    receiver = Receiver(
+        str(store), None, None, whole, Slow(live, chance, 0.01), f"fuzz-{os.getpid()}"
+    )
     while time.monotonic() < until:
         time.sleep(chance.choice([0.0, 0.02, 0.3]))
         there = sorted({version for version, _ in committed(store)})
@@ -215,7 +274,9 @@ def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -
     while not results.empty() or any(reader.is_alive() for reader in readers):
         if results.empty():
             time.sleep(0.01)
-            tally.require(time.monotonic() < until + 2 * TIMEOUT_S, f"seed {seed}: a reader does not end")
+            tally.require(
+                time.monotonic() < until + 2 * TIMEOUT_S, f"seed {seed}: a reader does not end"
+            )
             if tally.violations:
                 break
             continue
@@ -223,14 +284,22 @@ def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -
         if kind == "wrong":
             tally.violation(f"seed {seed}: a reader has WRONG WEIGHTS: {text}")
         elif kind == "failed":
-            tally.require(bool(re.search(r"version \d+|v\d{6}/", text)), f"seed {seed}: names no version: {text}")
+            tally.require(
+                bool(re.search(r"version \d+|v\d{6}/", text)),
+                f"seed {seed}: names no version: {text}",
+            )
             tally.require("mixture" not in text, f"seed {seed}: a flip broke off: {text}")
             tally.count("loads of collected versions refused")
         elif kind == "right":
             tally.count("loads beside the collector")
     tally.require(alive(processes), f"seed {seed}: a writer failed")
-    tally.require(all(process.exitcode == 0 for process in readers), f"seed {seed}: a reader failed")
+    tally.require(
+        all(process.exitcode == 0 for process in readers), f"seed {seed}: a reader failed"
+    )
     end([*processes, *readers])
-    tally.require(tally.counts["loads beside the collector"] > tally.counts["loads of collected versions refused"],
-                  f"seed {seed}: most loads failed")
+    tally.require(
+        tally.counts["loads beside the collector"]
+        > tally.counts["loads of collected versions refused"],
+        f"seed {seed}: most loads failed",
+    )
     consistent(store, history, f"seed {seed}: after {seconds:g} s beside readers", tally)

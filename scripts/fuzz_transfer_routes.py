@@ -26,15 +26,29 @@ def routes_part(folder: Path, seed: int, gaps: int, tally: Tally) -> None:
         have = want - behind
         bound = max(1, 2 * math.floor(math.log2(behind)))
         direct = shortest(list(committed(store)), have, want)
-        tally.require(len(direct) <= bound, f"{behind} versions behind {want}: {len(direct)} edges, at most {bound}")
+        tally.require(
+            len(direct) <= bound,
+            f"{behind} versions behind {want}: {len(direct)} edges, at most {bound}",
+        )
         route, live = load(str(store), history, have, want)
         bound = 1 + 2 * math.floor(math.log2(max(2, want))) if route[0].endswith("full") else bound
-        tally.require(len(route) <= bound, f"{behind} versions behind {want}: {route}, at most {bound} edges")
-        tally.require(same(live, history.at(want)), f"{behind} versions behind {want}: WRONG WEIGHTS by {route}")
+        tally.require(
+            len(route) <= bound, f"{behind} versions behind {want}: {route}, at most {bound} edges"
+        )
+        tally.require(
+            same(live, history.at(want)),
+            f"{behind} versions behind {want}: WRONG WEIGHTS by {route}",
+        )
         tally.count("late joiners")
     _wrong_bases(store, history, chance, tally)
     for gap in range(gaps):
-        _gaps(folder / f"gaps-{gap}", History(seed + gap), random.Random(seed + gap), f"seed {seed + gap}", tally)
+        _gaps(
+            folder / f"gaps-{gap}",
+            History(seed + gap),
+            random.Random(seed + gap),
+            f"seed {seed + gap}",
+            tally,
+        )
     _replaced(folder / "replaced", history, tally)
 
 
@@ -44,19 +58,28 @@ def _wrong_bases(store: Path, history: History, chance: random.Random, tally: Ta
         for have in (INITIAL, 7, 11):
             live = history.live(have)
             at = chance.randrange(tensor.numel())
-            patterns = live[name].view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            patterns = (
+                live[name].view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            )
             patterns[at] ^= 1
             route, live = load(str(store), history, have, 12, live)
-            tally.require(same(live, history.at(12)), f"value {at} of {name} was not version {have}'s: WRONG WEIGHTS "
-                          f"by {route}")
+            tally.require(
+                same(live, history.at(12)),
+                f"value {at} of {name} was not version {have}'s: WRONG WEIGHTS by {route}",
+            )
             tally.count("wrong bases")
     for said, true in ((7, 6), (11, 12), (3, INITIAL)):
         route, live = load(str(store), history, said, 12, history.live(true))
-        tally.require(same(live, history.at(12)), f"version {true} was said to be {said}: WRONG WEIGHTS by {route}")
+        tally.require(
+            same(live, history.at(12)),
+            f"version {true} was said to be {said}: WRONG WEIGHTS by {route}",
+        )
         tally.count("wrong bases")
     for have, want in ((40, 3), (1, 0), (30, 30)):
         route, live = load(str(store), history, have, want)
-        tally.require(same(live, history.at(want)), f"from {have} back to {want}: WRONG WEIGHTS by {route}")
+        tally.require(
+            same(live, history.at(want)), f"from {have} back to {want}: WRONG WEIGHTS by {route}"
+        )
         tally.count("steps back")
 
 
@@ -65,9 +88,17 @@ def _gaps(store: Path, history: History, chance: random.Random, what: str, tally
     versions = 12
     world(store, history, versions, full_every=4)
     edges = committed(store)
-    for step in chance.sample(sorted(edges, key=str), round(len(edges) * chance.uniform(0.2, 0.95))):
+    for step in chance.sample(
+        sorted(edges, key=str), round(len(edges) * chance.uniform(0.2, 0.95))
+    ):
         folder = store / edge_name(*step)
-        chance.choice([lambda: shutil.rmtree(folder), (folder / MANIFEST).unlink, (folder / "rank-00001.h5").unlink])()
+        chance.choice(
+            [
+                lambda: shutil.rmtree(folder),
+                (folder / MANIFEST).unlink,
+                (folder / "rank-00001.h5").unlink,
+            ]
+        )()
         edges.remove(step)
     for _ in range(6):
         want, have = chance.randrange(versions), chance.choice([None, INITIAL, *range(versions)])
@@ -79,8 +110,11 @@ def _gaps(store: Path, history: History, chance: random.Random, what: str, tally
         except TransferError as error:
             tally.require(not there, f"{text}: there is a way: {error}")
             names = str(error)
-            tally.require(f"version {want}" in names and all(edge_name(*s) in names for s in edges if s[0] == want),
-                          f"{text}: doesn't say what is there: {error}")
+            tally.require(
+                f"version {want}" in names
+                and all(edge_name(*s) in names for s in edges if s[0] == want),
+                f"{text}: doesn't say what is there: {error}",
+            )
             tally.count("gaps named")
         else:
             tally.require(same(live, history.at(want)), f"{text}: WRONG WEIGHTS by {route}")

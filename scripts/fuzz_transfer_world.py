@@ -41,14 +41,26 @@ class History:
     def __init__(self, seed: int):
         chance = np.random.default_rng([seed, 0])
         self._seed = seed
-        normal = {name: torch.from_numpy(chance.normal(0, 0.02, shape).astype(np.float32)) for name, shape in
-                  (("sparse", (40, 12)), ("columns", (24, 12)), ("dense", (96,)), ("frozen", (30,)), ("norm", (24,)))}
-        self._made = [{name: t if name == "norm" else t.bfloat16() for name, t in normal.items()}
-                      | {"noise": self._noise(chance)}]
+        normal = {
+            name: torch.from_numpy(chance.normal(0, 0.02, shape).astype(np.float32))
+            for name, shape in (
+                ("sparse", (40, 12)),
+                ("columns", (24, 12)),
+                ("dense", (96,)),
+                ("frozen", (30,)),
+                ("norm", (24,)),
+            )
+        }
+        self._made = [
+            {name: t if name == "norm" else t.bfloat16() for name, t in normal.items()}
+            | {"noise": self._noise(chance)}
+        ]
 
     @staticmethod
     def _noise(chance: np.random.Generator) -> torch.Tensor:
-        return torch.from_numpy(chance.integers(-2**31, 2**31, 16).astype(np.int32)).view(torch.float32)
+        return torch.from_numpy(chance.integers(-(2**31), 2**31, 16).astype(np.int32)).view(
+            torch.float32
+        )
 
     def at(self, version: int) -> Weights:
         """Not to be written to."""
@@ -58,8 +70,10 @@ class History:
 
     def live(self, version: int | None) -> Weights:
         """A copy to load another version into; zeros if null."""
-        return {name: torch.zeros_like(t) if version is None else t.clone()
-                for name, t in self.at(INITIAL if version is None else version).items()}
+        return {
+            name: torch.zeros_like(t) if version is None else t.clone()
+            for name, t in self.at(INITIAL if version is None else version).items()
+        }
 
     def _next(self, number: int) -> Weights:
         chance, made = np.random.default_rng([self._seed, number]), dict(self._made[-1])
@@ -74,7 +88,9 @@ class History:
         return made
 
 
-def world(store: Path, history: History, versions: int, full_every: int = 1000, keep: int = 1000) -> World:
+def world(
+    store: Path, history: History, versions: int, full_every: int = 1000, keep: int = 1000
+) -> World:
     """A store of the versions 0 to `versions` - 1, by two ranks."""
     made = World(store, history.at(INITIAL), CUTS, full_every=full_every, keep=keep, timeout_s=0.5)
     for version in range(versions):
@@ -84,8 +100,14 @@ def world(store: Path, history: History, versions: int, full_every: int = 1000, 
     return made
 
 
-def load(where: str, history: History, have: int | None, want: int, live: Weights | None = None,
-         token_file: str | None = None) -> tuple[list[str], Weights]:
+def load(
+    where: str,
+    history: History,
+    have: int | None,
+    want: int,
+    live: Weights | None = None,
+    token_file: str | None = None,
+) -> tuple[list[str], Weights]:
     """The edges by which a reader came to `want`, and the weights that it has then."""
     live = history.live(have) if live is None else live
     receiver = Receiver(where, None, token_file, whole, Live(live), f"fuzz-{os.getpid()}")
@@ -99,7 +121,9 @@ def load(where: str, history: History, have: int | None, want: int, live: Weight
 
 
 def committed(store: Path) -> set[Step]:
-    return {step for step in present(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()}
+    return {
+        step for step in present(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()
+    }
 
 
 @dataclass
@@ -157,13 +181,23 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
     for version, base in edges:
         live = history.live(base)
         try:
-            staged = stage(Live(live), plan, whole(plan, None), [StoredEdge(source, version, base, plan, digest)],
-                           base is not None, 1, WHOLE)
+            staged = stage(
+                Live(live),
+                plan,
+                whole(plan, None),
+                [StoredEdge(source, version, base, plan, digest)],
+                base is not None,
+                1,
+                WHOLE,
+            )
             staged.flip()
         except TransferError as error:
             tally.violation(f"{what}: {error}")
             continue
-        tally.require(same(live, history.at(version)), f"{what}: {edge_name(version, base)} makes WRONG WEIGHTS")
+        tally.require(
+            same(live, history.at(version)),
+            f"{what}: {edge_name(version, base)} makes WRONG WEIGHTS",
+        )
         tally.count("committed edges right")
     if not edges:
         return
@@ -174,5 +208,7 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
         except TransferError as error:
             tally.violation(f"{what}: from {have}: {error}")
         else:
-            tally.require(same(live, history.at(newest)), f"{what}: from {have} WRONG WEIGHTS by {route}")
+            tally.require(
+                same(live, history.at(newest)), f"{what}: from {have} WRONG WEIGHTS by {route}"
+            )
             tally.count("newest versions reached")

@@ -35,17 +35,39 @@ import gpu_check_jobs  # noqa: E402
 import gpu_check_machine  # noqa: E402
 import gpu_check_model  # noqa: E402
 import gpu_check_trainer  # noqa: E402
-from gpu_check_frame import FAILED, IMPOSSIBLE, Check, Outcome, Setup, child, run, table, tail, write_json  # noqa: E402
+from gpu_check_frame import (
+    FAILED,
+    IMPOSSIBLE,
+    Check,
+    Outcome,
+    Setup,
+    child,
+    run,
+    table,
+    tail,
+    write_json,
+)  # noqa: E402
 
 from rose.processes import adopt_orphans  # noqa: E402
 
-CHECKS = {check.name: check for check in (
-    *gpu_check_machine.FIRST, gpu_check_model.MODEL, *gpu_check_trainer.CHECKS, *gpu_check_engine.CHECKS,
-    *gpu_check_coserving.CHECKS, *gpu_check_jobs.CHECKS, *gpu_check_machine.LAST)}
+CHECKS = {
+    check.name: check
+    for check in (
+        *gpu_check_machine.FIRST,
+        gpu_check_model.MODEL,
+        *gpu_check_trainer.CHECKS,
+        *gpu_check_engine.CHECKS,
+        *gpu_check_coserving.CHECKS,
+        *gpu_check_jobs.CHECKS,
+        *gpu_check_machine.LAST,
+    )
+}
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_S = 60.0
-TORCH = "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, sep=',') " \
-        "for i in range(torch.cuda.device_count())]"
+TORCH = (
+    "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, sep=',') "
+    "for i in range(torch.cuda.device_count())]"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +76,11 @@ def main(argv: list[str]) -> int:
         return child(CHECKS[name], Path(setup), Path(events))
     arguments = parse(argv)
     if arguments.list:
-        print("\n".join(f"{c.name:10} {c.what}; at most {c.deadline_s:.0f} s" for c in CHECKS.values()))
+        print(
+            "\n".join(
+                f"{c.name:10} {c.what}; at most {c.deadline_s:.0f} s" for c in CHECKS.values()
+            )
+        )
         return 0
     adopt_orphans()
     scratch = Path(tempfile.mkdtemp(prefix="rose-gpu-check-", dir=arguments.folder))
@@ -65,7 +91,10 @@ def main(argv: list[str]) -> int:
         print(f"\n{table(outcomes)}")
         names = [one.name for one in outcomes if one.state == FAILED]
         failed = bool(names)
-        print(f"\n{setup.gpus or 'no'} GPUs ({setup.gpu}): " + (f"FAILED: {', '.join(names)}" if failed else "all ok"))
+        print(
+            f"\n{setup.gpus or 'no'} GPUs ({setup.gpu}): "
+            + (f"FAILED: {', '.join(names)}" if failed else "all ok")
+        )
     finally:
         clear(scratch, logs=not failed)
     return int(failed)
@@ -83,15 +112,25 @@ def clear(scratch: Path, logs: bool) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checks", nargs="*", metavar="CHECK", help="of --list; none: all")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", help="folder or hub id; else one is made")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures, written after every check")
-    parser.add_argument("--minutes", type=float, help="no check begins, and none goes on, after so long")
-    parser.add_argument("--folder", type=Path, help="for the scratch folder (5 GB); default: TMPDIR")
-    parser.add_argument("--set", action="append", default=[], metavar="CHECK.SIZE=VALUE", help="as engine.turns=16")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="all figures, written after every check"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="no check begins, and none goes on, after so long"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="for the scratch folder (5 GB); default: TMPDIR"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="CHECK.SIZE=VALUE", help="as engine.turns=16"
+    )
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.checks) - set(CHECKS):
         parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
@@ -100,7 +139,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         key, _, value = word.partition("=")
         name, _, size = key.partition(".")
         if name not in CHECKS or size not in CHECKS[name].sizes[arguments.device].__struct_fields__:
-            known = [f"{c.name}.{s}" for c in CHECKS.values() for s in c.sizes[arguments.device].__struct_fields__]
+            known = [
+                f"{c.name}.{s}"
+                for c in CHECKS.values()
+                for s in c.sizes[arguments.device].__struct_fields__
+            ]
             parser.error(f"--set {word}: no such size; there are {', '.join(known)}")
         arguments.sizes.setdefault(name, {})[size] = yaml.safe_load(value)
     return arguments
@@ -116,16 +159,24 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
             listed = lines((sys.executable, "-c", TORCH))  # only those that are visible
             count = len(listed)
         gpu, memory = (listed[0][0], float(listed[0][1]) / 1024) if listed else ("none", None)
-    return Setup(arguments.device, count, gpu, memory, str(scratch), arguments.model, arguments.sizes)
+    return Setup(
+        arguments.device, count, gpu, memory, str(scratch), arguments.model, arguments.sizes
+    )
 
 
 def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
     """(name, MiB) of every GPU, by a command that prints them; none where it fails."""
     try:
-        words = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+        words = subprocess.run(
+            command, capture_output=True, text=True, timeout=SMI_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [tuple(part.strip() for part in line.split(",")) for line in words.splitlines() if line.count(",") == 1]
+    return [
+        tuple(part.strip() for part in line.split(","))
+        for line in words.splitlines()
+        if line.count(",") == 1
+    ]
 
 
 def chosen(names: list[str]) -> list[Check]:
@@ -138,13 +189,25 @@ def chosen(names: list[str]) -> list[Check]:
 def run_all(checks: list[Check], setup: Setup, arguments: argparse.Namespace) -> list[Outcome]:
     began, outcomes, stop = time.monotonic(), [], ""
     for check in checks:
-        left = float("inf") if arguments.minutes is None else began + 60 * arguments.minutes - time.monotonic()
+        left = (
+            float("inf")
+            if arguments.minutes is None
+            else began + 60 * arguments.minutes - time.monotonic()
+        )
         if left < 1 or stop:
-            outcomes.append(Outcome(check.name, IMPOSSIBLE, stop or f"--minutes {arguments.minutes:g} were over"))
+            outcomes.append(
+                Outcome(
+                    check.name, IMPOSSIBLE, stop or f"--minutes {arguments.minutes:g} were over"
+                )
+            )
             continue
         print(f"{check.name}: {check.what}", flush=True)
-        outcome = run(check, setup, min(left, check.deadline_s),
-                      lambda words: print(f"  {time.monotonic() - began:5.0f} s  {words}", flush=True))
+        outcome = run(
+            check,
+            setup,
+            min(left, check.deadline_s),
+            lambda words: print(f"  {time.monotonic() - began:5.0f} s  {words}", flush=True),
+        )
         outcomes.append(outcome)
         why = f": {outcome.words}" if outcome.words else ""
         print(f"{check.name}: {outcome.state}{why} ({outcome.seconds:.0f} s)", flush=True)

@@ -73,10 +73,14 @@ def page_pool(pool, free: Callable[[], int]) -> str:
         work()
         told.append(f"{name} {1e3 * (time.perf_counter() - began):.1f} ms")
         if abs((taken := before - free()) - takes) > pool.nbytes // 16:
-            raise RuntimeError(f"page pool, {name}: took {taken} bytes of the device instead of {takes}")
+            raise RuntimeError(
+                f"page pool, {name}: took {taken} bytes of the device instead of {takes}"
+            )
 
     values = pool.tensor()
-    step(f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page)  # its first page was there
+    step(
+        f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page
+    )  # its first page was there
     if values[:half].any():
         raise RuntimeError("page pool: fresh pages are not zeros")
     values[:half] = 7
@@ -101,14 +105,28 @@ def overrides(report: Report) -> list[str]:
     """Of a run whose engine is lent beside an online server of the same model."""
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
-    slo = ", ".join(f"{name}: {value}" for name, value in zip(
-        ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), sizes.slo, strict=True))
-    return [*gpus, f"rollout={sizes.rollout}", "rollout.workers=1", f"rollout.max_sequences={max(32, sizes.turns)}",
-            f"model.dtype={sizes.dtype}", f"model.max_context={sizes.context}",
-            f"trainer.micro_batch_tokens={max(2048, sizes.context)}", f"serving.online.model={folder(report)}",
-            f"serving.online.dtype={sizes.dtype}", f"serving.online.max_context={sizes.context}",
-            f"serving.online.kv_cache_gib={sizes.kv_gib}", "serving.online.port=0",
-            f"serving.online.slo={{{slo}}}", "serving.lending.priority=normal"]
+    slo = ", ".join(
+        f"{name}: {value}"
+        for name, value in zip(
+            ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), sizes.slo, strict=True
+        )
+    )
+    return [
+        *gpus,
+        f"rollout={sizes.rollout}",
+        "rollout.workers=1",
+        f"rollout.max_sequences={max(32, sizes.turns)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={sizes.context}",
+        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
+        f"serving.online.model={folder(report)}",
+        f"serving.online.dtype={sizes.dtype}",
+        f"serving.online.max_context={sizes.context}",
+        f"serving.online.kv_cache_gib={sizes.kv_gib}",
+        "serving.online.port=0",
+        f"serving.online.slo={{{slo}}}",
+        "serving.lending.priority=normal",
+    ]
 
 
 def profile(report: Report) -> None:
@@ -116,28 +134,47 @@ def profile(report: Report) -> None:
     out = report.folder / "profile.json"
     if out.exists():  # another check has measured it
         out.unlink()
-    words = [sys.executable, "-m", "rose.serving.profile", f"out={out}", f"seconds={report.sizes.profile_s:g}",
-             f"model={folder(report)}", *overrides(report)]
+    words = [
+        sys.executable,
+        "-m",
+        "rose.serving.profile",
+        f"out={out}",
+        f"seconds={report.sizes.profile_s:g}",
+        f"model={folder(report)}",
+        *overrides(report),
+    ]
     began = time.monotonic()
     done = subprocess.run(words, cwd=REPOSITORY, env=_environment(report), stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise RuntimeError(f"rose.serving.profile ended with {done.returncode}; its words are in the log")
+        raise RuntimeError(
+            f"rose.serving.profile ended with {done.returncode}; its words are in the log"
+        )
     report.figure("the whole command", time.monotonic() - began, "s")
     found = json.loads(out.read_text())
     for side in ("online", "rollout"):
         predictor = found[side]["predictor"]
         report.figure(f"{side}: steps measured", predictor["samples"], least=1)
-        report.figure(f"{side}: mean error of predicted steps", 100 * predictor["mape"], "%", most=60.0,
-                      remedy="other work on the device, or too short: --set profile.profile_s=60")
-    report.figure("a rollout step holds a concurrent online step up, P99", 100 * found["interference"]["hold_p99"],
-                  "% of its time")
+        report.figure(
+            f"{side}: mean error of predicted steps",
+            100 * predictor["mape"],
+            "%",
+            most=60.0,
+            remedy="other work on the device, or too short: --set profile.profile_s=60",
+        )
+    report.figure(
+        "a rollout step holds a concurrent online step up, P99",
+        100 * found["interference"]["hold_p99"],
+        "% of its time",
+    )
 
 
 def _environment(report: Report) -> dict[str, str]:
     """vLLM finds ROSE's plugin, whether or not ROSE is installed."""
     from bench_coserving_engines import plugin_folder
 
-    given = filter(None, [str(REPOSITORY), str(plugin_folder(report.folder)), os.environ.get("PYTHONPATH")])
+    given = filter(
+        None, [str(REPOSITORY), str(plugin_folder(report.folder)), os.environ.get("PYTHONPATH")]
+    )
     return os.environ | {"PYTHONPATH": os.pathsep.join(given)}
 
 
@@ -165,8 +202,13 @@ class Both:
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
         self.variables = device.describe(self.boards, config.serving, measured)
         self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
-        self.server = OnlineServer(config.serving, self.boards, report.folder / "online.log", report.gpus,
-                                   None if report.gpus else 1)
+        self.server = OnlineServer(
+            config.serving,
+            self.boards,
+            report.folder / "online.log",
+            report.gpus,
+            None if report.gpus else 1,
+        )
         self.tasks: list[asyncio.Task] = []
         self.engine: Any = None
         self.made = self.evicted = 0  # tokens and turns of R
@@ -180,15 +222,28 @@ class Both:
         from rose.serving import operate
         from rose.serving.server import FREE_SHARE
 
-        self.tasks = [asyncio.create_task(work) for work in (self.control.beat(), self.server.run(self.report.say))]
-        await self.until(lambda: self.server.up, self.config.serving.online.start_timeout_s, "the online server")
+        self.tasks = [
+            asyncio.create_task(work)
+            for work in (self.control.beat(), self.server.run(self.report.say))
+        ]
+        await self.until(
+            lambda: self.server.up, self.config.serving.online.start_timeout_s, "the online server"
+        )
         self.report.say("the online server is up")
-        own = {"kv_cache_gib": self.report.sizes.kv_gib, "engine_args": {"scheduler_cls": operate.SCHEDULER}}
+        own = {
+            "kv_cache_gib": self.report.sizes.kv_gib,
+            "engine_args": {"scheduler_cls": operate.SCHEDULER},
+        }
         if self.report.gpus:
             own["gpu_memory_utilization"] = FREE_SHARE
         os.environ.update(self.variables)
-        self.engine = await Engine.start(folder(self.report), msgspec.structs.replace(self.config.rollout, **own),
-                                         self.config.model, gpus=self.report.gpus, seed=1)
+        self.engine = await Engine.start(
+            folder(self.report),
+            msgspec.structs.replace(self.config.rollout, **own),
+            self.config.model,
+            gpus=self.report.gpus,
+            seed=1,
+        )
         self.report.say("the rollout engine is up beside it")
 
     async def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
@@ -199,8 +254,10 @@ class Both:
                 if task.done():
                     task.result()
             if time.monotonic() - began > seconds:
-                raise RuntimeError(f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's board: "
-                                   f"{self.board('rollout')}")
+                raise RuntimeError(
+                    f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's board: "
+                    f"{self.board('rollout')}"
+                )
             await asyncio.sleep(LOOK_S)
         return time.monotonic() - began
 
@@ -224,8 +281,11 @@ class Both:
                 await asyncio.sleep(LOOK_S)
             at += 1
             tokens, finish = dice.integers(0, self.vocabulary, prompt), None
-            async for chunk in self.engine.generate(f"r{number}.{at}", protocol.pack_tokens(tokens),
-                                                    protocol.Sampling(max_new_tokens=new)):
+            async for chunk in self.engine.generate(
+                f"r{number}.{at}",
+                protocol.pack_tokens(tokens),
+                protocol.Sampling(max_new_tokens=new),
+            ):
                 self.made, finish = self.made + len(chunk.tokens), chunk.finish
             if finish is protocol.FinishReason.ABORT:
                 self.evicted += 1
@@ -236,8 +296,12 @@ class Both:
         dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
         while True:
             began = time.monotonic()
-            body = {"model": self.config.serving.online.model, "prompt": dice.integers(0, self.vocabulary, prompt).tolist(),
-                    "max_tokens": new, "ignore_eos": True}
+            body = {
+                "model": self.config.serving.online.model,
+                "prompt": dice.integers(0, self.vocabulary, prompt).tolist(),
+                "max_tokens": new,
+                "ignore_eos": True,
+            }
             async with client.post(f"{self.server.url}/v1/completions", json=body) as answer:
                 said = await answer.json()
                 if answer.status != 200 or said["usage"]["completion_tokens"] != new:
@@ -266,7 +330,9 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
     from rose import config as configuration
 
     sizes = report.sizes
-    config = configuration.from_dict(compose(*overrides(report), "model.source=folder", f"model.path={folder(report)}"))
+    config = configuration.from_dict(
+        compose(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
+    )
     both = Both(report, config, measured)
     try:
         await both.start()
@@ -275,29 +341,52 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
         report.figure("first token of R after", took, "s")
         alone = await _rate(both, sizes.phase_s)
         report.figure("R, S idle", alone, "token/s")
-        report.figure("lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib)
+        report.figure(
+            "lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib
+        )
         report.figure("mapped by R", await both.mapped() / GIB, "GiB")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as client:
-            users = [asyncio.create_task(both.requests(number, client)) for number in range(sizes.clients)]
+            users = [
+                asyncio.create_task(both.requests(number, client))
+                for number in range(sizes.clients)
+            ]
             both.tasks += users
             report.figure("R beside S's users", await _rate(both, sizes.phase_s), "token/s")
             await _stopped(report, both)
             await _rested(report, both)
-            report.figure("R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0)
-            await both.until(lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers")
+            report.figure(
+                "R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0
+            )
+            await both.until(
+                lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers"
+            )
             online = both.board("online")
             for task in users:
                 both.tasks.remove(task)
                 task.cancel()
             await asyncio.wait(users, timeout=STOP_S)
         report.figure("users' requests answered", len(both.latencies), least=sizes.clients)
-        report.figure("users' requests refused or short", len(both.refused), most=0, remedy="; ".join(both.refused[:2]))
+        report.figure(
+            "users' requests refused or short",
+            len(both.refused),
+            most=0,
+            remedy="; ".join(both.refused[:2]),
+        )
         report.figure("users' requests, median", float(np.median(both.latencies)), "s")
-        report.figure("within their targets", online.met / max(1.0, online.finished), least=sizes.within,
-                      remedy="the profile is of another load: measure it longer; docs/serving.md")
+        report.figure(
+            "within their targets",
+            online.met / max(1.0, online.finished),
+            least=sizes.within,
+            remedy="the profile is of another load: measure it longer; docs/serving.md",
+        )
         report.figure("turns given back by R", both.evicted)
-        report.figure("the online server started", both.server.starts, "times", equal=1,
-                      remedy="lending ended the online server: its log is online.log in the scratch folder")
+        report.figure(
+            "the online server started",
+            both.server.starts,
+            "times",
+            equal=1,
+            remedy="lending ended the online server: its log is online.log in the scratch folder",
+        )
     finally:
         with suppress(asyncio.CancelledError):
             await both.close()
@@ -315,18 +404,39 @@ async def _stopped(report: Report, both: Both) -> None:
     revoke_s = both.config.serving.lending.revoke_after_s
     had, lent = await both.mapped(), _used()
     both.control.stop("gpu_check")
-    took = await both.until(lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
-                            2 * revoke_s + 5, "R to stop")
-    report.figure("R is off, told under load, after", took, "s", most=revoke_s, source="serving.lending.revoke_after_s")
-    await both.until(lambda: both.board("online").kv_held >= both.board("online").kv_total, 2 * revoke_s + 5,
-                     "S to have all of its memory again")
+    took = await both.until(
+        lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
+        2 * revoke_s + 5,
+        "R to stop",
+    )
+    report.figure(
+        "R is off, told under load, after",
+        took,
+        "s",
+        most=revoke_s,
+        source="serving.lending.revoke_after_s",
+    )
+    await both.until(
+        lambda: both.board("online").kv_held >= both.board("online").kv_total,
+        2 * revoke_s + 5,
+        "S to have all of its memory again",
+    )
     left = await both.mapped()
-    report.figure("KV memory that R has given back", (had - left) / GIB, "GiB", least=report.sizes.given_back * had / GIB,
-                  source="what it had mapped")
+    report.figure(
+        "KV memory that R has given back",
+        (had - left) / GIB,
+        "GiB",
+        least=report.sizes.given_back * had / GIB,
+        source="what it had mapped",
+    )
     if lent is not None:  # one budget: what R has S has not
-        report.figure("the device's memory in use, lent and not, differs by", (lent - _used()) / GIB, "GiB",
-                      most=BEYOND * report.sizes.kv_gib,
-                      remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC")
+        report.figure(
+            "the device's memory in use, lent and not, differs by",
+            (lent - _used()) / GIB,
+            "GiB",
+            most=BEYOND * report.sizes.kv_gib,
+            remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC",
+        )
 
 
 async def _rested(report: Report, both: Both) -> None:
@@ -337,7 +447,12 @@ async def _rested(report: Report, both: Both) -> None:
     report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
     report.figure("KV memory of an inactive R", await both.mapped() / GIB, "GiB", most=0.0)
     if before is not None:
-        report.figure("memory of the device that R gives back by it", (before - _used()) / GIB, "GiB", least=0.1)
+        report.figure(
+            "memory of the device that R gives back by it",
+            (before - _used()) / GIB,
+            "GiB",
+            least=0.1,
+        )
     both.control.start("gpu_check")  # S may be lending by the time that R has read them
     began = time.monotonic()
     await both.engine.activate()
@@ -356,16 +471,63 @@ def _used() -> int | None:
     return total - free
 
 
-GPU = Pair("gpu", "bfloat16", None, 15.0, 8.0, 2048, 64, (512, 256), 8, (512, 32), 5.0, [0.5, 1.0, 0.1, 0.2], 0.5, 0.9)
-CPU = Pair("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4), 1.5, [2.0, 5.0, 0.5, 1.0], 0.2, 0.9)
+GPU = Pair(
+    "gpu",
+    "bfloat16",
+    None,
+    15.0,
+    8.0,
+    2048,
+    64,
+    (512, 256),
+    8,
+    (512, 32),
+    5.0,
+    [0.5, 1.0, 0.1, 0.2],
+    0.5,
+    0.9,
+)
+CPU = Pair(
+    "cpu",
+    "float32",
+    None,
+    6.0,
+    0.0625,
+    512,
+    4,
+    (32, 32),
+    2,
+    (32, 4),
+    1.5,
+    [2.0, 5.0, 0.5, 1.0],
+    0.2,
+    0.9,
+)
 CHECKS = (
-    Check("pool", "the page pool that lends KV memory: mapped, released, and seen by the device", pool,
-          {"cuda": Pages(2**30), "cpu": Pages(0)}, 90.0,
-          "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack them",
-          on_cpu=False, needs_model=False),
-    Check("profile", "python -m rose.serving.profile: step times of both engines, alone and together", profile,
-          {"cuda": GPU, "cpu": CPU}, 360.0, "the log has both engines' words; memory: --set profile.kv_gib=2"),
-    Check("coserving", "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
-          coserving, {"cuda": GPU, "cpu": CPU}, 660.0,  # alone it measures the profile first
-          "the log and online.log beside it have the engines' words; docs/serving.md"),
+    Check(
+        "pool",
+        "the page pool that lends KV memory: mapped, released, and seen by the device",
+        pool,
+        {"cuda": Pages(2**30), "cpu": Pages(0)},
+        90.0,
+        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack them",
+        on_cpu=False,
+        needs_model=False,
+    ),
+    Check(
+        "profile",
+        "python -m rose.serving.profile: step times of both engines, alone and together",
+        profile,
+        {"cuda": GPU, "cpu": CPU},
+        360.0,
+        "the log has both engines' words; memory: --set profile.kv_gib=2",
+    ),
+    Check(
+        "coserving",
+        "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
+        coserving,
+        {"cuda": GPU, "cpu": CPU},
+        660.0,  # alone it measures the profile first
+        "the log and online.log beside it have the engines' words; docs/serving.md",
+    ),
 )

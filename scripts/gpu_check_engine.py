@@ -58,12 +58,30 @@ def settings(report: Report, *overrides: str):
 
     sizes, gpus = report.sizes, report.gpus
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
-    words = ["cluster=gpus", f"cluster.gpus={1 + sizes.tensor_parallel}", "trainer.ranks=1",
-             f"rollout.tensor_parallel={sizes.tensor_parallel}"] if gpus else []
-    return configuration.from_dict(compose(
-        f"rollout={sizes.rollout}", "rollout.workers=1", *words, "model.source=folder", f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}", f"model.max_context={context}", f"trainer.micro_batch_tokens={max(2048, context)}",
-        f"rollout.gpu_memory_utilization={sizes.utilization}", *overrides))
+    words = (
+        [
+            "cluster=gpus",
+            f"cluster.gpus={1 + sizes.tensor_parallel}",
+            "trainer.ranks=1",
+            f"rollout.tensor_parallel={sizes.tensor_parallel}",
+        ]
+        if gpus
+        else []
+    )
+    return configuration.from_dict(
+        compose(
+            f"rollout={sizes.rollout}",
+            "rollout.workers=1",
+            *words,
+            "model.source=folder",
+            f"model.path={folder(report)}",
+            f"model.dtype={sizes.dtype}",
+            f"model.max_context={context}",
+            f"trainer.micro_batch_tokens={max(2048, context)}",
+            f"rollout.gpu_memory_utilization={sizes.utilization}",
+            *overrides,
+        )
+    )
 
 
 async def start(report: Report, config) -> Any:
@@ -90,8 +108,14 @@ class Turn(msgspec.Struct):
     versions: list[int] = []
 
 
-async def turn(engine, name: str, prompt: list[int], new: int, begun: asyncio.Event | None = None,
-               temperature: float = 1.0) -> Turn:
+async def turn(
+    engine,
+    name: str,
+    prompt: list[int],
+    new: int,
+    begun: asyncio.Event | None = None,
+    temperature: float = 1.0,
+) -> Turn:
     """So many tokens: one that the model ends early is continued, so that all turns are equally long."""
     from rose import protocol
 
@@ -99,7 +123,9 @@ async def turn(engine, name: str, prompt: list[int], new: int, begun: asyncio.Ev
     while len(made.tokens) < new:
         sampling = protocol.Sampling(max_new_tokens=new - len(made.tokens), temperature=temperature)
         before, part = len(made.tokens), part + 1
-        async for chunk in engine.generate(f"{name}.{part}", protocol.pack_tokens(prompt + made.tokens), sampling):
+        async for chunk in engine.generate(
+            f"{name}.{part}", protocol.pack_tokens(prompt + made.tokens), sampling
+        ):
             made.tokens += chunk.tokens
             made.logprobs += chunk.logprobs
             made.versions += [chunk.version] * len(chunk.tokens)
@@ -124,8 +150,12 @@ async def _engine(report: Report) -> None:
         _ways(report, running)
         await _speed(report, running)
         old, new, versions = await flip_under_traffic(report, running, config)
-        scored = await asyncio.gather(*(turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                                        for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))))
+        scored = await asyncio.gather(
+            *(
+                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
+                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
+            )
+        )
         compare(report, scored, versions)
     finally:
         await running.shutdown()
@@ -137,10 +167,14 @@ def _ways(report: Report, running) -> None:
     graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]
     expected = {"equal": True} if report.gpus else {}
     report.figure("model runner V2", bool(config.use_v2_model_runner), **expected)
-    report.figure("asynchronous scheduling", bool(config.scheduler_config.async_scheduling), **expected)
+    report.figure(
+        "asynchronous scheduling", bool(config.scheduler_config.async_scheduling), **expected
+    )
     report.figure("CUDA graphs", graphs)
     if report.gpus and graphs in ("NONE", "None"):
-        report.figure("CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false")
+        report.figure(
+            "CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false"
+        )
 
 
 async def _speed(report: Report, running) -> None:
@@ -153,25 +187,47 @@ async def _speed(report: Report, running) -> None:
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
     await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
-    report.share("one turn alone", sizes.alone / (time.monotonic() - began), "token/s",
-                 bandwidth and bandwidth / weights, 0.04, "weights once a token from HBM",
-                 "slow steps: are CUDA graphs in use, is the CPU busy with something else?")
+    report.share(
+        "one turn alone",
+        sizes.alone / (time.monotonic() - began),
+        "token/s",
+        bandwidth and bandwidth / weights,
+        0.04,
+        "weights once a token from HBM",
+        "slow steps: are CUDA graphs in use, is the CPU busy with something else?",
+    )
     began = time.monotonic()
-    await asyncio.gather(*(turn(running, f"t{i}", prompt, sizes.new)
-                           for i, prompt in enumerate(prompts(report, sizes.turns, 3))))
-    report.share(f"{sizes.turns} turns at once", sizes.turns * sizes.new / (time.monotonic() - began), "token/s",
-                 bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv), 0.03,
-                 "weights and KV from HBM, prefill not counted", "a slow CPU holds the scheduler up: ask for more cores")
+    await asyncio.gather(
+        *(
+            turn(running, f"t{i}", prompt, sizes.new)
+            for i, prompt in enumerate(prompts(report, sizes.turns, 3))
+        )
+    )
+    report.share(
+        f"{sizes.turns} turns at once",
+        sizes.turns * sizes.new / (time.monotonic() - began),
+        "token/s",
+        bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv),
+        0.03,
+        "weights and KV from HBM, prefill not counted",
+        "a slow CPU holds the scheduler up: ask for more cores",
+    )
 
 
 async def flip_under_traffic(report: Report, running, config) -> tuple[int, int, Versions]:
     """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions' store."""
     sizes = report.sizes
-    versions = Versions(folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device)
+    versions = Versions(
+        folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
+    )
     report.say("a store of versions is made")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
-    turns = asyncio.gather(*(_traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
-                             for i, prompt in enumerate(prompts(report, sizes.beside, 5))))
+    turns = asyncio.gather(
+        *(
+            _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
+            for i, prompt in enumerate(prompts(report, sizes.beside, 5))
+        )
+    )
     version = await asyncio.to_thread(versions.publish, sizes.changed)
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
@@ -179,16 +235,26 @@ async def flip_under_traffic(report: Report, running, config) -> tuple[int, int,
     made = [v for part in await turns for v in part]
     report.figure("values changed", loaded.changed, least=1)
     report.figure("staged beside generation in", loaded.stage_s, "s")
-    report.figure("generation stood still for", 1000 * loaded.pause_s, "ms", most=2000.0,
-                  remedy="the flip should be scatters on the device: see transfer.stage_gib")
+    report.figure(
+        "generation stood still for",
+        1000 * loaded.pause_s,
+        "ms",
+        most=2000.0,
+        remedy="the flip should be scatters on the device: see transfer.stage_gib",
+    )
     report.figure("tokens by the old weights", made.count(-1), least=1)
-    report.figure("tokens by the new weights", made.count(version), least=1,
-                  remedy="turns that ran across the flip should have gone on by the new weights: the log says why not")
+    report.figure(
+        "tokens by the new weights",
+        made.count(version),
+        least=1,
+        remedy="turns that ran across the flip should have gone on by the new weights: the log says why not",
+    )
     return made.count(-1), made.count(version), versions
 
 
-async def _traffic(engine, name: str, prompt: list[int], new: int, begun: asyncio.Event,
-                   over: asyncio.Event) -> list[int]:
+async def _traffic(
+    engine, name: str, prompt: list[int], new: int, begun: asyncio.Event, over: asyncio.Event
+) -> list[int]:
     """Turns one after the other until `over`, however long that is; each one's versions of its tokens."""
     versions: list[int] = []
     while not over.is_set():
@@ -202,17 +268,36 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
     sizes, device = report.sizes, report.setup.device
     pairs = [(one.prompt, one.tokens) for one in turns]
     engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
-    new, old = (np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
-                for tensors in (versions.tensors, None))
+    new, old = (
+        np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
+        for tensors in (versions.tensors, None)
+    )
     words = "a wrong kernel, or weights that are not the version's: run scripts/bench_mismatch.py --gpus"
     if sizes.dtype == "float32":
-        report.figure("largest |difference|, new weights", float(new.max()), "nats", most=FLOAT32_MOST[device],
-                      source="TF32 in attention" if report.gpus else "float32", remedy=words)
+        report.figure(
+            "largest |difference|, new weights",
+            float(new.max()),
+            "nats",
+            most=FLOAT32_MOST[device],
+            source="TF32 in attention" if report.gpus else "float32",
+            remedy=words,
+        )
     else:
         report.figure("largest |difference|, new weights", float(new.max()), "nats")
-    report.figure("mean |difference|, new weights", float(new.mean()), "nats", most=BFLOAT16_MEAN, remedy=words)
-    report.figure("the old weights fit worse by", float(old.mean() / max(new.mean(), 1e-9)), "times",
-                  least=OLD_WEIGHTS, remedy=words)
+    report.figure(
+        "mean |difference|, new weights",
+        float(new.mean()),
+        "nats",
+        most=BFLOAT16_MEAN,
+        remedy=words,
+    )
+    report.figure(
+        "the old weights fit worse by",
+        float(old.mean() / max(new.mean(), 1e-9)),
+        "times",
+        least=OLD_WEIGHTS,
+        remedy=words,
+    )
 
 
 def precision(report: Report) -> None:
@@ -229,8 +314,12 @@ async def _weights(report: Report, *overrides: str) -> None:
     running = await start(report, config)
     try:
         *_, versions = await flip_under_traffic(report, running, config)
-        scored = await asyncio.gather(*(turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                                        for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))))
+        scored = await asyncio.gather(
+            *(
+                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
+                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
+            )
+        )
         compare(report, scored, versions)
     finally:
         await running.shutdown()
@@ -245,7 +334,9 @@ def sleep(report: Report) -> None:
 
 async def _sleep(report: Report) -> None:
     """Memory goes back to the device while it sleeps; awake again it makes the same tokens, and takes new weights."""
-    config = settings(report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else []))
+    config = settings(
+        report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
+    )
     running = await start(report, config)
     try:
         expected = await _greedy(report, running)
@@ -254,9 +345,17 @@ async def _sleep(report: Report) -> None:
         moved = await running.sleep()
         report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
         report.figure("memory awake", awake / GIB, "GiB")
-        report.figure("memory given back", moved.gib, "GiB", least=report.sizes.given_back * awake / GIB,
-                      source=f"{report.sizes.given_back:g} of it", remedy=KEPT)
-        versions = Versions(folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device)
+        report.figure(
+            "memory given back",
+            moved.gib,
+            "GiB",
+            least=report.sizes.given_back * awake / GIB,
+            source=f"{report.sizes.given_back:g} of it",
+            remedy=KEPT,
+        )
+        versions = Versions(
+            folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
+        )
         version = await asyncio.to_thread(versions.publish, report.sizes.changed)
         began = time.monotonic()
         await running.wake_weights()
@@ -264,10 +363,16 @@ async def _sleep(report: Report) -> None:
         await running.wake()
         report.figure("takes a version and wakes in", time.monotonic() - began, "s")
         report.figure("values of that version", loaded.changed, least=1)
-        report.figure("turns by the new weights are others", await _greedy(report, running) != expected, equal=True)
+        report.figure(
+            "turns by the new weights are others",
+            await _greedy(report, running) != expected,
+            equal=True,
+        )
         await _forgets(report, running, awake)
         same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
-        report.figure("turns by the folder's weights that are as before", sum(same), least=len(same))
+        report.figure(
+            "turns by the folder's weights that are as before", sum(same), least=len(same)
+        )
     finally:
         await running.shutdown()
 
@@ -278,8 +383,13 @@ async def _forgets(report: Report, running, awake: int) -> None:
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
     if report.gpus:  # on a CPU the pages that were given back come again only as they are touched
-        report.figure("memory given back again", (awake - _used(report, running)) / GIB, "GiB",
-                      least=report.sizes.given_back * awake / GIB, remedy=KEPT)
+        report.figure(
+            "memory given back again",
+            (awake - _used(report, running)) / GIB,
+            "GiB",
+            least=report.sizes.given_back * awake / GIB,
+            remedy=KEPT,
+        )
     began = time.monotonic()
     await running.activate()
     report.figure("wakes in", time.monotonic() - began, "s")
@@ -287,8 +397,10 @@ async def _forgets(report: Report, running, awake: int) -> None:
 
 async def _greedy(report: Report, running) -> list[list[int]]:
     """One after the other: what runs beside a turn changes how its sums are rounded."""
-    return [(await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
-            for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))]
+    return [
+        (await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
+        for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))
+    ]
 
 
 def _used(report: Report, running) -> int:
@@ -304,17 +416,40 @@ def _used(report: Report, running) -> int:
 
 
 CHECKS = (
-    Check("engine", "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's", engine,
-          {"cuda": GPU, "cpu": CPU}, 280.0,
-          "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
-          "engine.utilization=0.8"),
-    Check("precision", "the same weights in float32, where only TF32 may differ", precision,
-          {"cuda": NARROW, "cpu": NARROW_CPU}, 180.0, "python scripts/bench_mismatch.py --gpus compares both dtypes"),
-    Check("tp2", "an engine over two GPUs takes a version while turns run", tensor_parallel,
-          {"cuda": BOTH, "cpu": NARROW_CPU}, 240.0,
-          "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 goes around a "
-          "broken link", least_gpus=2, on_cpu=False),
-    Check("sleep", "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version", sleep,
-          {"cuda": SLEEPS, "cpu": SLEEPS_CPU}, 180.0,
-          "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has none"),
+    Check(
+        "engine",
+        "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
+        engine,
+        {"cuda": GPU, "cpu": CPU},
+        280.0,
+        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
+        "engine.utilization=0.8",
+    ),
+    Check(
+        "precision",
+        "the same weights in float32, where only TF32 may differ",
+        precision,
+        {"cuda": NARROW, "cpu": NARROW_CPU},
+        180.0,
+        "python scripts/bench_mismatch.py --gpus compares both dtypes",
+    ),
+    Check(
+        "tp2",
+        "an engine over two GPUs takes a version while turns run",
+        tensor_parallel,
+        {"cuda": BOTH, "cpu": NARROW_CPU},
+        240.0,
+        "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 goes around a "
+        "broken link",
+        least_gpus=2,
+        on_cpu=False,
+    ),
+    Check(
+        "sleep",
+        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version",
+        sleep,
+        {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
+        180.0,
+        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has none",
+    ),
 )

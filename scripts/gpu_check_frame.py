@@ -74,7 +74,9 @@ class Figure(msgspec.Struct):
             return False
         if isinstance(self.value, str | bool):
             return True
-        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+        return (self.least is None or self.value >= self.least) and (
+            self.most is None or self.value <= self.most
+        )
 
     @property
     def measured(self) -> str:
@@ -126,12 +128,22 @@ class Report:
         self._file.write(json.dumps({"figure": msgspec.to_builtins(figure)}) + "\n")
         return figure.ok
 
-    def share(self, name: str, value: float, unit: str, bound: float | None, floor: float, source: str,
-              remedy: str = "") -> bool:
+    def share(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        bound: float | None,
+        floor: float,
+        source: str,
+        remedy: str = "",
+    ) -> bool:
         """A rate against a share of what arithmetic allows; without known rates of the device it is only told."""
         if bound is None:
             return self.figure(name, value, unit)
-        return self.figure(name, value, unit, least=floor * bound, bound=bound, source=source, remedy=remedy)
+        return self.figure(
+            name, value, unit, least=floor * bound, bound=bound, source=source, remedy=remedy
+        )
 
     def end(self, state: str, words: str = "") -> None:
         self._file.write(json.dumps({"end": state, "words": words}) + "\n")
@@ -165,7 +177,9 @@ def child(check: Check, setup_file: Path, events: Path) -> int:
     """The check itself, in its own process."""
     setup = msgspec.json.decode(setup_file.read_bytes(), type=Setup)
     sizes = check.sizes[setup.device]
-    given = {k: getattr(sizes, k) for k in sizes.__struct_fields__} | setup.sizes.get(check.name, {})
+    given = {k: getattr(sizes, k) for k in sizes.__struct_fields__} | setup.sizes.get(
+        check.name, {}
+    )
     report = Report(setup, msgspec.convert(given, type(sizes)), events)
     try:
         check.work(report)
@@ -180,8 +194,13 @@ def child(check: Check, setup_file: Path, events: Path) -> int:
     return 0
 
 
-def run(check: Check, setup: Setup, deadline_s: float, tell: Callable[[str], None],
-        script: Path = REPOSITORY / "scripts" / "gpu_check.py") -> Outcome:
+def run(
+    check: Check,
+    setup: Setup,
+    deadline_s: float,
+    tell: Callable[[str], None],
+    script: Path = REPOSITORY / "scripts" / "gpu_check.py",
+) -> Outcome:
     """One check in a process (and session) of its own, ended after `deadline_s`; `tell` hears of its progress.
     `script --child NAME SETUP EVENTS` calls `child`.
 
@@ -191,16 +210,32 @@ def run(check: Check, setup: Setup, deadline_s: float, tell: Callable[[str], Non
     if setup.device == "cpu" and not check.on_cpu:
         return Outcome(check.name, IMPOSSIBLE, "needs a GPU")
     if setup.device == "cuda" and setup.gpus < check.least_gpus:
-        return Outcome(check.name, IMPOSSIBLE, f"needs {check.least_gpus} GPUs, {setup.gpus} visible")
+        return Outcome(
+            check.name, IMPOSSIBLE, f"needs {check.least_gpus} GPUs, {setup.gpus} visible"
+        )
     folder = Path(setup.folder)
-    setup_file, events, log = (folder / f"{check.name}.{end}" for end in ("setup.json", "events", "log"))
+    setup_file, events, log = (
+        folder / f"{check.name}.{end}" for end in ("setup.json", "events", "log")
+    )
     setup_file.write_bytes(msgspec.json.encode(setup))
     events.touch()
     began = time.monotonic()
     with log.open("wb") as words:
         process = subprocess.Popen(
-            [sys.executable, "-u", str(script), "--child", check.name, str(setup_file), str(events)],
-            stdin=subprocess.DEVNULL, stdout=words, stderr=words, start_new_session=True)
+            [
+                sys.executable,
+                "-u",
+                str(script),
+                "--child",
+                check.name,
+                str(setup_file),
+                str(events),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=words,
+            start_new_session=True,
+        )
     outcome = Outcome(check.name, FAILED, remedy=check.remedy, log=str(log))
     try:
         _follow(process, events, outcome, began + deadline_s, tell)
@@ -218,7 +253,13 @@ def run(check: Check, setup: Setup, deadline_s: float, tell: Callable[[str], Non
     return outcome
 
 
-def _follow(process: subprocess.Popen, events: Path, outcome: Outcome, end: float, tell: Callable[[str], None]) -> None:
+def _follow(
+    process: subprocess.Popen,
+    events: Path,
+    outcome: Outcome,
+    end: float,
+    tell: Callable[[str], None],
+) -> None:
     """Until its end or the deadline; fills `outcome` with what it says."""
     with events.open() as file:
         rest, alive = "", True
@@ -232,7 +273,10 @@ def _follow(process: subprocess.Popen, events: Path, outcome: Outcome, end: floa
                 elif "figure" in line:
                     figure = msgspec.convert(line["figure"], Figure)
                     outcome.figures.append(figure)
-                    tell(f"{figure.name}: {figure.measured}" + ("" if figure.ok else f", NOT {figure.expected}"))
+                    tell(
+                        f"{figure.name}: {figure.measured}"
+                        + ("" if figure.ok else f", NOT {figure.expected}")
+                    )
                 else:
                     outcome.state, outcome.words = line["end"], line["words"]
             if alive:
@@ -285,16 +329,29 @@ def table(outcomes: Iterable[Outcome]) -> str:
     rows: list[tuple[str, str, str, str]] = [("check", "state", "measured", "expected")]
     for one in outcomes:
         why = f": {one.words}" if one.words else ""
-        rows.append((one.name, one.state + (f" {one.seconds:.0f} s" if one.seconds else ""), why.lstrip(": "), ""))
+        rows.append(
+            (
+                one.name,
+                one.state + (f" {one.seconds:.0f} s" if one.seconds else ""),
+                why.lstrip(": "),
+                "",
+            )
+        )
         for figure in one.figures:
             mark = "" if figure.ok else "FAILED"
             rows.append(("", mark, f"{figure.name}: {figure.measured}", figure.expected))
             if not figure.ok and figure.remedy:
                 rows.append(("", "", f"  -> {figure.remedy}", ""))
         if one.state == FAILED:
-            rows += [("", "", f"  -> {one.remedy}", ""), ("", "", f"  -> all of its output: {one.log}", "")]
+            rows += [
+                ("", "", f"  -> {one.remedy}", ""),
+                ("", "", f"  -> all of its output: {one.log}", ""),
+            ]
     widths = [max(len(row[at]) for row in rows if len(row[at]) <= 60) for at in range(3)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0])).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0])).rstrip()
+        for row in rows
+    )
 
 
 def tail(log: str) -> str:
@@ -304,9 +361,23 @@ def tail(log: str) -> str:
 
 def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
     """All figures, after each check anew: what a run that was ended had found is there."""
-    found = [msgspec.to_builtins(one) | {"figures": [
-        msgspec.to_builtins(figure) | {"ok": figure.ok, "share": figure.value / figure.bound if figure.bound else None}
-        for figure in one.figures]} for one in outcomes]
-    content = {"device": setup.device, "gpus": setup.gpus, "gpu": setup.gpu, "memory_gib": setup.memory_gib,
-               "ok": all(one.state != FAILED for one in outcomes), "checks": found}
+    found = [
+        msgspec.to_builtins(one)
+        | {
+            "figures": [
+                msgspec.to_builtins(figure)
+                | {"ok": figure.ok, "share": figure.value / figure.bound if figure.bound else None}
+                for figure in one.figures
+            ]
+        }
+        for one in outcomes
+    ]
+    content = {
+        "device": setup.device,
+        "gpus": setup.gpus,
+        "gpu": setup.gpu,
+        "memory_gib": setup.memory_gib,
+        "ok": all(one.state != FAILED for one in outcomes),
+        "checks": found,
+    }
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -24,42 +24,96 @@ class Run(msgspec.Struct):
     mismatch: float  # mean |log-probability difference| of engine and trainer, at most
 
 
-SMALL = ["rollout.workers=1", "trainer.ranks=1", "rollout.environment_hosts=1", "trainer.batch_size=32",
-         "rollout.group_size=8", "eval.episodes=16", "trainer.checkpoint_every=1", "observe.terminal=false", "fresh=true"]
-ON_GPU = [*SMALL, f"+model.recipe.steps={TOKENIZER_STEPS}", "cluster=gpus", "trainer=zero3_gpu", "rollout=gpu",
-          "model.dtype=bfloat16", "trainer.optimizer.lr=1e-4", "rollout.gpu_memory_utilization=0.5"]
-IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]  # what a user with one GPU starts, with another model
-ON_CPU = [*SMALL, "rollout.kv_cache_gib=0.05", "rollout.threads=1", "trainer.threads=1", "trainer.batch_size=8",
-          "rollout.group_size=4", "eval.episodes=0", "model.dtype=float32"]
+SMALL = [
+    "rollout.workers=1",
+    "trainer.ranks=1",
+    "rollout.environment_hosts=1",
+    "trainer.batch_size=32",
+    "rollout.group_size=8",
+    "eval.episodes=16",
+    "trainer.checkpoint_every=1",
+    "observe.terminal=false",
+    "fresh=true",
+]
+ON_GPU = [
+    *SMALL,
+    f"+model.recipe.steps={TOKENIZER_STEPS}",
+    "cluster=gpus",
+    "trainer=zero3_gpu",
+    "rollout=gpu",
+    "model.dtype=bfloat16",
+    "trainer.optimizer.lr=1e-4",
+    "rollout.gpu_memory_utilization=0.5",
+]
+IN_TURN = [
+    "+experiment=qwen3_0_6b",
+    "model=tiny",
+    "env=frozen_lake",
+    "env.max_new_tokens=64",
+]  # what a user with one GPU starts, with another model
+ON_CPU = [
+    *SMALL,
+    "rollout.kv_cache_gib=0.05",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "trainer.batch_size=8",
+    "rollout.group_size=4",
+    "eval.episodes=0",
+    "model.dtype=float32",
+]
 
 
 def job(report: Report) -> None:
     from rose.observe.metrics import read_metrics, rows_of
 
     sizes, runs = report.sizes, report.folder / "runs"
-    command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={runs}", "name=gpu-check",
-               f"trainer.steps={sizes.steps}", *sizes.overrides]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "launch.py"),
+        f"output_dir={runs}",
+        "name=gpu-check",
+        f"trainer.steps={sizes.steps}",
+        *sizes.overrides,
+    ]
     report.say(" ".join(["python launch.py", *command[2:]]))
     began = time.monotonic()
     with (report.folder / "launch.log").open("wb") as words:
-        code = subprocess.run(command, stdout=words, stderr=words, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            command, stdout=words, stderr=words, stdin=subprocess.DEVNULL
+        ).returncode
     if code:
-        print("\n".join((report.folder / "launch.log").read_text(errors="replace").splitlines()[-TAIL:]))
+        print(
+            "\n".join(
+                (report.folder / "launch.log").read_text(errors="replace").splitlines()[-TAIL:]
+            )
+        )
         _print_logs(runs / "gpu-check")
         raise RuntimeError(f"launch.py ended with code {code}; its last words are in the log")
     report.figure("the whole command", time.monotonic() - began, "s")
     rows = read_metrics(runs / "gpu-check")
     steps = rows_of(rows, "step")
     report.figure("steps", len(steps), equal=sizes.steps)
-    report.figure("faults", len(rows_of(rows, "fault")), equal=0, remedy="an engine or a rank died and was replaced")
+    report.figure(
+        "faults",
+        len(rows_of(rows, "fault")),
+        equal=0,
+        remedy="an engine or a rank died and was replaced",
+    )
     last = steps[-1]
-    report.figure("mean |difference| of log-probabilities", last["mismatch_abs"], "nats", most=sizes.mismatch,
-                  remedy="the engine's weights are not the trainer's: check engine and transfer first")
+    report.figure(
+        "mean |difference| of log-probabilities",
+        last["mismatch_abs"],
+        "nats",
+        most=sizes.mismatch,
+        remedy="the engine's weights are not the trainer's: check engine and transfer first",
+    )
     report.figure("gradient norm is a number", math.isfinite(last["grad_norm"]), equal=True)
     report.figure("values published", last["publish_bytes"], "bytes", least=1)
     for name in sorted(k for k in last if k.startswith("time_")):
         report.figure(f"last step, {name.removeprefix('time_')}", last[name], "s")
-    for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):  # of sharing the device in turn
+    for name in sorted(
+        last.keys() & {"seconds_sleep", "seconds_wake"}
+    ):  # of sharing the device in turn
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
     for name in sorted(k for k in last if k.endswith("_gib")):
         report.figure(f"last step, {name.removesuffix('_gib')}", last[name], "GiB")
@@ -68,15 +122,32 @@ def job(report: Report) -> None:
 
 def _print_logs(run: Path) -> None:
     for path in sorted((run / "logs" / "latest").glob("*.log")):
-        print(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:]))
+        print(
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
+        )
 
 
 CHECKS = (
-    Check("job", "launch.py on two GPUs: one trains, one rolls out", job,
-          {"cuda": Run([*ON_GPU, "cluster.gpus=2"], 2, 0.05), "cpu": Run(ON_CPU, 1, 1e-3)}, 240.0,
-          "the log has each rank's last words", least_gpus=2, needs_model=False),
-    Check("colocated", "launch.py on one GPU: trainer and engine hold it in turn", job,
-          {"cuda": Run([*IN_TURN, *ON_GPU, "cluster.gpus=1"], 2, 0.05),
-           "cpu": Run([*IN_TURN, *ON_CPU, "cluster=local", "cluster.gpus=0"], 1, 0.02)}, 300.0,
-          "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower", needs_model=False),
+    Check(
+        "job",
+        "launch.py on two GPUs: one trains, one rolls out",
+        job,
+        {"cuda": Run([*ON_GPU, "cluster.gpus=2"], 2, 0.05), "cpu": Run(ON_CPU, 1, 1e-3)},
+        240.0,
+        "the log has each rank's last words",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "colocated",
+        "launch.py on one GPU: trainer and engine hold it in turn",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, "cluster.gpus=1"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower",
+        needs_model=False,
+    ),
 )

@@ -52,7 +52,9 @@ def visible(listed: int) -> int:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return listed
-    return min(listed, len([one for one in given.split(",") if one.strip() and one.strip() != "-1"]))
+    return min(
+        listed, len([one for one in given.split(",") if one.strip() and one.strip() != "-1"])
+    )
 
 
 # --------------------------------------------------------------------------- machine
@@ -75,13 +77,27 @@ def machine(report: Report) -> None:
 def _host(report: Report) -> None:
     from rose.launch.local import find_mpiexec
 
-    report.figure("cores for this process", len(os.sched_getaffinity(0)), least=2,
-                  remedy="an engine, a trainer and the coordinator need a core each: ask for more (--cpus-per-task)")
+    report.figure(
+        "cores for this process",
+        len(os.sched_getaffinity(0)),
+        least=2,
+        remedy="an engine, a trainer and the coordinator need a core each: ask for more (--cpus-per-task)",
+    )
     shm, disk = (shutil.disk_usage(path) for path in ("/dev/shm", report.folder))
-    report.figure("/dev/shm free", shm.free / GIB, "GiB", least=report.sizes.shm_gib,
-                  remedy="in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go through it")
-    report.figure("scratch folder free", disk.free / GIB, "GiB", least=report.sizes.disk_gib,
-                  remedy="--folder another one")
+    report.figure(
+        "/dev/shm free",
+        shm.free / GIB,
+        "GiB",
+        least=report.sizes.shm_gib,
+        remedy="in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go through it",
+    )
+    report.figure(
+        "scratch folder free",
+        disk.free / GIB,
+        "GiB",
+        least=report.sizes.disk_gib,
+        remedy="--folder another one",
+    )
     report.figure("mpiexec", find_mpiexec())
     report.figure("Python", f"{sys.version.split()[0]} {sys.executable}")
 
@@ -92,8 +108,12 @@ def _driver(report: Report) -> None:
 
     for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
         report.say(f"{finding.part}: {finding.words}")
-        report.figure(f"doctor: {finding.part}", finding.state, remedy=finding.remedy,
-                      **({"equal": "ok"} if finding.state == "failed" else {}))
+        report.figure(
+            f"doctor: {finding.part}",
+            finding.state,
+            remedy=finding.remedy,
+            **({"equal": "ok"} if finding.state == "failed" else {}),
+        )
     import torch
 
     if torch.version.cuda is None:
@@ -101,33 +121,68 @@ def _driver(report: Report) -> None:
     report.figure("torch was built for CUDA", torch.version.cuda)
     report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
     torch.cuda.init()  # raises with the driver's own words
-    report.figure("GPUs that torch sees", torch.cuda.device_count(), equal=report.setup.gpus,
-                  remedy="CUDA_VISIBLE_DEVICES names devices that are not there")
+    report.figure(
+        "GPUs that torch sees",
+        torch.cuda.device_count(),
+        equal=report.setup.gpus,
+        remedy="CUDA_VISIBLE_DEVICES names devices that are not there",
+    )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = properties.major + properties.minor / 10
         free, total = torch.cuda.mem_get_info(index)
-        report.figure(f"GPU {index}", f"{properties.name}, {total / GIB:.1f} GiB, "
-                                      f"{properties.multi_processor_count} multiprocessors")
-        report.figure(f"GPU {index}, capability", capability, least=LEAST_CAPABILITY,
-                      remedy="bfloat16 and FlashAttention need an A100 or newer")
-        report.figure(f"GPU {index}, free", free / total, least=FREE_SHARE, source="of its memory",
-                      remedy="another process holds memory there: nvidia-smi names it")
-    mode = "" if shutil.which("nvidia-smi") is None else subprocess.run(
-        ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True,
-        timeout=SMI_S).stdout.split("\n")[0].strip()
+        report.figure(
+            f"GPU {index}",
+            f"{properties.name}, {total / GIB:.1f} GiB, "
+            f"{properties.multi_processor_count} multiprocessors",
+        )
+        report.figure(
+            f"GPU {index}, capability",
+            capability,
+            least=LEAST_CAPABILITY,
+            remedy="bfloat16 and FlashAttention need an A100 or newer",
+        )
+        report.figure(
+            f"GPU {index}, free",
+            free / total,
+            least=FREE_SHARE,
+            source="of its memory",
+            remedy="another process holds memory there: nvidia-smi names it",
+        )
+    mode = (
+        ""
+        if shutil.which("nvidia-smi") is None
+        else subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=SMI_S,
+        )
+        .stdout.split("\n")[0]
+        .strip()
+    )
     if mode:
-        report.figure("compute mode", mode, equal="Default",
-                      remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)")
+        report.figure(
+            "compute mode",
+            mode,
+            equal="Default",
+            remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)",
+        )
 
 
 def _compiler(report: Report) -> None:
     """Triton builds a launcher in C at first use; without a compiler or Python's headers vLLM does not start."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
-    report.figure("C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc")
+    report.figure(
+        "C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc"
+    )
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    report.figure("Python.h", headers.is_file(), equal=True,
-                  remedy=f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has it")
+    report.figure(
+        "Python.h",
+        headers.is_file(),
+        equal=True,
+        remedy=f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has it",
+    )
     import torch
     from gpu_check_kernel import add_one
 
@@ -147,20 +202,50 @@ def _raw(report: Report) -> None:
     source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = timed(lambda: target.copy_(source), device, sizes.repeats)
-    report.share("copy on the device, read and written", 2 * sizes.copied_bytes / took / 1e9, "GB/s",
-                 rates[1] and rates[1] / 1e9, 0.5, "HBM", "throttled, shared, or a slice of MIG? nvidia-smi -q")
+    report.share(
+        "copy on the device, read and written",
+        2 * sizes.copied_bytes / took / 1e9,
+        "GB/s",
+        rates[1] and rates[1] / 1e9,
+        0.5,
+        "HBM",
+        "throttled, shared, or a slice of MIG? nvidia-smi -q",
+    )
     host = torch.empty(sizes.copied_bytes // 4, dtype=torch.uint8, pin_memory=report.gpus)
-    part = source[:len(host)]
-    for name, work in (("to the host", lambda: host.copy_(part)), ("from the host", lambda: part.copy_(host))):
-        report.figure(f"copy {name}, pinned", len(host) / timed(work, device, sizes.repeats) / 1e9, "GB/s",
-                      least=2.0 if report.gpus else None, source="PCIe 3.0 x16 has 16" if report.gpus else "",
-                      remedy="weights and versions go over this bus: lspci -vv says its width")
-    a, b = (torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=device) for _ in range(2))
+    part = source[: len(host)]
+    for name, work in (
+        ("to the host", lambda: host.copy_(part)),
+        ("from the host", lambda: part.copy_(host)),
+    ):
+        report.figure(
+            f"copy {name}, pinned",
+            len(host) / timed(work, device, sizes.repeats) / 1e9,
+            "GB/s",
+            least=2.0 if report.gpus else None,
+            source="PCIe 3.0 x16 has 16" if report.gpus else "",
+            remedy="weights and versions go over this bus: lspci -vv says its width",
+        )
+    a, b = (
+        torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
     took = timed(lambda: a @ b, device, sizes.repeats)
-    report.share("bfloat16 matrix product", 2 * sizes.matrix**3 / took / 1e12, "TFLOP/s", rates[0] and rates[0] / 1e12,
-                 0.3, "dense peak", "throttled or shared? nvidia-smi -q -d PERFORMANCE")
+    report.share(
+        "bfloat16 matrix product",
+        2 * sizes.matrix**3 / took / 1e12,
+        "TFLOP/s",
+        rates[0] and rates[0] / 1e12,
+        0.3,
+        "dense peak",
+        "throttled or shared? nvidia-smi -q -d PERFORMANCE",
+    )
     error = float(((a[:64] @ b).float() - a[:64].float() @ b.float()).abs().max())
-    report.figure("its largest error", error / sizes.matrix**0.5, most=0.1, source="of a product's standard deviation")
+    report.figure(
+        "its largest error",
+        error / sizes.matrix**0.5,
+        most=0.1,
+        source="of a product's standard deviation",
+    )
 
 
 def timed(work: Callable[[], Any], device, repeats: int) -> float:
@@ -193,8 +278,13 @@ def nccl(report: Report) -> None:
     print(done.out, done.err)
     if done.code or not told:
         raise RuntimeError(done.last)
-    report.figure(f"all-reduce between {ranks}, bus bandwidth", told[0], "GiB/s", least=1.0 if report.gpus else None,
-                  remedy="nvidia-smi topo -m shows the links; without NVLink PCIe gives 5 to 20")
+    report.figure(
+        f"all-reduce between {ranks}, bus bandwidth",
+        told[0],
+        "GiB/s",
+        least=1.0 if report.gpus else None,
+        remedy="nvidia-smi topo -m shows the links; without NVLink PCIe gives 5 to 20",
+    )
 
 
 # --------------------------------------------------------------------------- two processes on one device
@@ -223,12 +313,29 @@ print(rounds, torch.cuda.mem_get_info()[0] if device == "cuda" else 0, flush=Tru
 def two(report: Report) -> None:
     """Each holds memory and multiplies matrices of small integers, whose products are exact."""
     sizes = report.sizes
-    processes = [subprocess.Popen([sys.executable, "-c", SECOND, report.setup.device, str(sizes.nbytes),
-                                   str(sizes.seconds), str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  text=True, cwd=REPOSITORY) for seed in (1, 2)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                SECOND,
+                report.setup.device,
+                str(sizes.nbytes),
+                str(sizes.seconds),
+                str(seed),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for seed in (1, 2)
+    ]
     for process in processes:
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"process {process.pid} did not get the device; its words are in the log")
+            raise RuntimeError(
+                f"process {process.pid} did not get the device; its words are in the log"
+            )
     report.say(f"both hold {sizes.nbytes / GIB:.2f} GiB")
     for process in processes:
         process.stdin.write("go\n")
@@ -236,7 +343,9 @@ def two(report: Report) -> None:
     for process in processes:
         words = process.stdout.read().split()
         if process.wait() or len(words) != 2:
-            raise RuntimeError(f"process {process.pid} ended with {process.returncode}; its words are in the log")
+            raise RuntimeError(
+                f"process {process.pid} ended with {process.returncode}; its words are in the log"
+            )
         report.figure("products beside the other", int(words[0]), least=1)
 
 
@@ -248,23 +357,60 @@ def left(report: Report) -> None:
         raise Impossible("no GPU to look at")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        report.figure(f"GPU {index}, free at the end", free / total, least=FREE_SHARE, source="of its memory",
-                      remedy="nvidia-smi says which process holds it; if none does, the driver needs a reset")
+        report.figure(
+            f"GPU {index}, free at the end",
+            free / total,
+            least=FREE_SHARE,
+            source="of its memory",
+            remedy="nvidia-smi says which process holds it; if none does, the driver needs a reset",
+        )
 
 
-FIRST = (Check(
-    "machine", "driver, packages, compiler, and what the device does raw", machine,
-    {"cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB), "cpu": Machine(2**24, 256, 1, 0.1, 0.5)}, 150.0,
-    "python -m rose.doctor cluster=gpus says more of packages and driver", least_gpus=0, needs_model=False),)
+FIRST = (
+    Check(
+        "machine",
+        "driver, packages, compiler, and what the device does raw",
+        machine,
+        {
+            "cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB),
+            "cpu": Machine(2**24, 256, 1, 0.1, 0.5),
+        },
+        150.0,
+        "python -m rose.doctor cluster=gpus says more of packages and driver",
+        least_gpus=0,
+        needs_model=False,
+    ),
+)
 LAST = (
-    Check("nccl", "an all-reduce between all GPUs", nccl, {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)}, 90.0,
-          "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in cluster.env goes around "
-          "a broken one", least_gpus=2, needs_model=False),
-    Check("two", "two processes compute on one device", two,
-          {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)}, 90.0,
-          "engine and trainer share a device where colocate=true: the compute mode must be Default, MIG off",
-          needs_model=False),
-    Check("left", "nothing of these checks is left on the devices", left, {"cuda": Two(0, 0), "cpu": Two(0, 0)}, 60.0,
-          "nvidia-smi names the process that holds memory", on_cpu=False, needs_model=False),
+    Check(
+        "nccl",
+        "an all-reduce between all GPUs",
+        nccl,
+        {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)},
+        90.0,
+        "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in cluster.env goes around "
+        "a broken one",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "two",
+        "two processes compute on one device",
+        two,
+        {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)},
+        90.0,
+        "engine and trainer share a device where colocate=true: the compute mode must be Default, MIG off",
+        needs_model=False,
+    ),
+    Check(
+        "left",
+        "nothing of these checks is left on the devices",
+        left,
+        {"cuda": Two(0, 0), "cpu": Two(0, 0)},
+        60.0,
+        "nvidia-smi names the process that holds memory",
+        on_cpu=False,
+        needs_model=False,
+    ),
 )
 ALL_NEED = ("machine",)

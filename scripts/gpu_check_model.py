@@ -61,13 +61,20 @@ def model(report: Report) -> None:
 
     target, given, began = folder(report), report.setup.model, time.monotonic()
     if given and not Path(given).is_dir():
-        source = models.resolve(configuration.from_dict(compose(
-            "model=qwen3_0_6b", f"model.path={given}", "trainer.micro_batch_tokens=4096")).model)
+        source = models.resolve(
+            configuration.from_dict(
+                compose(
+                    "model=qwen3_0_6b", f"model.path={given}", "trainer.micro_batch_tokens=4096"
+                )
+            ).model
+        )
         target.symlink_to(Path(source).resolve())
     elif given:
         target.symlink_to(Path(given).resolve())
     else:
-        recipe = [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
+        recipe = (
+            [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
+        )
         tiny = models.resolve(configuration.from_dict(compose(*recipe)).model)
         if report.sizes.hidden_size is None:
             target.symlink_to(tiny)
@@ -96,7 +103,9 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(target)
     written = json.loads((target / "config.json").read_text())
-    wrong = {k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v}
+    wrong = {
+        k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v
+    }
     if wrong:
         raise RuntimeError(f"{target}/config.json: {wrong} is not what was asked for")
 
@@ -119,7 +128,9 @@ class Alone:
 class Versions:
     """A store whose versions are the model folder's weights with values changed; `tensors`: the newest, on the CPU."""
 
-    def __init__(self, model: Path, store: Path, dtype: str, device: str, degrees: tuple[int, ...] = (1, 2)) -> None:
+    def __init__(
+        self, model: Path, store: Path, dtype: str, device: str, degrees: tuple[int, ...] = (1, 2)
+    ) -> None:
         import torch
         from safetensors.torch import load_file
 
@@ -150,10 +161,17 @@ class Versions:
         from rose.transfer.blocks import take
 
         tensor = self._plan.tensors[block.tensor]
-        pieces = [p.reshape(-1) for p in take(self.tensors[tensor.name].reshape(-1), 0, block, tensor.columns)]
+        pieces = [
+            p.reshape(-1)
+            for p in take(self.tensors[tensor.name].reshape(-1), 0, block, tensor.columns)
+        ]
         values = torch.cat(pieces)
         wide = values.element_size() == 4
-        return values.view(torch.int32 if wide else torch.int16).numpy().view(np.uint32 if wide else np.uint16)
+        return (
+            values.view(torch.int32 if wide else torch.int16)
+            .numpy()
+            .view(np.uint32 if wide else np.uint16)
+        )
 
     def publish(self, share: float) -> int:
         """So large a share of the values, drawn at random, is moved by a deviation of its tensor; the new version."""
@@ -165,15 +183,24 @@ class Versions:
             for part in tensor.reshape(-1).split(AT_ONCE):  # an engine leaves little of the device
                 old = part.to(self._device).float()
                 new = old + torch.randn(old.shape, **there) * DEVIATION
-                parts.append(torch.where(torch.rand(old.shape, **there) < share, new, old).to(tensor.dtype).cpu())
+                parts.append(
+                    torch.where(torch.rand(old.shape, **there) < share, new, old)
+                    .to(tensor.dtype)
+                    .cpu()
+                )
             self.tensors[name] = torch.cat(parts).reshape(tensor.shape)
         self.version += 1
         self._publisher.publish(self.version)
         return self.version
 
 
-def score(model: Path, dtype: str, device: str, turns: list[tuple[list[int], list[int]]],
-          tensors: dict[str, Any] | None) -> np.ndarray:
+def score(
+    model: Path,
+    dtype: str,
+    device: str,
+    turns: list[tuple[list[int], list[int]]],
+    tensors: dict[str, Any] | None,
+) -> np.ndarray:
     """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row; `tensors`: weights
     in place of the folder's."""
     import torch
@@ -189,9 +216,9 @@ def score(model: Path, dtype: str, device: str, turns: list[tuple[list[int], lis
         for prompt, new in turns:
             tokens = torch.tensor([prompt + new], device=device)
             mask = torch.zeros(1, tokens.shape[1] - 1, device=device)
-            mask[:, len(prompt) - 1:] = 1
+            mask[:, len(prompt) - 1 :] = 1
             logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
-            scores.append(logprobs[0, len(prompt) - 1:].float().cpu().numpy())
+            scores.append(logprobs[0, len(prompt) - 1 :].float().cpu().numpy())
     return np.concatenate(scores)
 
 
@@ -199,6 +226,12 @@ def threads() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-MODEL = Check("model", "a model of the shape of Qwen3-0.6B, or the one given", model,
-              {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS}, 240.0,
-              "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache", needs_model=False)
+MODEL = Check(
+    "model",
+    "a model of the shape of Qwen3-0.6B, or the one given",
+    model,
+    {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS},
+    240.0,
+    "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",
+    needs_model=False,
+)

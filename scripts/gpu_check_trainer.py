@@ -20,7 +20,10 @@ from gpu_check_model import compose, folder, threads
 
 GIB = 2**30
 JOIN_S = 30.0
-MFU_ROWS, MFU_TREES = 0.08, 0.04  # least share of the dense peak; operations without the recomputation
+MFU_ROWS, MFU_TREES = (
+    0.08,
+    0.04,
+)  # least share of the dense peak; operations without the recomputation
 LIKE = 0.05  # trees and rows give the same gradient norm and entropy within so much, in bfloat16
 ESTIMATE = (0.4, 1.1)  # of rose.launch.memory's estimate, what the peak may be
 
@@ -33,7 +36,9 @@ class Training(msgspec.Struct):
     own: int  # tokens of each row behind them, made by the policy
     micro_batch_tokens: int
     checkpointing: bool
-    offload: bool  # the optimizer to the host: needs nvcc and a minute to build, so only if asked for
+    offload: (
+        bool  # the optimizer to the host: needs nvcc and a minute to build, so only if asked for
+    )
     timed: int  # steps of each kind that are timed, behind one that is not
 
 
@@ -41,7 +46,9 @@ class Moves(msgspec.Struct):
     dtype: str
     shares: list[float]  # of changed values, one version each
     stage_gib: float  # of blocks that are staged whole
-    peak_share: float  # of the weights' bytes: what staging may take on the device besides, at the most
+    peak_share: (
+        float  # of the weights' bytes: what staging may take on the device besides, at the most
+    )
 
 
 GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
@@ -53,11 +60,25 @@ def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *
     from rose import config as configuration
 
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
-    return configuration.from_dict(compose(
-        *gpus, "trainer=zero3_gpu", f"trainer.ranks={world}", f"trainer.dtype={sizes.dtype}", f"trainer.batch_size={batch}",
-        f"rollout.group_size={batch}", "rollout.workers=1", "model.source=folder", f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}", f"model.max_context={longest}", f"trainer.threads={threads()}",
-        "trainer.step_timeout_s=120", "algorithm.importance_cap=null", *overrides))
+    return configuration.from_dict(
+        compose(
+            *gpus,
+            "trainer=zero3_gpu",
+            f"trainer.ranks={world}",
+            f"trainer.dtype={sizes.dtype}",
+            f"trainer.batch_size={batch}",
+            f"rollout.group_size={batch}",
+            "rollout.workers=1",
+            "model.source=folder",
+            f"model.path={folder(report)}",
+            f"model.dtype={sizes.dtype}",
+            f"model.max_context={longest}",
+            f"trainer.threads={threads()}",
+            "trainer.step_timeout_s=120",
+            "algorithm.importance_cap=null",
+            *overrides,
+        )
+    )
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
@@ -67,18 +88,29 @@ def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(queue, work, report.setup, report.sizes, rank, world, port, arguments))
-             for rank in range(world)]
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(queue, work, report.setup, report.sizes, rank, world, port, arguments),
+        )
+        for rank in range(world)
+    ]
     for process in ranks:
         process.start()
     found: dict[int, dict] = {}
     while len(found) < world:
         while queue.empty():
-            dead = [(rank, p.exitcode) for rank, p in enumerate(ranks) if p.exitcode is not None and rank not in found]
+            dead = [
+                (rank, p.exitcode)
+                for rank, p in enumerate(ranks)
+                if p.exitcode is not None and rank not in found
+            ]
             if dead and queue.empty():
                 for process in ranks:
                     process.kill()
-                raise RuntimeError(f"trainer rank {dead[0][0]} ended with {dead[0][1]}; its words are in the log")
+                raise RuntimeError(
+                    f"trainer rank {dead[0][0]} ended with {dead[0][1]}; its words are in the log"
+                )
             time.sleep(0.05)
         rank, kind, told = queue.get()
         if kind == "say":
@@ -114,33 +146,68 @@ def trainer(report: Report) -> None:
     report.figure("ranks", world)
     flops = report.setup.rates[0] if report.setup.rates else None
     for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
-        seconds = min(max(rank[kind]["seconds"][i] for rank in found) for i in range(report.sizes.timed))
+        seconds = min(
+            max(rank[kind]["seconds"][i] for rank in found) for i in range(report.sizes.timed)
+        )
         tokens = sum(rank[kind]["tokens"] for rank in found)
         report.figure(f"{kind}: computed tokens", tokens / seconds, "token/s")
         useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world
-        report.share(f"{kind}: useful operations", useful / 1e12, "TFLOP/s a GPU", flops and flops / 1e12, floor,
-                     "dense bfloat16, recomputation not counted", "is the CPU busy? trainer.micro_batch_tokens larger?")
-        report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)  # NaN is not either
+        report.share(
+            f"{kind}: useful operations",
+            useful / 1e12,
+            "TFLOP/s a GPU",
+            flops and flops / 1e12,
+            floor,
+            "dense bfloat16, recomputation not counted",
+            "is the CPU busy? trainer.micro_batch_tokens larger?",
+        )
+        report.figure(
+            f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9
+        )  # NaN is not either
     for name in ("grad_norm", "entropy"):
         rows, trees = first["rows"][name], first["trees"][name]
-        report.figure(f"trees and rows, {name} differs by", abs(trees - rows) / max(abs(rows), 1e-12), most=LIKE,
-                      remedy="the tree's attention is not the rows': trainer.share_prefixes=false until it is mended")
+        report.figure(
+            f"trees and rows, {name} differs by",
+            abs(trees - rows) / max(abs(rows), 1e-12),
+            most=LIKE,
+            remedy="the tree's attention is not the rows': trainer.share_prefixes=false until it is mended",
+        )
     given = first["given"]
     report.figure("device given back for an engine's turn", given["give_s"], "s")
     report.figure("device taken again", given["take_s"], "s")
     if report.gpus:
-        report.figure("memory kept meanwhile", given["kept_gib"], "GiB", most=0.1 * given["held_gib"],
-                      source=f"of {given['held_gib']:.1f}", remedy="what keeps it has no room for the engine: rose/trainer/offload.py")
-    report.figure("after that, gradient norm differs by", abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
-                  most=LIKE, remedy="states were lost on their way to host memory and back: colocate=false")
+        report.figure(
+            "memory kept meanwhile",
+            given["kept_gib"],
+            "GiB",
+            most=0.1 * given["held_gib"],
+            source=f"of {given['held_gib']:.1f}",
+            remedy="what keeps it has no room for the engine: rose/trainer/offload.py",
+        )
+    report.figure(
+        "after that, gradient norm differs by",
+        abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
+        most=LIKE,
+        remedy="states were lost on their way to host memory and back: colocate=false",
+    )
     report.figure("tensors published and read back", first["published"], least=1)
-    report.figure("of them, not the trainer's", first["wrong"], most=0,
-                  remedy="a version that is not the trainer's weights: report it with the log")
+    report.figure(
+        "of them, not the trainer's",
+        first["wrong"],
+        most=0,
+        remedy="a version that is not the trainer's weights: report it with the log",
+    )
     if report.gpus:
         peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
-        report.figure("memory at the peak", peak, "GiB", least=ESTIMATE[0] * estimate, most=ESTIMATE[1] * estimate,
-                      source=f"rose.launch.memory says {estimate:.1f}",
-                      remedy="dry runs rely on this estimate: say what was measured here in an issue")
+        report.figure(
+            "memory at the peak",
+            peak,
+            "GiB",
+            least=ESTIMATE[0] * estimate,
+            most=ESTIMATE[1] * estimate,
+            source=f"rose.launch.memory says {estimate:.1f}",
+            remedy="dry runs rely on this estimate: say what was measured here in an issue",
+        )
 
 
 def _shape(report: Report):
@@ -154,7 +221,10 @@ def _flops(shape, ranks: list[dict]) -> float:
     layer = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
     head = shape.vocab * shape.hidden
     width = shape.heads * shape.head_dim
-    return sum(6.0 * (layer * r["tokens"] + head * r["made"]) + 12.0 * shape.layers * width * r["pairs"] for r in ranks)
+    return sum(
+        6.0 * (layer * r["tokens"] + head * r["made"]) + 12.0 * shape.layers * width * r["pairs"]
+        for r in ranks
+    )
 
 
 def _train(report: Report, rank: int, world: int, port: int) -> dict:
@@ -169,14 +239,25 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     sizes = report.sizes
     longest = sizes.shared + sizes.own
     rows = batch(sizes, _shape(report).vocab)
-    config = settings(report, sizes, world, longest, len(rows), f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
-                      f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
-                      f"trainer.offload_optimizer={str(sizes.offload).lower()}")
+    config = settings(
+        report,
+        sizes,
+        world,
+        longest,
+        len(rows),
+        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
+        f"trainer.offload_optimizer={str(sizes.offload).lower()}",
+    )
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
-    summary = protocol.BatchSummary([t.reward for t in rows.values()], [int(t.group[1:]) for t in rows.values()],
-                                    [t.response_tokens for t in rows.values()], [False] * len(rows))
+    summary = protocol.BatchSummary(
+        [t.reward for t in rows.values()],
+        [int(t.group[1:]) for t in rows.values()],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
     tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
     out: dict[str, Any] = {"parameters": made.engine.parameters}
     number = 0
@@ -187,16 +268,28 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
         for _ in range(sizes.timed + 1):
             number += 1
             began = time.monotonic()
-            metrics.append(made.train(protocol.TrainStep(number, summary, plan, kind == "trees", 1), mine))
+            metrics.append(
+                made.train(protocol.TrainStep(number, summary, plan, kind == "trees", 1), mine)
+            )
             if made.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.monotonic() - began)
             report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
-        out[kind] = {"seconds": seconds[1:], "grad_norm": metrics[0]["grad_norm"], "entropy": metrics[0]["entropy"],
-                     **_work(plan[0], packing, sizes)}
-    out["given"] = _in_turn(report, made, lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine))
+        out[kind] = {
+            "seconds": seconds[1:],
+            "grad_norm": metrics[0]["grad_norm"],
+            "entropy": metrics[0]["entropy"],
+            **_work(plan[0], packing, sizes),
+        }
+    out["given"] = _in_turn(
+        report,
+        made,
+        lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine),
+    )
     out["estimate_gib"] = memory.trainer(config, read_shape(folder(report))).total
-    out["peak_gib"] = memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
+    out["peak_gib"] = (
+        memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
+    )
     made.publish(1)
     out["published"], out["wrong"] = _read_back(made, report.folder / "trained", rank)
     made.close()
@@ -216,8 +309,13 @@ def _in_turn(report: Report, made, train) -> dict[str, float]:
     made.take_device()
     taken = time.monotonic()
     report.say(f"device given back in {given - began:.2f} s, taken in {taken - given:.2f} s")
-    return {"held_gib": held, "kept_gib": kept, "give_s": given - began, "take_s": taken - given,
-            "grad_norm": train()["grad_norm"]}
+    return {
+        "held_gib": held,
+        "kept_gib": kept,
+        "give_s": given - began,
+        "take_s": taken - given,
+        "grad_norm": train()["grad_norm"],
+    }
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
@@ -230,8 +328,10 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     if isinstance(packing, Padded):
         pairs = rows * length**2 / 2
     else:  # each row's own part attends to itself and the shared one, which is counted once per tree
-        pairs = rows * (sizes.own**2 / 2 + sizes.own * sizes.shared) \
+        pairs = (
+            rows * (sizes.own**2 / 2 + sizes.own * sizes.shared)
             + (tokens - rows * sizes.own) * sizes.shared / 2
+        )
     return {"tokens": tokens, "made": rows * sizes.own, "pairs": pairs}
 
 
@@ -246,9 +346,18 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
             tokens = np.concatenate([begin, dice.integers(0, vocabulary, sizes.own)])
             mask = np.repeat([0, 1], [sizes.shared, sizes.own]).astype(np.uint8)
             rows[len(rows)] = protocol.Trajectory(
-                f"g{group}.{member}", f"g{group}", protocol.Phase.TRAIN, protocol.pack_tokens(tokens), mask.tobytes(),
-                protocol.pack_floats(-np.log(vocabulary) * mask), protocol.pack_tokens(np.where(mask, 0, -1)),
-                float(member % 2), bool(member % 2), 1, sizes.own)
+                f"g{group}.{member}",
+                f"g{group}",
+                protocol.Phase.TRAIN,
+                protocol.pack_tokens(tokens),
+                mask.tobytes(),
+                protocol.pack_floats(-np.log(vocabulary) * mask),
+                protocol.pack_tokens(np.where(mask, 0, -1)),
+                float(member % 2),
+                bool(member % 2),
+                1,
+                sizes.own,
+            )
     return rows
 
 
@@ -262,7 +371,9 @@ def started(report: Report, config, rank: int, world: int, port: int):
 
     made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
     shape = read_shape(folder(report))
-    made.open_store(report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
+    made.open_store(
+        report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
+    )
     return made
 
 
@@ -279,7 +390,9 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
     for name, parameter in made.engine.policy.named_weights():
         full = safe_get_full_fp32_param(parameter)
         if rank == 0:
-            wrong += not torch.equal(found[name], full.reshape(found[name].shape).to(found[name].dtype).cpu())
+            wrong += not torch.equal(
+                found[name], full.reshape(found[name].shape).to(found[name].dtype).cpu()
+            )
     return len(found), wrong
 
 
@@ -294,14 +407,22 @@ def transfer(report: Report) -> None:
         report.figure(f"{words}: publish", step["publish_s"], "s")
         report.figure(f"{words}: stage", step["stage_s"], "s")
         report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
-        report.figure(f"{words}: tensors that are not the trainer's", step["wrong"], most=0,
-                      remedy="a version that is not the trainer's weights: report it with the log")
+        report.figure(
+            f"{words}: tensors that are not the trainer's",
+            step["wrong"],
+            most=0,
+            remedy="a version that is not the trainer's weights: report it with the log",
+        )
         if report.gpus:
-            report.figure(f"{words}: staging took on the device", step["peak"] / 1e6, "MB",
-                          most=report.sizes.peak_share * found["nbytes"] / 1e6,
-                          source=f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB",
-                          remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
-                                 "late needs this much beside its KV cache")
+            report.figure(
+                f"{words}: staging took on the device",
+                step["peak"] / 1e6,
+                "MB",
+                most=report.sizes.peak_share * found["nbytes"] / 1e6,
+                source=f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB",
+                remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
+                "late needs this much beside its KV cache",
+            )
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
@@ -315,8 +436,12 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     config = settings(report, sizes, world, 64, 8)
     made = started(report, config, rank, world, port)
     weights = made.engine.policy.named_weights()
-    live = {name: torch.zeros(getattr(p, "ds_shape", p.shape), dtype=getattr(torch, sizes.dtype), device=made.device)
-            for name, p in weights}
+    live = {
+        name: torch.zeros(
+            getattr(p, "ds_shape", p.shape), dtype=getattr(torch, sizes.dtype), device=made.device
+        )
+        for name, p in weights
+    }
     receiver = None
     steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
     for version, share in enumerate([0.0, *sizes.shares]):
@@ -325,7 +450,9 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         published = made.publish(version)
         step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
         if receiver is None:
-            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live), "gpu-check")
+            receiver = Receiver(
+                str(report.folder / "trained"), None, None, whole, Live(live), "gpu-check"
+            )
         before = torch.cuda.memory_allocated() if report.gpus else 0
         if report.gpus:
             torch.cuda.reset_peak_memory_stats()
@@ -340,8 +467,10 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
         staged.check()
         step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
-        report.say(f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, published in "
-                   f"{step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped in {step['flip_s']:.3f} s")
+        report.say(
+            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, published in "
+            f"{step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped in {step['flip_s']:.3f} s"
+        )
         steps.append(step)
         del staged
     receiver.close()
@@ -361,16 +490,31 @@ def _move(weights, share: float, generator) -> dict:
         full = torch.where(moved, full * 1.125, full)
         if share:
             safe_set_full_fp32_param(parameter, full)
-        truth[name] = full.reshape(getattr(parameter, "ds_shape", parameter.shape)).to(parameter.dtype)
+        truth[name] = full.reshape(getattr(parameter, "ds_shape", parameter.shape)).to(
+            parameter.dtype
+        )
     return truth
 
 
 CHECKS = (
-    Check("transfer", "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
-          transfer, {"cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0), "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0)},
-          180.0, "docs/transfer.md; the log has the part that failed"),
-    Check("trainer", "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back", trainer,
-          {"cuda": GPU, "cpu": CPU}, 240.0,
-          "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: NCCL_DEBUG=INFO, and "
-          "python -m rose.doctor cluster=gpus"),
+    Check(
+        "transfer",
+        "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
+        transfer,
+        {
+            "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
+            "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
+        },
+        180.0,
+        "docs/transfer.md; the log has the part that failed",
+    ),
+    Check(
+        "trainer",
+        "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
+        trainer,
+        {"cuda": GPU, "cpu": CPU},
+        240.0,
+        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: NCCL_DEBUG=INFO, and "
+        "python -m rose.doctor cluster=gpus",
+    ),
 )

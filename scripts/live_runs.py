@@ -38,14 +38,25 @@ PERIOD_US = 10_000
 LOOK_S = 0.5  # a look at all processes takes 10 ms
 CORES = os.cpu_count() or 1
 CALM = 0.05
-WATCH_S, PATIENCE_S = 5.0, 600.0  # how long before a run the machine is to be calm, and how long to wait for that
+WATCH_S, PATIENCE_S = (
+    5.0,
+    600.0,
+)  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 SCHEDULER = "rose.coserving.rollout.scheduler"  # vLLM's own where no device is shared; it can write down its steps
-ALIKE = ("eval.episodes=0", "observe.terminal=false", "observe.report=false", "observe.tensorboard=false",
-         "rollout.threads=1", "trainer.threads=1", "trainer.checkpoint_every=1000000", "algorithm=decoupled_ppo",
-         "trainer.optimizer.lr=1e-9",  # the policy stays as it is, and so do lengths
-         f"+rollout.engine_args.scheduler_cls={SCHEDULER}",
-         "+rollout.engine_args.block_size=32")  # on a CPU 128: half a block of a turn's context is computed again
+ALIKE = (
+    "eval.episodes=0",
+    "observe.terminal=false",
+    "observe.report=false",
+    "observe.tensorboard=false",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "trainer.checkpoint_every=1000000",
+    "algorithm=decoupled_ppo",
+    "trainer.optimizer.lr=1e-9",  # the policy stays as it is, and so do lengths
+    f"+rollout.engine_args.scheduler_cls={SCHEDULER}",
+    "+rollout.engine_args.block_size=32",
+)  # on a CPU 128: half a block of a turn's context is computed again
 
 
 class Quota:
@@ -63,8 +74,10 @@ class Quota:
             self._folder.mkdir()
             (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text()
         except OSError as error:
-            raise SystemExit(f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
-                             "cpu, or give --quota 0 for engines without one") from None
+            raise SystemExit(
+                f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
+                "cpu, or give --quota 0 for engines without one"
+            ) from None
 
     def add(self, pid: int, everybody: bool = False) -> None:
         """The engines that run below this process; `everybody`: and whatever else does, for a process that starts more
@@ -80,7 +93,9 @@ class Quota:
     def limit(self) -> None:
         """From now on. Raises `SystemExit` if no engine was found: its figures would be those of another machine."""
         if self._folder is not None and not (self._folder / "cgroup.procs").read_text():
-            raise SystemExit(f"no process called {ENGINE} came up to be confined; vLLM calls its engines otherwise now")
+            raise SystemExit(
+                f"no process called {ENGINE} came up to be confined; vLLM calls its engines otherwise now"
+            )
         if self._folder is not None and self._v2:
             (self._folder / "cpu.max").write_text(f"{int(self._cores * PERIOD_US)} {PERIOD_US}")
         elif self._folder is not None:
@@ -120,14 +135,19 @@ def wait_for_calm(say: Callable[[str], None]) -> None:
     end, said = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
-        busy = [subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"]) for _ in range(CORES)]
+        busy = [
+            subprocess.Popen(["timeout", str(WATCH_S), "sh", "-c", "while :; do :; done"])
+            for _ in range(CORES)
+        ]
         for one in busy:
             one.wait()
         share = Stolen.now().share_since(before)
         if share < CALM:
             return
         if not said:
-            say(f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, {PATIENCE_S:g} s at most")
+            say(
+                f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, {PATIENCE_S:g} s at most"
+            )
             said = True
 
 
@@ -149,7 +169,11 @@ class Ran:
     def calm_steps(self, skip: int) -> list[dict]:
         """Of these, in which the hypervisor took less than CALM of the machine."""
         rows = self.steps(skip)
-        return [row for row, taken in zip(rows, self._taken(rows)) if taken < CALM * row["time_step"] * CORES]
+        return [
+            row
+            for row, taken in zip(rows, self._taken(rows))
+            if taken < CALM * row["time_step"] * CORES
+        ]
 
     def calm_row(self, skip: int, count: int) -> list[dict]:
         """The first `count` of these in a row, in all of which together it took less; [] while there are none. Where
@@ -157,8 +181,8 @@ class Ran:
         rows = self.steps(skip)
         taken = self._taken(rows)
         for at in range(len(rows) - count + 1):
-            those = rows[at:at + count]
-            if taken[at:at + count].sum() < CALM * sum(row["time_step"] for row in those) * CORES:
+            those = rows[at : at + count]
+            if taken[at : at + count].sum() < CALM * sum(row["time_step"] for row in those) * CORES:
                 return those
         return []
 
@@ -166,7 +190,9 @@ class Ran:
         """Seconds of cores that the hypervisor took in each step."""
         at, lost = zip(*(json.loads(line) for line in self._stolen_file.read_text().splitlines()))
         ends = np.array([row["time"] for row in rows])
-        return np.interp(ends, at, lost) - np.interp(ends - [row["time_step"] for row in rows], at, lost)
+        return np.interp(ends, at, lost) - np.interp(
+            ends - [row["time_step"] for row in rows], at, lost
+        )
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
@@ -178,15 +204,32 @@ class Ran:
 class Live(Ran):
     """One run, begun now, each dedicated engine in a quota of its own."""
 
-    def __init__(self, folder: Path, name: str, overrides: list[str], quota: float,
-                 steps_log: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        overrides: list[str],
+        quota: float,
+        steps_log: Path | None = None,
+    ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
         environment = os.environ | ({names.STEPS: str(steps_log)} if steps_log else {})
-        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", f"name={name}", *ALIKE,
-                   *overrides]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment,
-                                         start_new_session=True)
+        command = [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            f"output_dir={folder}",
+            f"name={name}",
+            *ALIKE,
+            *overrides,
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
         self._cores, self._quotas = quota, {}
         self._stolen = self._stolen_file.open("w", buffering=1)
         self._limited = False
@@ -222,12 +265,16 @@ class Live(Ran):
             while not self.over:
                 self.look()
                 if time.monotonic() > end:
-                    raise SystemExit(f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}")
+                    raise SystemExit(
+                        f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}"
+                    )
                 time.sleep(LOOK_S)
         finally:
             self.close()
         if self._process.returncode:
-            raise SystemExit(f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}")
+            raise SystemExit(
+                f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}"
+            )
 
     def close(self) -> None:
         if not self.over:
@@ -241,6 +288,7 @@ class Live(Ran):
 def end_in_order() -> None:
     """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too: a second one, as `timeout`
     sends beside a terminal's, does not break that off."""
+
     def leave(*_) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(143)

@@ -88,7 +88,9 @@ def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
     r, c = next((r, c) for r, row in enumerate(rows) for c, cell in enumerate(row) if cell == "P")
     beside = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c))))
     inside = range(len(rows))
-    safe = [d for d, (y, x) in beside.items() if y not in inside or x not in inside or rows[y][x] != "H"]
+    safe = [
+        d for d, (y, x) in beside.items() if y not in inside or x not in inside or rows[y][x] != "H"
+    ]
     if rng.random() < noise:
         return rng.choice(safe)
     steps = distances(rows)
@@ -96,15 +98,22 @@ def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
     return rng.choice([d for d in safe if steps.get(beside[d]) == best])
 
 
-async def episode(seed: int, lake: dict, noise: float, rng: random.Random) -> tuple[list[dict], list[dict], bool]:
+async def episode(
+    seed: int, lake: dict, noise: float, rng: random.Random
+) -> tuple[list[dict], list[dict], bool]:
     """One demonstration: its messages, the tools, and whether it reached the goal."""
     env = FrozenLake(**lake)
     start = await env.reset(seed)
     messages, success = list(start.messages), False
     for _ in range(MAX_TURNS):
         arguments = {"direction": demonstrate(env.render(), noise, rng)}
-        messages.append({"role": "assistant", "content": "",
-                         "tool_calls": [{"function": {"name": "move", "arguments": arguments}}]})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "move", "arguments": arguments}}],
+            }
+        )
         step = await env.step(Action(text="", call=ToolCall("move", arguments)))
         success = step.success
         if step.done:
@@ -114,12 +123,17 @@ async def episode(seed: int, lake: dict, noise: float, rng: random.Random) -> tu
     return messages, start.tools, success
 
 
-def demonstrations(count: int, lake: dict, noise: float, seed: int) -> tuple[list[Conversation], float]:
+def demonstrations(
+    count: int, lake: dict, noise: float, seed: int
+) -> tuple[list[Conversation], float]:
     """`count` conversations and the demonstrator's success rate."""
     rng = random.Random(seed)
 
     async def play() -> list[tuple[list[dict], list[dict], bool]]:
-        return [await episode(FIRST_SEED + 2 * rng.getrandbits(61), lake, noise, rng) for _ in range(count)]
+        return [
+            await episode(FIRST_SEED + 2 * rng.getrandbits(61), lake, noise, rng)
+            for _ in range(count)
+        ]
 
     played = asyncio.run(play())
     return [(messages, tools) for messages, tools, _ in played], sum(s for *_, s in played) / count
@@ -133,19 +147,38 @@ def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast
     so that a prompt is a few tokens. A cell, a direction and a neighbour (`right H`) stay one token each."""
     core = Tokenizer(models.BPE())
     alone = Regex(rf"[ \n]?\b(?:[PFHG]|(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?)\b")
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(alone, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(alone, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     core.decoder = decoders.ByteLevel()
-    marks = re.compile("|".join(map(re.escape, SPECIAL + TOOL_MARKS)))  # never merged into other tokens
+    marks = re.compile(
+        "|".join(map(re.escape, SPECIAL + TOOL_MARKS))
+    )  # never merged into other tokens
     pieces = [piece for text in map(to_text, conversations) for piece in marks.split(text)]
-    core.train_from_iterator(pieces, trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TOOL_MARKS), special_tokens=SPECIAL, max_token_length=LONGEST_TOKEN,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    core.add_tokens([AddedToken(mark, normalized=False) for mark in TOOL_MARKS])  # visible in decoded text, as Qwen's
+    core.train_from_iterator(
+        pieces,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY - len(TOOL_MARKS),
+            special_tokens=SPECIAL,
+            max_token_length=LONGEST_TOKEN,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    core.add_tokens(
+        [AddedToken(mark, normalized=False) for mark in TOOL_MARKS]
+    )  # visible in decoded text, as Qwen's
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, chat_template=CHAT_TEMPLATE, eos_token=TURN_END, pad_token=END,
-        clean_up_tokenization_spaces=False, model_max_length=MAX_POSITIONS)
+        tokenizer_object=core,
+        chat_template=CHAT_TEMPLATE,
+        eos_token=TURN_END,
+        pad_token=END,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
 
 
 def to_text(conversation: Conversation) -> str:
@@ -158,16 +191,28 @@ def to_text(conversation: Conversation) -> str:
 
 def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocab, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
-        num_key_value_heads=max(1, args.hidden // 64), head_dim=32, max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0}, tie_word_embeddings=True,
-        dtype="float32", attn_implementation="sdpa",
-        initializer_range=0.08))  # 0.02 is too small for this width: the warm start then never reads the map
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab,
+            hidden_size=args.hidden,
+            intermediate_size=2 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 32,
+            num_key_value_heads=max(1, args.hidden // 64),
+            head_dim=32,
+            max_position_embeddings=MAX_POSITIONS,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+            tie_word_embeddings=True,
+            dtype="float32",
+            attn_implementation="sdpa",
+            initializer_range=0.08,
+        )
+    )  # 0.02 is too small for this width: the warm start then never reads the map
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, T) int64 tokens, right-padded, and labels: the tokens of assistant turns, -100 elsewhere."""
     start, end = tokenizer.convert_tokens_to_ids([TURN_START, TURN_END])
     assistant = tokenizer.encode("assistant\n", add_special_tokens=False)
@@ -177,20 +222,25 @@ def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
         row = [-100] * len(ids)
         for i, token in enumerate(ids):
             first = i + 1 + len(assistant)
-            if token == start and ids[i + 1:first] == assistant:
+            if token == start and ids[i + 1 : first] == assistant:
                 last = ids.index(end, first)
-                row[first:last + 1] = ids[first:last + 1]
+                row[first : last + 1] = ids[first : last + 1]
         rows.append(torch.tensor(ids))
         labels.append(torch.tensor(row))
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, True, tokenizer.pad_token_id), pad(labels, True, -100)
 
 
-def warm_start(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace) -> None:
+def warm_start(
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace
+) -> None:
     """`args.steps` AdamW steps on batches of `args.batch` demonstrations, learning rate falling to 0."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
     ramp = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min(1.0, (i + 1) / 10) * (1 - i / args.steps))
+        optimizer, lambda i: min(1.0, (i + 1) / 10) * (1 - i / args.steps)
+    )
     began = time.monotonic()
     for step in range(args.steps):
         chosen = torch.arange(step * args.batch, (step + 1) * args.batch) % len(tokens)
@@ -203,17 +253,24 @@ def warm_start(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tens
         ramp.step()
         optimizer.zero_grad()
         if (step + 1) % 60 == 0 or step + 1 == args.steps:
-            print(f"  warm start: step {step + 1}/{args.steps}, loss {loss.item():.3f}, "
-                  f"{time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"  warm start: step {step + 1}/{args.steps}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict, out: Path) -> None:
+def save(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict, out: Path
+) -> None:
     """Into a folder beside `out`, then renamed, so that `out` is there whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=out.name + ".", dir=out.parent))
     try:
         ends = tokenizer.convert_tokens_to_ids([TURN_END, END])
-        model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=True)
+        model.generation_config = GenerationConfig(
+            eos_token_id=ends, pad_token_id=ends[1], do_sample=True
+        )
         model.config.eos_token_id, model.config.pad_token_id = ends
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -236,7 +293,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--threads", type=int, default=1, help="part of the recipe: sums depend on it")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="part of the recipe: sums depend on it"
+    )
     return parser.parse_args(argv)
 
 
@@ -251,8 +310,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = make_tokenizer(shown[:500])
     tokens, labels = encode(tokenizer, shown)
     model = make_model(64 * math.ceil(len(tokenizer) / 64), args.seed, args)
-    print(f"tiny model: {model.num_parameters():,} parameters, {len(tokenizer)} tokens; "
-          f"demonstrator's success {rate:.2f}", flush=True)
+    print(
+        f"tiny model: {model.num_parameters():,} parameters, {len(tokenizer)} tokens; "
+        f"demonstrator's success {rate:.2f}",
+        flush=True,
+    )
     warm_start(model, tokens, labels, args)
     recipe = {key: value for key, value in vars(args).items() if key != "out"}
     save(model, tokenizer, recipe, args.out)

@@ -38,7 +38,17 @@ from rose.study import runs, table  # noqa: E402
 from rose.study.gains import Interval, gain, interval  # noqa: E402
 from rose.study.outcome import Outcome, by_system, values  # noqa: E402
 
-SYSTEMS = ("roll_grpo", "roll_dapo", "rose_dapo", "areal", "rose_areal", "rlboost", "serverless", "best", "best_sync")
+SYSTEMS = (
+    "roll_grpo",
+    "roll_dapo",
+    "rose_dapo",
+    "areal",
+    "rose_areal",
+    "rlboost",
+    "serverless",
+    "best",
+    "best_sync",
+)
 SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"}
 
 
@@ -54,7 +64,9 @@ class Published(NamedTuple):
 
 PUBLISHED = (
     Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
-    Published("throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"),  # DAPO on both sides
+    Published(
+        "throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"
+    ),  # DAPO on both sides
     # The paper doesn't say which of the two it means ("orthogonal to asynchrony").
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69)),
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69), "rose_areal"),
@@ -66,8 +78,14 @@ PUBLISHED = (
 ALONE = "serving alone"
 TABLE1 = {  # the paper's: our system -> per setting (rollout s, P99 TTFT ms, P99 TPOT ms)
     "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
-    ALONE: {"rose_8b": (math.nan, 314.8, 117.8), "rose_32b": (math.nan, 716.1, 312.8)},  # its ServerlessLLM
-    "uncontrolled": {"rose_8b": (651.7, 1166.1, 135.6), "rose_32b": (1161.8, 2426.2, 565.3)},  # with rollouts beside
+    ALONE: {
+        "rose_8b": (math.nan, 314.8, 117.8),
+        "rose_32b": (math.nan, 716.1, 312.8),
+    },  # its ServerlessLLM
+    "uncontrolled": {
+        "rose_8b": (651.7, 1166.1, 135.6),
+        "rose_32b": (1161.8, 2426.2, 565.3),
+    },  # with rollouts beside
     "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
 }
 SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
@@ -84,16 +102,23 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
     "size of differences": ("sim.delta_ratio",),
     "idle time lost to admission": ("sim.serving.overhead",),
     "online load": ("sim.serving.load",),
-    "time to get a worker": ("sim.pool.spot.allocation.start_s", "sim.pool.lend.allocation.start_s"),
+    "time to get a worker": (
+        "sim.pool.spot.allocation.start_s",
+        "sim.pool.lend.allocation.start_s",
+    ),
 }
-VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}  # what may be anything: some values
+VALUES = {
+    "pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))
+}  # what may be anything: some values
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
 CONSOLE = Console(width=120)
 
 
 def composed(setting: str, overrides: Sequence[str]) -> Config:
-    tree = front.compose(REPOSITORY / "conf", ["mode=simulate", f"+experiment={setting}", *overrides])[0]
+    tree = front.compose(
+        REPOSITORY / "conf", ["mode=simulate", f"+experiment={setting}", *overrides]
+    )[0]
     return model.known(configuration.from_dict(tree))
 
 
@@ -127,14 +152,40 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             continue
         low, high = getattr(row, setting)
         found = ours(row, outcomes)
-        rows.append({"setting": setting, "mine": row.mine, "what": row.what, "rival": row.rival, "paper_low": low,
-                     "paper_high": high, "ours": found.mean, "ours_low": found.low, "ours_high": found.high,
-                     "difference": found.mean / fmean((low, high)) - 1})
-    for name in (name for name in ("best", "best_sync") if name in systems):  # no counterpart in any paper
-        found = gain(values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s"))
-        rows.append({"setting": setting, "mine": name, "what": "throughput over", "rival": "rose",
-                     "paper_low": math.nan, "paper_high": math.nan, "ours": found.mean, "ours_low": found.low,
-                     "ours_high": found.high, "difference": math.nan})
+        rows.append(
+            {
+                "setting": setting,
+                "mine": row.mine,
+                "what": row.what,
+                "rival": row.rival,
+                "paper_low": low,
+                "paper_high": high,
+                "ours": found.mean,
+                "ours_low": found.low,
+                "ours_high": found.high,
+                "difference": found.mean / fmean((low, high)) - 1,
+            }
+        )
+    for name in (
+        name for name in ("best", "best_sync") if name in systems
+    ):  # no counterpart in any paper
+        found = gain(
+            values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s")
+        )
+        rows.append(
+            {
+                "setting": setting,
+                "mine": name,
+                "what": "throughput over",
+                "rival": "rose",
+                "paper_low": math.nan,
+                "paper_high": math.nan,
+                "ours": found.mean,
+                "ours_low": found.low,
+                "ours_high": found.high,
+                "difference": math.nan,
+            }
+        )
     return rows
 
 
@@ -144,30 +195,79 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
-        ttft, tpot, gap = (1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap"))
+        ttft, tpot, gap = (
+            1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap")
+        )
         rollout = math.nan if alone else fmean(values(ran, "rollout_s"))
-        rows.append({"setting": setting, "system": name} | dict(zip(
-            ("paper_rollout_s", "rollout_s", "paper_ttft_ms", "ttft_ms", "paper_tpot_ms", "tpot_ms", "gap_ms"),
-            (published[setting][0], rollout, published[setting][1], ttft, published[setting][2], tpot, gap))))
+        rows.append(
+            {"setting": setting, "system": name}
+            | dict(
+                zip(
+                    (
+                        "paper_rollout_s",
+                        "rollout_s",
+                        "paper_ttft_ms",
+                        "ttft_ms",
+                        "paper_tpot_ms",
+                        "tpot_ms",
+                        "gap_ms",
+                    ),
+                    (
+                        published[setting][0],
+                        rollout,
+                        published[setting][1],
+                        ttft,
+                        published[setting][2],
+                        tpot,
+                        gap,
+                    ),
+                )
+            )
+        )
     return rows
 
 
 def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
     """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one seed."""
     base = composed(setting, overrides)
-    points = [("as it is", 1.0, base)] + [
-        (name, factor, composed(setting, [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"]))
-        for index, (name, keys) in enumerate(SENSITIVITY.items()) for factor in FACTORS] + [
-        (f"{name}: {value:g}", 1.0,
-         composed(setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]))
-        for name, (key, tried) in VALUES.items() for value in tried]
+    points = (
+        [("as it is", 1.0, base)]
+        + [
+            (
+                name,
+                factor,
+                composed(
+                    setting,
+                    [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"],
+                ),
+            )
+            for index, (name, keys) in enumerate(SENSITIVITY.items())
+            for factor in FACTORS
+        ]
+        + [
+            (
+                f"{name}: {value:g}",
+                1.0,
+                composed(
+                    setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]
+                ),
+            )
+            for name, (key, tried) in VALUES.items()
+            for value in tried
+        ]
+    )
     outcomes = outcomes_of([c for *_, c in points], processes)
     rows = []
     for name, factor, c in points:
         systems = by_system([o for o in outcomes if o.point == c.name])
         mine = values(systems["rose"], "trajectories_s")
-        rows.append({"setting": setting, "parameter": name, "factor": factor} | {
-            f"over {rival}": gain(mine, values(systems[rival], "trajectories_s")).mean for rival in VARIED_SYSTEMS})
+        rows.append(
+            {"setting": setting, "parameter": name, "factor": factor}
+            | {
+                f"over {rival}": gain(mine, values(systems[rival], "trajectories_s")).mean
+                for rival in VARIED_SYSTEMS
+            }
+        )
     return rows
 
 
@@ -180,7 +280,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+        out = csv.DictWriter(
+            file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+        )
         out.writeheader()
         out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
 
@@ -193,9 +295,16 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
     made = Table(title=title, title_justify="left")
     for key in rows[0]:
-        made.add_column(key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right")
+        made.add_column(
+            key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right"
+        )
     for row in rows:
-        made.add_row(*("–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+        made.add_row(
+            *(
+                "–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v)
+                for v in row.values()
+            )
+        )
     return made
 
 
@@ -204,40 +313,57 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
     ratios = [row for row in rows if row["what"] != "allocation overhead"]
     left, right, line = 380, 660, 26
     high = len(ratios) * line + 80
-    numbers = [float(row[key]) for row in ratios for key in ("paper_low", "ours", "ours_low", "ours_high") if row[key]]
+    numbers = [
+        float(row[key])
+        for row in ratios
+        for key in ("paper_low", "ours", "ours_low", "ours_high")
+        if row[key]
+    ]
     low, top = math.log(min(numbers + [1.0]) / 1.1), math.log(max(numbers + [1.0]) * 1.1)
 
     def x(value: float) -> float:
         return left + (math.log(value) - low) / (top - low) * (right - left)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" font-family="sans-serif" '
-             'font-size="12">',
-             f'<rect width="700" height="{high}" fill="#fdfdfb"/>',
-             '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper (rings), ours '
-             '(dots, 95% over seeds)</text>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="700" height="{high}" fill="#fdfdfb"/>',
+        '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper (rings), ours '
+        "(dots, 95% over seeds)</text>",
+    ]
     for mark in (0.25, 0.5, 1, 2, 4):
         if low <= math.log(mark) <= top:
-            parts.append(f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
-                         f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" y="{high - 12}" '
-                         f'text-anchor="middle" fill="#5d6470">{mark:g}</text>')
+            parts.append(
+                f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
+                f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" y="{high - 12}" '
+                f'text-anchor="middle" fill="#5d6470">{mark:g}</text>'
+            )
     for index, row in enumerate(ratios):
         y = 54 + index * line
-        parts.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end" fill="#1d1f24">{row["setting"]}: '
-                     f'{row["mine"]}, {row["what"]} {row["rival"]}</text>')
+        parts.append(
+            f'<text x="{left - 14}" y="{y + 4}" text-anchor="end" fill="#1d1f24">{row["setting"]}: '
+            f"{row['mine']}, {row['what']} {row['rival']}</text>"
+        )
         if row["ours_low"]:
-            parts.append(f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" y1="{y}" '
-                         f'y2="{y}" stroke="#1f6fb2" stroke-width="2"/>')
+            parts.append(
+                f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" y1="{y}" '
+                f'y2="{y}" stroke="#1f6fb2" stroke-width="2"/>'
+            )
         parts.append(f'<circle cx="{x(float(row["ours"])):.1f}" cy="{y}" r="4.5" fill="#1f6fb2"/>')
         if row["paper_low"]:
-            parts.append(f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" stroke="#c8501e" '
-                         'stroke-width="2"/>')
+            parts.append(
+                f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" stroke="#c8501e" '
+                'stroke-width="2"/>'
+            )
     return "\n".join([*parts, "</svg>\n"])
 
 
 def effects(rows: Sequence[dict[str, str]]) -> str:
     """Throughput of each system over the resource-fixed one, as a table of Markdown; from rose_systems.csv."""
-    lines = ["| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | SLO kept |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | SLO kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for setting in dict.fromkeys(row["setting"] for row in rows):
         systems: dict[str, list[dict[str, str]]] = {}
         for row in rows:
@@ -245,11 +371,17 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
                 systems.setdefault(row["system"], []).append(row)
         base = _column(systems["roll_grpo"], "trajectories_s")
         for name, each in systems.items():
-            over = table.words(gain(_column(each, "trajectories_s"), base)) if name != "roll_grpo" else "1"
+            over = (
+                table.words(gain(_column(each, "trajectories_s"), base))
+                if name != "roll_grpo"
+                else "1"
+            )
             kept = fmean(_column(each, "attainment"))
-            lines.append(f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
-                         f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} | "
-                         f"{'' if math.isnan(kept) else f'{kept:.2%}'} |")
+            lines.append(
+                f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
+                f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} | "
+                f"{'' if math.isnan(kept) else f'{kept:.2%}'} |"
+            )
     return "\n".join(lines)
 
 
@@ -259,44 +391,68 @@ def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
 
 def beside(rows: Sequence[dict[str, str]]) -> str:
     """rose_paper.csv as a table of Markdown."""
-    lines = ["| setting | system | its | paper | ours [95%] | ours is |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| setting | system | its | paper | ours [95%] | ours is |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         share = row["what"] == "allocation overhead"
 
         def form(key: str) -> str:
-            return "" if not row[key] else f"{float(row[key]):.1%}" if share else f"{float(row[key]):.2f}"
+            return (
+                ""
+                if not row[key]
+                else f"{float(row[key]):.1%}"
+                if share
+                else f"{float(row[key]):.2f}"
+            )
 
         same = row["paper_low"] == row["paper_high"]
         paper = form("paper_low") if same else f"{form('paper_low')} to {form('paper_high')}"
         bounds = f" [{form('ours_low')}, {form('ours_high')}]" if row["ours_low"] else ""
         off = f"{float(row['difference']):+.0%}" if row["difference"] else ""
         what = f"{row['what']} of" if share else row["what"]
-        lines.append(f"| {SETTINGS[row['setting']]} | {row['mine']} | {what} {row['rival']} | {paper or 'none'} | "
-                     f"{form('ours')}{bounds} | {off} |")
+        lines.append(
+            f"| {SETTINGS[row['setting']]} | {row['mine']} | {what} {row['rival']} | {paper or 'none'} | "
+            f"{form('ours')}{bounds} | {off} |"
+        )
     return "\n".join(lines)
 
 
 def table1_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_table1.csv as a table of Markdown."""
-    lines = ["| setting | system | rollout, s: paper, ours | P99 TTFT, ms: paper, ours "
-             "| P99 TPOT, ms: paper; ours of a request, between tokens |", "|---|---|---|---|---|"]
+    lines = [
+        "| setting | system | rollout, s: paper, ours | P99 TTFT, ms: paper, ours "
+        "| P99 TPOT, ms: paper; ours of a request, between tokens |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
-        n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key not in ("setting", "system")}
-        lines.append(f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, {n['rollout_s']} | "
-                     f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']} |")
+        n = {
+            key: f"{float(row[key]):.0f}" if row[key] else "–"
+            for key in row
+            if key not in ("setting", "system")
+        }
+        lines.append(
+            f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, {n['rollout_s']} | "
+            f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']} |"
+        )
     return "\n".join(lines)
 
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_sensitivity.csv as a table of Markdown: at 0.8 and 1.2 times a parameter's value."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
-    lines = ["| setting | parameter | " + " | ".join(f"{key}: 0.8 x, 1.2 x" for key in rivals) + " |",
-             "|---|---|" + "---|" * len(rivals)]
+    lines = [
+        "| setting | parameter | " + " | ".join(f"{key}: 0.8 x, 1.2 x" for key in rivals) + " |",
+        "|---|---|" + "---|" * len(rivals),
+    ]
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
         for name in dict.fromkeys(row["parameter"] for row in mine):
             each = [row for row in mine if row["parameter"] == name]
-            cells = " | ".join(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)
+            cells = " | ".join(
+                ", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals
+            )
             lines.append(f"| {SETTINGS[setting]} | {name} | {cells} |")
     return "\n".join(lines)
 
@@ -307,7 +463,9 @@ def put(page: Path, name: str, text: str) -> None:
     first, newline, rest = rest.partition("\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (begun and ended):
-        raise SystemExit(f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between")
+        raise SystemExit(
+            f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between"
+        )
     write_whole(page, f"{before}{begun}{first}{newline}{text}\n{ended}{after}".encode())
 
 
@@ -315,21 +473,31 @@ def main(arguments: Sequence[str]) -> int:
     given = dict(argument.split("=", 1) for argument in arguments)
     out = Path(given.pop("out", REPOSITORY / "docs" / "results"))
     settings = [given.pop("only")] if "only" in given else list(SETTINGS)
-    processes, seeds = runs.cores(int(given.pop("processes", 0)) or None), given.pop("seeds", "1,2,3")
+    processes, seeds = (
+        runs.cores(int(given.pop("processes", 0)) or None),
+        given.pop("seeds", "1,2,3"),
+    )
     varied, drawn = given.pop("sensitivity", "true") == "true", given.pop("draw", "false") == "true"
     systems = given.pop("systems", ",".join(SYSTEMS))
     timing = [f"sim.steps={given.pop('steps', 12)}", f"sim.warmup={given.pop('warmup', 6)}"]
     absolute = given.pop("table1", "true")
     if given or absolute not in ("true", "false", "only"):
-        print(f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, table1 (true, false or "
-              "only), processes, out and draw are known", file=sys.stderr)
+        print(
+            f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, table1 (true, false or "
+            "only), processes, out and draw are known",
+            file=sys.stderr,
+        )
         return 2
     if not drawn and absolute != "false":
         _measure_table1(out, settings, timing, seeds, processes)
     if not drawn and absolute != "only":
         _measure(out, settings, systems, timing, seeds, processes, varied)
     if out == REPOSITORY / "docs" / "results" and (out / "rose_table1.csv").exists():
-        put(REPOSITORY / "docs" / "simulator.md", "table1", table1_words(read_csv(out / "rose_table1.csv")))
+        put(
+            REPOSITORY / "docs" / "simulator.md",
+            "table1",
+            table1_words(read_csv(out / "rose_table1.csv")),
+        )
     if absolute == "only":
         return 0
     write_whole(out / "rose_paper.svg", picture(read_csv(out / "rose_paper.csv")).encode())
@@ -338,11 +506,17 @@ def main(arguments: Sequence[str]) -> int:
         put(docs / "policies.md", "measured", effects(read_csv(out / "rose_systems.csv")))
         put(docs / "simulator.md", "paper", beside(read_csv(out / "rose_paper.csv")))
         if (out / "rose_sensitivity.csv").exists():
-            put(docs / "simulator.md", "sensitivity", varied_words(read_csv(out / "rose_sensitivity.csv")))
+            put(
+                docs / "simulator.md",
+                "sensitivity",
+                varied_words(read_csv(out / "rose_sensitivity.csv")),
+            )
     return 0
 
 
-def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], seeds: str, processes: int) -> None:
+def _measure_table1(
+    out: Path, settings: Sequence[str], timing: list[str], seeds: str, processes: int
+) -> None:
     for setting in settings:
         rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
         c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{rivals}]"])
@@ -351,8 +525,15 @@ def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], seeds
         _merge(out / "rose_table1.csv", setting, rows)
 
 
-def _measure(out: Path, settings: Sequence[str], systems: str, timing: list[str], seeds: str, processes: int,
-             varied: bool) -> None:
+def _measure(
+    out: Path,
+    settings: Sequence[str],
+    systems: str,
+    timing: list[str],
+    seeds: str,
+    processes: int,
+    varied: bool,
+) -> None:
     """Rows of settings that are not asked for stay in the files."""
     for setting in settings:
         c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{systems}]"])
@@ -366,7 +547,9 @@ def _measure(out: Path, settings: Sequence[str], systems: str, timing: list[str]
         if varied:
             few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
             rows = sensitivity(setting, few, processes)
-            CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value"))
+            CONSOLE.print(
+                shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
+            )
             _merge(out / "rose_sensitivity.csv", setting, rows)
 
 

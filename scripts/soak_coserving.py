@@ -43,7 +43,11 @@ HELD_S = (0.5, 3.0)  # a stopped process
 DAMAGE_S, STOP_S = 2.0, 1.5  # for how long a board is damaged; until a switch has worked
 HANG_UP = 0.05  # of the clients
 STEADY_S = 45.0  # after a start nothing is measured
-GROWTH, GROWTH_BYTES, GROWTH_FILES = 1.1, (64 << 20) + heap.AHEAD, 8  # a heap grows by AHEAD at once
+GROWTH, GROWTH_BYTES, GROWTH_FILES = (
+    1.1,
+    (64 << 20) + heap.AHEAD,
+    8,
+)  # a heap grows by AHEAD at once
 END_S = 60.0  # of a run without new faults
 SETTLED_S = 10.0  # after the last process: other programs' names come and go
 FAILURES = 3  # in a row, then no other fault is tried
@@ -70,8 +74,12 @@ class Soak:
         self.began = time.monotonic()
         self.problems: list[str] = []
         self.faults: list[str] = []
-        self.refused = 0  # faults after which the server lent nothing, so that rollouts were not awaited
-        self.down: list[tuple[float, float]] = []  # the server was killed, until it served again; of the traffic's time
+        self.refused = (
+            0  # faults after which the server lent nothing, so that rollouts were not awaited
+        )
+        self.down: list[
+            tuple[float, float]
+        ] = []  # the server was killed, until it served again; of the traffic's time
         self.requests: list[Request] = []
         self.sizes: dict[int, list[Size]] = {}  # by pid
         self.since: dict[int, float] = {}
@@ -95,9 +103,17 @@ class Soak:
         """Waits for tokens on both sides. Raises `Failed` when a side makes none within `PROGRESS_S`."""
         start = time.monotonic()
         end = start + PROGRESS_S
-        body = {"model": self.server.served, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
-        asked = urllib.request.Request(f"{self.server.url}/v1/completions", json.dumps(body).encode(),
-                                       {"Content-Type": "application/json"})
+        body = {
+            "model": self.server.served,
+            "prompt": [1, 2, 3],
+            "max_tokens": 4,
+            "ignore_eos": True,
+        }
+        asked = urllib.request.Request(
+            f"{self.server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         try:
             with urllib.request.urlopen(asked, timeout=PROGRESS_S) as answer:
                 answer.read()
@@ -111,12 +127,16 @@ class Soak:
                 self.refused += 1
                 return f"{answered}; it misses its targets by itself, and lends nothing until it meets them"
             if time.monotonic() > end:
-                raise Failed(f"rollouts made no token within {PROGRESS_S:g} s; their board says "
-                             f"{self.bench.operator.read('rollout', board.Rollout)}, the server's "
-                             f"{self.bench.operator.read('online', board.Online)}; "
-                             f"{self.side.failed('wrote')}")
+                raise Failed(
+                    f"rollouts made no token within {PROGRESS_S:g} s; their board says "
+                    f"{self.bench.operator.read('rollout', board.Rollout)}, the server's "
+                    f"{self.bench.operator.read('online', board.Online)}; "
+                    f"{self.side.failed('wrote')}"
+                )
             time.sleep(0.05)
-        return f"{answered}, rollouts made {now - made} tokens after {time.monotonic() - start:.1f} s"
+        return (
+            f"{answered}, rollouts made {now - made} tokens after {time.monotonic() - start:.1f} s"
+        )
 
     def _refuses(self) -> bool:
         """On a machine with other guests S may miss its targets whatever is lent."""
@@ -220,16 +240,20 @@ class Soak:
         after = self._steps()
         operator.lend(True)
         if after > first + 1:  # one that had begun ends when the online engine lets it
-            self.problems.append(f"{after - first:g} rollout steps ended more than {STOP_S:g} s after lending was "
-                                 "switched off")
+            self.problems.append(
+                f"{after - first:g} rollout steps ended more than {STOP_S:g} s after lending was "
+                "switched off"
+            )
         return "and on"
 
     # ----------------------------------------------------------------- all of it
 
     def run(self) -> None:
         trace = self._traffic()
-        leave = {int(n): float(self.draw.uniform(0.01, 0.3))
-                 for n in np.flatnonzero(self.draw.random(len(trace)) < HANG_UP)}
+        leave = {
+            int(n): float(self.draw.uniform(0.01, 0.3))
+            for n in np.flatnonzero(self.draw.random(len(trace)) < HANG_UP)
+        }
         self.server.wake(), self.side.wake()
         self.side.ask("start")
         self.began = time.monotonic() + 1.0
@@ -246,9 +270,14 @@ class Soak:
 
     def _break_things(self) -> None:
         kinds: dict[str, Callable[[], str]] = {
-            "rollouts killed": self.kill_rollouts, "server killed": self.kill_server, "rollouts stopped":
-            self.stop_rollouts, "server stopped": self.stop_server, "board damaged": self.damage_board,
-            "board cut": self.cut_board, "lending switched off": self.switch_off}
+            "rollouts killed": self.kill_rollouts,
+            "server killed": self.kill_server,
+            "rollouts stopped": self.stop_rollouts,
+            "server stopped": self.stop_server,
+            "board damaged": self.damage_board,
+            "board cut": self.cut_board,
+            "lending switched off": self.switch_off,
+        }
         deck: list[str] = []
         failures = 0
         self.progress()
@@ -281,11 +310,16 @@ class Soak:
         for number in range(int(np.ceil(self.seconds / length))):
             parts.append(self.bench.slice(number, length))
         at = np.concatenate([part.at + length * number for number, part in enumerate(parts)])
-        return traces.Trace(at, np.concatenate([part.prompt_tokens for part in parts]),
-                            np.concatenate([part.output_tokens for part in parts])).slice(0, self.seconds)
+        return traces.Trace(
+            at,
+            np.concatenate([part.prompt_tokens for part in parts]),
+            np.concatenate([part.output_tokens for part in parts]),
+        ).slice(0, self.seconds)
 
     def _send(self, trace: traces.Trace, leave: dict[int, float]) -> None:
-        self.requests = asyncio.run(replay(self.server.url, self.server.served, trace, 7, DRAIN_S, leave, self.began))
+        self.requests = asyncio.run(
+            replay(self.server.url, self.server.served, trace, 7, DRAIN_S, leave, self.began)
+        )
 
     def _judge(self, leave: dict[int, float]) -> None:
         lost, excused = [], 0
@@ -295,10 +329,14 @@ class Soak:
             if any(begin <= request.ended and request.at <= end for begin, end in self.down):
                 excused += 1
             else:
-                lost.append(f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s after "
-                            f"{len(request.chunks)} of {request.output_tokens} tokens: {request.why}")
-        say(f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, {len(leave)} hung up, "
-            f"{excused} lost with a killed server, {len(lost)} lost otherwise")
+                lost.append(
+                    f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s after "
+                    f"{len(request.chunks)} of {request.output_tokens} tokens: {request.why}"
+                )
+        say(
+            f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, {len(leave)} hung up, "
+            f"{excused} lost with a killed server, {len(lost)} lost otherwise"
+        )
         self.problems += lost
         for process in (self.server, self.side):
             if process.popen.poll() is None:
@@ -314,14 +352,19 @@ class Soak:
         before, after = found[len(found) // 2], size(process)
         lent = int(self.bench.options.kv_mib * 2**20)  # may be anybody's by now
         words = f"{found[0]} {STEADY_S:g} s after its start, {before} halfway, {after} at the end"
-        if after.all > GROWTH * before.all + GROWTH_BYTES + lent or after.files > before.files + GROWTH_FILES:
+        if (
+            after.all > GROWTH * before.all + GROWTH_BYTES + lent
+            or after.files > before.files + GROWTH_FILES
+        ):
             self.problems.append(f"{process.name} has grown: {words}")
         say(f"{process.name}: {words}")
 
 
 def size(process: Process) -> Size:
     tree = process.tree()
-    return Size({one.pid: one.memory_info().rss for one in tree}, sum(one.num_fds() for one in tree))
+    return Size(
+        {one.pid: one.memory_info().rss for one in tree}, sum(one.num_fds() for one in tree)
+    )
 
 
 def left_behind(before: set[str]) -> list[str]:
@@ -339,7 +382,9 @@ def left_behind(before: set[str]) -> list[str]:
 
 
 def main() -> int:
-    own = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(("minutes=", "seed=")))
+    own = dict(
+        word.split("=", 1) for word in sys.argv[1:] if word.startswith(("minutes=", "seed="))
+    )
     options = parse([word for word in sys.argv[1:] if word.partition("=")[0] not in own])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     before = set(os.listdir("/dev/shm"))
@@ -352,7 +397,11 @@ def main() -> int:
         soak = Soak(bench, int(own.get("seed", 0)), float(own.get("minutes", 20)))
         soak.run()
     soak.problems += [f"/dev/shm/{name} was left behind" for name in left_behind(before)]
-    print(f"\n{len(soak.faults)} faults, after {soak.refused} of them nothing was lent", *soak.faults, sep="\n  ")
+    print(
+        f"\n{len(soak.faults)} faults, after {soak.refused} of them nothing was lent",
+        *soak.faults,
+        sep="\n  ",
+    )
     print(f"\n{len(soak.problems)} problems", *soak.problems, sep="\n  ")
     return 1 if soak.problems else 0
 

@@ -39,9 +39,19 @@ from rose.protocol import unpack_tokens  # noqa: E402
 from rose.roles import journal  # noqa: E402
 from rose.rollout import replay  # noqa: E402
 
-SMALL = ("trainer.steps=1000000", "trainer.batch_size=32", "rollout.group_size=4", "eval.episodes=0",
-         "observe.terminal=false", "rollout.kv_cache_gib=0.05", "rollout.workers=1", "rollout.threads=1",
-         "trainer.threads=1", "trainer.checkpoint_every=10", "transfer.keep_versions=4")
+SMALL = (
+    "trainer.steps=1000000",
+    "trainer.batch_size=32",
+    "rollout.group_size=4",
+    "eval.episodes=0",
+    "observe.terminal=false",
+    "rollout.kv_cache_gib=0.05",
+    "rollout.workers=1",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "trainer.checkpoint_every=10",
+    "transfer.keep_versions=4",
+)
 START_S = 240.0
 JOIN_S = 240.0
 STOP_S = 90.0
@@ -58,7 +68,9 @@ class Lender:
 
     def plan(self, chance: random.Random) -> None:
         """When this membership will be killed: on its way in, or so long after it has joined."""
-        self.kill_at = time.monotonic() + chance.uniform(1.0, 15.0) if chance.random() < 0.2 else 0.0
+        self.kill_at = (
+            time.monotonic() + chance.uniform(1.0, 15.0) if chance.random() < 0.2 else 0.0
+        )
         self.kill_after_join_s = chance.choice([chance.uniform(0.0, 1.0), chance.uniform(1.0, 7.0)])
 
     @property
@@ -83,16 +95,36 @@ class Lender:
 
 
 def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
-    command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=run", *SMALL, *overrides]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "launch.py"),
+        f"output_dir={folder}",
+        "name=run",
+        *SMALL,
+        *overrides,
+    ]
     with open(folder / "launch.log", "wb") as words:
-        return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def start_lender(run_dir: Path, log: Path, chance: random.Random) -> Lender:
     with open(log, "ab") as words:  # appended to, so that it may be emptied meanwhile
-        process = subprocess.Popen([sys.executable, "-u", "-m", "rose.serving", f"name={run_dir.name}",
-                                    f"output_dir={run_dir.parent}", "rollout.threads=1"], stdout=words,
-                                   stderr=subprocess.STDOUT, cwd=REPOSITORY)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                "rose.serving",
+                f"name={run_dir.name}",
+                f"output_dir={run_dir.parent}",
+                "rollout.threads=1",
+            ],
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+        )
     lender = Lender(process, log)
     lender.plan(chance)
     return lender
@@ -102,7 +134,9 @@ def await_step(ended: Callable[[], str], run_dir: Path, step: int, deadline_s: f
     end = time.monotonic() + deadline_s
     while not any(row["step"] >= step for row in rows_of(read_metrics(run_dir), "step")):
         if ended() or time.monotonic() > end:
-            raise SystemExit(f"storm: step {step} of {run_dir} did not come within {deadline_s:g} s: {ended()}")
+            raise SystemExit(
+                f"storm: step {step} of {run_dir} did not come within {deadline_s:g} s: {ended()}"
+            )
         time.sleep(0.5)
 
 
@@ -133,7 +167,9 @@ class Storm:
                 if self.ended():
                     return [f"the run ended in the storm: {self.ended()}"]
                 if time.monotonic() - self.last_join > JOIN_S:
-                    return [f"no rank joined for {JOIN_S:g} s: {tail(self.alive[0].log) if self.alive else ''}"]
+                    return [
+                        f"no rank joined for {JOIN_S:g} s: {tail(self.alive[0].log) if self.alive else ''}"
+                    ]
                 while len(self.alive) < self.lenders:
                     log = self.run_dir.parent / f"lender-{number}.log"
                     self.alive.append(start_lender(self.run_dir, log, self.chance))
@@ -144,7 +180,9 @@ class Storm:
         finally:
             for lender in list(self.alive):
                 self._kill(lender, whole=True)
-        print(f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed on their way in")
+        print(
+            f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed on their way in"
+        )
         return []
 
     def _watch(self, lender: Lender) -> None:
@@ -155,7 +193,9 @@ class Storm:
             lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
             print(f"{len(self.joined):3} joined: {lender.worker}", flush=True)
         if lender.kill_at and now >= lender.kill_at:
-            self._kill(lender, whole=self.chance.random() < 0.3)  # else its command begins another membership
+            self._kill(
+                lender, whole=self.chance.random() < 0.3
+            )  # else its command begins another membership
 
     def _kill(self, lender: Lender, whole: bool) -> None:
         worker, at = lender.worker, lender.kill(whole)
@@ -174,7 +214,11 @@ def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str
     run_dir, run = folder / "run", start_run(folder, overrides)
 
     def ended() -> str:
-        return "" if run.poll() is None else f"launch.py ended with {run.returncode}: {tail(folder / 'launch.log')}"
+        return (
+            ""
+            if run.poll() is None
+            else f"launch.py ended with {run.returncode}: {tail(folder / 'launch.log')}"
+        )
 
     try:
         await_step(ended, run_dir, 1, START_S)
@@ -205,16 +249,25 @@ def check(run_dir: Path) -> list[str]:
     for step in steps:
         trajectories = [t for group in replay.load(run_dir, step) for t in group]
         if len(trajectories) != c.trainer.batch_size:
-            wrong.append(f"step {step} has {len(trajectories)} trajectories, not {c.trainer.batch_size}")
+            wrong.append(
+                f"step {step} has {len(trajectories)} trajectories, not {c.trainer.batch_size}"
+            )
         for t in trajectories:
             if t.id in seen:
                 wrong.append(f"{t.id} is in steps {seen[t.id]} and {step}")
             seen[t.id] = step
             made, versions = np.frombuffer(t.mask, np.uint8) == 1, unpack_tokens(t.versions)
-            if len({len(t.mask), len(versions), len(unpack_tokens(t.tokens)), len(t.logprobs) // 4}) != 1:
+            if (
+                len(
+                    {len(t.mask), len(versions), len(unpack_tokens(t.tokens)), len(t.logprobs) // 4}
+                )
+                != 1
+            ):
                 wrong.append(f"{t.id} has fields of different lengths")
             elif (versions[made] != step - 1).any():
-                wrong.append(f"{t.id} of step {step} has tokens of versions {sorted(set(versions[made].tolist()))}")
+                wrong.append(
+                    f"{t.id} of step {step} has tokens of versions {sorted(set(versions[made].tolist()))}"
+                )
     for path in attempts:
         try:
             events = journal.replay(path, scheduler.build(c.scheduler, c.rollout.turn_timeout_s))
@@ -232,14 +285,21 @@ def losses(run_dir: Path, killed: dict[str, float]) -> list[str]:
     noticed = {row["detail"].split(":")[0]: row["time"] for row in rows}
     took = [noticed[worker] - at for worker, at in killed.items() if worker in noticed]
     if took:
-        print(f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to {max(took):.2f} s")
+        print(
+            f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to {max(took):.2f} s"
+        )
     end = max((row["time"] for row in read_metrics(run_dir)), default=0.0)
-    return [f"the kill of {worker} was not noticed" for worker, at in killed.items()
-            if worker not in noticed and at < end - 10]
+    return [
+        f"the kill of {worker} was not noticed"
+        for worker, at in killed.items()
+        if worker not in noticed and at < end - 10
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("joins", type=int, nargs="?", default=50)
     parser.add_argument("--lenders", type=int, default=3, help="at once")
     parser.add_argument("--seed", type=int, default=1)

@@ -24,10 +24,22 @@ from rose.sim.probes import GPU, dedicated
 from rose.sim.result import Result
 
 CONF = Path(__file__).parents[1] / "conf" / "scheduler"
-BATCHING = ["synchronous", "dapo", "tail_batching", "one_step_off", "bounded_staleness", "trajectory_async",
-            "carry_over"]
+BATCHING = [
+    "synchronous",
+    "dapo",
+    "tail_batching",
+    "one_step_off",
+    "bounded_staleness",
+    "trajectory_async",
+    "carry_over",
+]
 ORDERS: list[tuple[str, dict[str, Any]]] = [
-    ("fifo", {}), ("longest_first", {}), ("mlfq", {}), ("mlfq", {"first": "long"}), ("progressive", {})]
+    ("fifo", {}),
+    ("longest_first", {}),
+    ("mlfq", {}),
+    ("mlfq", {"first": "long"}),
+    ("progressive", {}),
+]
 SEEDS = range(3)
 ENGINE = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-4, 2e-8), 16, 8192, 400_000, True)
 
@@ -37,9 +49,14 @@ class Heavy:
 
     max_new_tokens = 2048
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[spec.Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[spec.Episode]:
         hard = draw.lognormal(0.0, 1.0)
-        return [self._episode(draw, hard, int(np.clip(draw.geometric(0.25), 1, 16))) for _ in range(size)]
+        return [
+            self._episode(draw, hard, int(np.clip(draw.geometric(0.25), 1, 16)))
+            for _ in range(size)
+        ]
 
     def _episode(self, draw: np.random.Generator, hard: float, turns: int) -> spec.Episode:
         output = np.clip(draw.lognormal(4.5, 0.6, turns) * hard, 1, self.max_new_tokens)
@@ -51,11 +68,20 @@ class Many:
 
     max_new_tokens = 1024
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[spec.Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[spec.Episode]:
         hard = draw.lognormal(0.0, 0.8)
         turns = np.clip(6 * hard * draw.lognormal(0.0, 0.3, size), 1, 60).astype(int)
-        return [episode(draw, np.clip(draw.lognormal(5.0, 0.5, n), 1, self.max_new_tokens), min(0.9, 0.15 * hard),
-                        np.full(n, 0.5)) for n in turns]
+        return [
+            episode(
+                draw,
+                np.clip(draw.lognormal(5.0, 0.5, n), 1, self.max_new_tokens),
+                min(0.9, 0.15 * hard),
+                np.full(n, 0.5),
+            )
+            for n in turns
+        ]
 
 
 class Single(Heavy):
@@ -63,16 +89,27 @@ class Single(Heavy):
 
     max_new_tokens = 16384
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[spec.Episode]:
-        tokens = np.clip(1000 * draw.lognormal(0.0, 1.0) * draw.lognormal(0.0, 0.3, size), 1, self.max_new_tokens)
-        return [episode(draw, tokens[i:i + 1], 0.0, np.zeros(1)) for i in range(size)]
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[spec.Episode]:
+        tokens = np.clip(
+            1000 * draw.lognormal(0.0, 1.0) * draw.lognormal(0.0, 0.3, size), 1, self.max_new_tokens
+        )
+        return [episode(draw, tokens[i : i + 1], 0.0, np.zeros(1)) for i in range(size)]
 
 
-def episode(draw: np.random.Generator, output: np.ndarray, failing: float, tool_s: np.ndarray) -> spec.Episode:
+def episode(
+    draw: np.random.Generator, output: np.ndarray, failing: float, tool_s: np.ndarray
+) -> spec.Episode:
     count = len(output)
-    return spec.Episode(300, tuple(output.astype(int).tolist()), tuple(draw.integers(20, 60, count).tolist()),
-                        tuple(tool_s.tolist()), tuple((draw.random(count) < failing).tolist()),
-                        float(draw.random() < 0.5))
+    return spec.Episode(
+        300,
+        tuple(output.astype(int).tolist()),
+        tuple(draw.integers(20, 60, count).tolist()),
+        tuple(tool_s.tolist()),
+        tuple((draw.random(count) < failing).tolist()),
+        float(draw.random() < 0.5),
+    )
 
 
 def policy(kind: str, name: str, **change: Any) -> Policy:
@@ -80,12 +117,36 @@ def policy(kind: str, name: str, **change: Any) -> Policy:
     return Policy(name=option["name"], args=option["args"] | change)
 
 
-def run(environment: spec.Environment, batching: Policy, order: Policy, groups: int, steps: int, seed: int) -> Result:
-    scheduler = build(SchedulerConfig(provisioning=policy("provisioning", "fixed"),
-                                      routing=policy("routing", "cache_affine"), order=order, batching=batching,
-                                      queue_depth=0.0), turn_timeout_s=1e9)
-    what = spec.Spec("study", steps, spec.Batch(groups, 8, False), environment,
-                     spec.Trainer(0, GPU, 1.0, 0.0, 20.0, 1.0), (dedicated(2, ENGINE),), 1.0, 5.0, 0.001, 0.001)
+def run(
+    environment: spec.Environment,
+    batching: Policy,
+    order: Policy,
+    groups: int,
+    steps: int,
+    seed: int,
+) -> Result:
+    scheduler = build(
+        SchedulerConfig(
+            provisioning=policy("provisioning", "fixed"),
+            routing=policy("routing", "cache_affine"),
+            order=order,
+            batching=batching,
+            queue_depth=0.0,
+        ),
+        turn_timeout_s=1e9,
+    )
+    what = spec.Spec(
+        "study",
+        steps,
+        spec.Batch(groups, 8, False),
+        environment,
+        spec.Trainer(0, GPU, 1.0, 0.0, 20.0, 1.0),
+        (dedicated(2, ENGINE),),
+        1.0,
+        5.0,
+        0.001,
+        0.001,
+    )
     return simulate(what, scheduler, seed)
 
 
@@ -94,16 +155,20 @@ def row(name: str, results: list[Result], baseline: float) -> float:
     seconds = float(np.mean([r.steps[-1].ended / len(r.steps) for r in results]))
     trained = sum(step.tokens for r in results for step in r.steps)
     stale = [versions for r in results for step in r.steps for versions in step.staleness]
-    print(f"| {name} | {seconds:.1f} | {seconds / (baseline or seconds):.2f} | "
-          f"{trained / sum(r.steps[-1].ended for r in results):.0f} | "
-          f"{sum(r.counts.dropped_tokens for r in results) / trained:.2f} | {np.mean(stale):.2f} ({max(stale)}) |",
-          flush=True)
+    print(
+        f"| {name} | {seconds:.1f} | {seconds / (baseline or seconds):.2f} | "
+        f"{trained / sum(r.steps[-1].ended for r in results):.0f} | "
+        f"{sum(r.counts.dropped_tokens for r in results) / trained:.2f} | {np.mean(stale):.2f} ({max(stale)}) |",
+        flush=True,
+    )
     return seconds
 
 
 def table(title: str, rows: list[tuple[str, list[Result]]]) -> None:
-    print(f"\n{title}\n\n| policy | s per step | of the first | trained tokens/s | dropped per trained token | "
-          "staleness, mean (most) |\n|---|---|---|---|---|---|")
+    print(
+        f"\n{title}\n\n| policy | s per step | of the first | trained tokens/s | dropped per trained token | "
+        "staleness, mean (most) |\n|---|---|---|---|---|---|"
+    )
     baseline = 0.0
     for name, results in rows:
         seconds = row(name, results, baseline)
@@ -112,13 +177,34 @@ def table(title: str, rows: list[tuple[str, list[Result]]]) -> None:
 
 def main() -> None:
     fifo = policy("order", "fifo")
-    table("Batching, 16 groups of 8, 12 steps", [
-        (name, [run(Heavy(), policy("batching", name), fifo, 16, 12, seed) for seed in SEEDS]) for name in BATCHING])
+    table(
+        "Batching, 16 groups of 8, 12 steps",
+        [
+            (name, [run(Heavy(), policy("batching", name), fifo, 16, 12, seed) for seed in SEEDS])
+            for name in BATCHING
+        ],
+    )
     for environment in (Many(), Single()):
-        table(f"Order, 32 groups of 8, 6 steps: {environment.__doc__}", [
-            (" ".join([name, *change.values()]),
-             [run(environment, policy("batching", "synchronous"), policy("order", name, **change), 32, 6, seed)
-              for seed in SEEDS]) for name, change in ORDERS])
+        table(
+            f"Order, 32 groups of 8, 6 steps: {environment.__doc__}",
+            [
+                (
+                    " ".join([name, *change.values()]),
+                    [
+                        run(
+                            environment,
+                            policy("batching", "synchronous"),
+                            policy("order", name, **change),
+                            32,
+                            6,
+                            seed,
+                        )
+                        for seed in SEEDS
+                    ],
+                )
+                for name, change in ORDERS
+            ],
+        )
 
 
 if __name__ == "__main__":

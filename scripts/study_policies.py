@@ -44,21 +44,37 @@ BATCHING: dict[str, tuple[dict[str, Any], ...]] = {
     "synchronous": ({},),
     "tail_batching": ({"spare": 0.0},),
     "one_step_off": ({},),
-    "bounded_staleness": tuple({"eta": eta, "running": running}
-                               for eta in (1, 2, 4) for running in (1.0, 1.5, 2.0)),
+    "bounded_staleness": tuple(
+        {"eta": eta, "running": running} for eta in (1, 2, 4) for running in (1.0, 1.5, 2.0)
+    ),
     "trajectory_async": ({"alpha": 1}, {"alpha": 2}),
-    "carry_over": tuple({"staleness": s, "carry": c} for s, c in ((1, 0.5), (1, 1.0), (2, 1.0), (2, 2.0), (4, 4.0))),
+    "carry_over": tuple(
+        {"staleness": s, "carry": c} for s, c in ((1, 0.5), (1, 1.0), (2, 1.0), (2, 2.0), (4, 4.0))
+    ),
 }
 ORDER: dict[str, tuple[dict[str, Any], ...]] = {
-    "fifo": ({},), "due_first": ({},), "longest_first": ({},), "progressive": ({},),
-    "mlfq": ({"first": "short"}, {"first": "long"})}
+    "fifo": ({},),
+    "due_first": ({},),
+    "longest_first": ({},),
+    "progressive": ({},),
+    "mlfq": ({"first": "short"}, {"first": "long"}),
+}
 ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
-    "rose": ({},), "earliest_finish": ({},), "seer": ({},), "least_loaded": ({},), "cache_affine": ({},),
-    "round_robin": ({},)}
+    "rose": ({},),
+    "earliest_finish": ({},),
+    "seer": ({},),
+    "least_loaded": ({},),
+    "cache_affine": ({},),
+    "round_robin": ({},),
+}
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
 POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
-ONE_VERSION = ("synchronous", "tail_batching", "one_step_off")  # what waits is of one version: due_first is fifo
+ONE_VERSION = (
+    "synchronous",
+    "tail_batching",
+    "one_step_off",
+)  # what waits is of one version: due_first is fifo
 BASE = "rose"  # the setting's own system, which every gain is over
 
 
@@ -69,8 +85,15 @@ class Choice(NamedTuple):
     args: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-                                      for key, value in self.args)])
+        return " ".join(
+            [
+                self.name,
+                *(
+                    f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+                    for key, value in self.args
+                ),
+            ]
+        )
 
 
 class Composition(NamedTuple):
@@ -95,7 +118,11 @@ class Round(NamedTuple):
 
 # Steps of a policy that lets two batches run at once are long and short by turns: an even number must be counted.
 ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
-BOUNDS = ("eta", "alpha", "staleness")  # arguments that bound staleness; one_step_off has none, and 1
+BOUNDS = (
+    "eta",
+    "alpha",
+    "staleness",
+)  # arguments that bound staleness; one_step_off has none, and 1
 
 
 def choice(name: str, **args: Any) -> Choice:
@@ -104,11 +131,28 @@ def choice(name: str, **args: Any) -> Choice:
 
 KEPT = (  # compositions that go through all rounds, and are named in the tables
     ("ROSE", Composition(choice("synchronous"), choice("fifo"), choice("rose"), choice("rose"))),
-    ("ROSE, one step off", Composition(choice("one_step_off"), choice("fifo"), choice("rose"), choice("rose"))),
-    ("ROSE, bounded staleness 1", Composition(choice("bounded_staleness", eta=1, running=1.0), choice("fifo"),
-                                              choice("rose"), choice("rose"))),
-    ("best before this search", Composition(choice("carry_over", staleness=1, carry=1.0), choice("due_first"),
-                                            choice("earliest_finish"), choice("rose"))),
+    (
+        "ROSE, one step off",
+        Composition(choice("one_step_off"), choice("fifo"), choice("rose"), choice("rose")),
+    ),
+    (
+        "ROSE, bounded staleness 1",
+        Composition(
+            choice("bounded_staleness", eta=1, running=1.0),
+            choice("fifo"),
+            choice("rose"),
+            choice("rose"),
+        ),
+    ),
+    (
+        "best before this search",
+        Composition(
+            choice("carry_over", staleness=1, carry=1.0),
+            choice("due_first"),
+            choice("earliest_finish"),
+            choice("rose"),
+        ),
+    ),
 )
 
 
@@ -119,7 +163,7 @@ def shipped(name: str) -> Composition:
     chosen = {}
     for each in tree["defaults"]:
         if isinstance(each, dict):
-            (key, option), = each.items()
+            ((key, option),) = each.items()
             chosen[key.rsplit(".", 1)[1]] = option
     given = {kind: tree["scheduler"].get(kind, {}).get("args", {}) for kind in KINDS}
     return Composition(*(_whole(kind, chosen[kind], given[kind]) for kind in KINDS))
@@ -134,7 +178,12 @@ def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
 
 def bound(batching: Choice) -> int:
     """The largest staleness that it allows."""
-    return int(next((value for key, value in batching.args if key in BOUNDS), batching.name == "one_step_off"))
+    return int(
+        next(
+            (value for key, value in batching.args if key in BOUNDS),
+            batching.name == "one_step_off",
+        )
+    )
 
 
 def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
@@ -142,12 +191,24 @@ def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) ->
     most `staleness`. Raises `SystemExit` for a name that is not searched."""
     for kind, names in only.items():
         if unknown := [name for name in names if name not in KINDS[kind]]:
-            raise SystemExit(f"{kind}={','.join(unknown)}: not in this search; there are {', '.join(KINDS[kind])}")
-    each = [[Choice(name, tuple(args.items())) for name, variants in options.items() if name in only.get(kind, options)
-             for args in variants] for kind, options in KINDS.items()]
-    return [found for found in (Composition(*chosen) for chosen in product(*each))
-            if bound(found.batching) <= staleness
-            and not (found.order.name == "due_first" and found.batching.name in ONE_VERSION)]
+            raise SystemExit(
+                f"{kind}={','.join(unknown)}: not in this search; there are {', '.join(KINDS[kind])}"
+            )
+    each = [
+        [
+            Choice(name, tuple(args.items()))
+            for name, variants in options.items()
+            if name in only.get(kind, options)
+            for args in variants
+        ]
+        for kind, options in KINDS.items()
+    ]
+    return [
+        found
+        for found in (Composition(*chosen) for chosen in product(*each))
+        if bound(found.batching) <= staleness
+        and not (found.order.name == "due_first" and found.batching.name in ONE_VERSION)
+    ]
 
 
 def _option(kind: str, name: str) -> dict[str, Any]:
@@ -162,31 +223,52 @@ def system(what: Composition, c: Config) -> SimSystem:
         policies[kind] = Policy(name=option["name"], args=option["args"] | dict(chosen.args))
     if "n_serving" in policies["provisioning"].args:
         policies["provisioning"].args["n_serving"] = c.sim.n_serving
-    return SimSystem(about="", scheduler=Scheduler(**policies, queue_depth=c.scheduler.queue_depth),
-                     pools=POOLS[what.provisioning.name], executor="gate", dynamic_sampling=False,
-                     in_flight=c.transfer.in_flight)
+    return SimSystem(
+        about="",
+        scheduler=Scheduler(**policies, queue_depth=c.scheduler.queue_depth),
+        pools=POOLS[what.provisioning.name],
+        executor="gate",
+        dynamic_sampling=False,
+        in_flight=c.transfer.in_flight,
+    )
 
 
 def divided(c: Config, by: int) -> list[str]:
     """Overrides that leave a `by`th of a setting: engines, borrowed devices, the trainer's GPUs and the batch."""
-    return [f"rollout.workers={c.rollout.workers // by}", f"trainer.ranks={c.trainer.ranks // by}",
-            f"sim.n_serving={c.sim.n_serving // by}", f"trainer.batch_size={c.trainer.batch_size // by}"]
+    return [
+        f"rollout.workers={c.rollout.workers // by}",
+        f"trainer.ranks={c.trainer.ranks // by}",
+        f"sim.n_serving={c.sim.n_serving // by}",
+        f"trainer.batch_size={c.trainer.batch_size // by}",
+    ]
 
 
-def of_round(setting: str, which: Round, seeds: Sequence[int], candidates: Iterable[Composition]) -> Config:
-    base = ["sim/systems=[]", f"sim.steps={which.steps}", f"sim.warmup={which.warmup}",
-            f"sim.seeds=[{','.join(map(str, seeds[:which.seeds]))}]"]
+def of_round(
+    setting: str, which: Round, seeds: Sequence[int], candidates: Iterable[Composition]
+) -> Config:
+    base = [
+        "sim/systems=[]",
+        f"sim.steps={which.steps}",
+        f"sim.warmup={which.warmup}",
+        f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]",
+    ]
     if which.divided > 1:
         base += divided(composed(setting, base), which.divided)
     c = composed(setting, base)
-    return msgspec.structs.replace(c, sim=msgspec.structs.replace(
-        c.sim, systems={str(each): system(each, c) for each in candidates}))
+    return msgspec.structs.replace(
+        c,
+        sim=msgspec.structs.replace(
+            c.sim, systems={str(each): system(each, c) for each in candidates}
+        ),
+    )
 
 
 # --------------------------------------------------------------------------- what is found
 
 
-def rows_of(setting: str, number: int, which: Round, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def rows_of(
+    setting: str, number: int, which: Round, outcomes: Sequence[Outcome]
+) -> list[dict[str, Any]]:
     """A row per composition, fastest first, with gains over the setting's own system."""
     systems = by_system(outcomes)
     base, rows = values(systems[BASE], "tokens_s"), []
@@ -194,12 +276,23 @@ def rows_of(setting: str, number: int, which: Round, outcomes: Sequence[Outcome]
         if name == BASE:
             continue
         found = gain(values(each, "tokens_s"), base)
-        rows.append({"setting": setting, "round": number, "divided": which.divided,
-                     **dict(zip(KINDS, name.split(", "), strict=True)), "seeds": len(each),
-                     "step_s": mean(each, "step_s"), "tokens_s": mean(each, "tokens_s"),
-                     "over_rose": found.mean, "low": found.low, "high": found.high,
-                     "staleness": mean(each, "staleness"), "staleness_max": max(values(each, "staleness_max")),
-                     "dropped": mean(each, "dropped")})
+        rows.append(
+            {
+                "setting": setting,
+                "round": number,
+                "divided": which.divided,
+                **dict(zip(KINDS, name.split(", "), strict=True)),
+                "seeds": len(each),
+                "step_s": mean(each, "step_s"),
+                "tokens_s": mean(each, "tokens_s"),
+                "over_rose": found.mean,
+                "low": found.low,
+                "high": found.high,
+                "staleness": mean(each, "staleness"),
+                "staleness_max": max(values(each, "staleness_max")),
+                "dropped": mean(each, "dropped"),
+            }
+        )
     rows.sort(key=lambda row: -row["tokens_s"])
     for row in rows:
         row["front"] = int(on_front(row, rows))
@@ -208,18 +301,23 @@ def rows_of(setting: str, number: int, which: Round, outcomes: Sequence[Outcome]
 
 def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
     """Whether none of `rows` is as fast and as fresh, on average and at most, and better in one of these."""
+
     def points(each: dict[str, Any]) -> tuple[float, float, float]:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
 
     mine = points(row)
-    return not any(points(other) != mine and all(a <= b for a, b in zip(points(other), mine)) for other in rows)
+    return not any(
+        points(other) != mine and all(a <= b for a, b in zip(points(other), mine)) for other in rows
+    )
 
 
 def survivors(rows: Sequence[dict[str, Any]], kept: int) -> list[str]:
     """Names of the `kept` fastest of each largest staleness."""
     found: dict[str, None] = {}
     for most in sorted({row["staleness_max"] for row in rows}):
-        same = sorted((row for row in rows if row["staleness_max"] == most), key=lambda row: -row["tokens_s"])
+        same = sorted(
+            (row for row in rows if row["staleness_max"] == most), key=lambda row: -row["tokens_s"]
+        )
         found |= dict.fromkeys(_name(row) for row in same[:kept])
     return list(found)
 
@@ -236,14 +334,21 @@ def named() -> dict[str, str]:
     return found
 
 
-def search(setting: str, candidates: Sequence[Composition], rounds: Sequence[Round], seeds: Sequence[int],
-           carried_out: Callable[[Config], list[Outcome]]) -> Iterator[list[dict[str, Any]]]:
+def search(
+    setting: str,
+    candidates: Sequence[Composition],
+    rounds: Sequence[Round],
+    seeds: Sequence[int],
+    carried_out: Callable[[Config], list[Outcome]],
+) -> Iterator[list[dict[str, Any]]]:
     """The rows of each round as it ends. `carried_out`: the outcomes of a configuration's systems and seeds."""
     always = [what for _, what in KEPT] + [shipped("best"), shipped("best_sync")]
     all_of_them = {str(each): each for each in [*candidates, *always]}
     left = list(all_of_them)
     for number, which in enumerate(rounds, 1):
-        outcomes = carried_out(of_round(setting, which, seeds, [all_of_them[name] for name in left]))
+        outcomes = carried_out(
+            of_round(setting, which, seeds, [all_of_them[name] for name in left])
+        )
         found = rows_of(setting, number, which, outcomes)
         yield found
         left = list(dict.fromkeys([*survivors(found, which.kept), *map(str, always)]))
@@ -251,20 +356,35 @@ def search(setting: str, candidates: Sequence[Composition], rounds: Sequence[Rou
 
 def words(rows: Sequence[dict[str, str]]) -> str:
     """The last round of policies_search.csv as a table of Markdown: the front, and what has a name."""
-    lines = ["| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | step, s | "
-             "staleness: mean, largest | dropped | on the front |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | step, s | "
+        "staleness: mean, largest | dropped | on the front |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     names = named()
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
         last = max(row["round"] for row in mine)
-        shown = [row for row in mine if row["round"] == last and (_name(row) in names or row["front"] == "1")]
-        for row in sorted(shown, key=lambda row: (float(row["staleness_max"]), -float(row["tokens_s"]))):
-            over = table.words(Interval(*(float(row[key] or math.nan) for key in ("over_rose", "low", "high"))))
-            part = "" if row["divided"] == "1" else f", 1/{row['divided']} of it, {row['seeds']} seed"
-            lines.append(f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | {over} | "
-                         f"{float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
-                         f"{float(row['staleness_max']):.0f} | {float(row['dropped']):.1%} | "
-                         f"{'yes' if row['front'] == '1' else ''} |")
+        shown = [
+            row
+            for row in mine
+            if row["round"] == last and (_name(row) in names or row["front"] == "1")
+        ]
+        for row in sorted(
+            shown, key=lambda row: (float(row["staleness_max"]), -float(row["tokens_s"]))
+        ):
+            over = table.words(
+                Interval(*(float(row[key] or math.nan) for key in ("over_rose", "low", "high")))
+            )
+            part = (
+                "" if row["divided"] == "1" else f", 1/{row['divided']} of it, {row['seeds']} seed"
+            )
+            lines.append(
+                f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | {over} | "
+                f"{float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
+                f"{float(row['staleness_max']):.0f} | {float(row['dropped']):.1%} | "
+                f"{'yes' if row['front'] == '1' else ''} |"
+            )
     return "\n".join(lines)
 
 
@@ -272,20 +392,38 @@ def main(arguments: Sequence[str]) -> int:
     given = dict(argument.split("=", 1) for argument in arguments)
     out = Path(given.pop("out", REPOSITORY / "docs" / "results"))
     settings = [given.pop("only")] if "only" in given else list(SETTINGS)
-    processes, drawn = runs.cores(int(given.pop("processes", 0)) or None), given.pop("draw", "false") == "true"
+    processes, drawn = (
+        runs.cores(int(given.pop("processes", 0)) or None),
+        given.pop("draw", "false") == "true",
+    )
     seeds = [int(seed) for seed in given.pop("seeds", "1,2,3").split(",")]
     only = {kind: given.pop(kind).split(",") for kind in KINDS if kind in given}
-    most, rounds = float(given.pop("staleness", math.inf)), ROUNDS[:int(given.pop("rounds", len(ROUNDS)))]
+    most, rounds = (
+        float(given.pop("staleness", math.inf)),
+        ROUNDS[: int(given.pop("rounds", len(ROUNDS)))],
+    )
     if given:
-        print(f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out and draw are "
-              "known", file=sys.stderr)
+        print(
+            f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out and draw are "
+            "known",
+            file=sys.stderr,
+        )
         return 2
     for setting in [] if drawn else settings:
-        others = [row for row in read_csv(out / FILE) if row["setting"] != setting] if (out / FILE).exists() else []
+        others = (
+            [row for row in read_csv(out / FILE) if row["setting"] != setting]
+            if (out / FILE).exists()
+            else []
+        )
         rows: list[dict[str, Any]] = []
-        for found in search(setting, compositions(only, most), rounds, seeds, lambda c: outcomes_of([c], processes)):
+        for found in search(
+            setting, compositions(only, most), rounds, seeds, lambda c: outcomes_of([c], processes)
+        ):
             rows += found
-            write_csv(out / FILE, sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])))
+            write_csv(
+                out / FILE,
+                sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])),
+            )
     if out == REPOSITORY / "docs" / "results":
         put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
     return 0

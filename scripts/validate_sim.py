@@ -56,14 +56,35 @@ PROFILES = {
 LIVE: dict[str, tuple[str, ...]] = {
     "sync_2": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/routing=cache_affine"),
     "sync_1_low": ("rollout.workers=1", "trainer.batch_size=16", "scheduler/routing=least_loaded"),
-    "round_robin_2_queued": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/routing=round_robin",
-                             "rollout.max_sequences=8"),
+    "round_robin_2_queued": (
+        "rollout.workers=2",
+        "trainer.batch_size=64",
+        "scheduler/routing=round_robin",
+        "rollout.max_sequences=8",
+    ),
     "dapo_2": ("rollout.workers=2", "trainer.batch_size=32", "scheduler/batching=dapo"),
-    "tail_batching_1": ("rollout.workers=1", "trainer.batch_size=32", "scheduler/batching=tail_batching"),
-    "seer_2": ("rollout.workers=2", "trainer.batch_size=48", "scheduler/routing=seer", "scheduler/order=longest_first"),
-    "one_step_off_1": ("rollout.workers=1", "trainer.batch_size=32", "scheduler/batching=one_step_off"),
-    "areal_2": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/batching=bounded_staleness",
-                "scheduler.batching.args.eta=1"),
+    "tail_batching_1": (
+        "rollout.workers=1",
+        "trainer.batch_size=32",
+        "scheduler/batching=tail_batching",
+    ),
+    "seer_2": (
+        "rollout.workers=2",
+        "trainer.batch_size=48",
+        "scheduler/routing=seer",
+        "scheduler/order=longest_first",
+    ),
+    "one_step_off_1": (
+        "rollout.workers=1",
+        "trainer.batch_size=32",
+        "scheduler/batching=one_step_off",
+    ),
+    "areal_2": (
+        "rollout.workers=2",
+        "trainer.batch_size=64",
+        "scheduler/batching=bounded_staleness",
+        "scheduler.batching.args.eta=1",
+    ),
 }
 ENOUGH = 6  # training steps that count
 IDLE_S = 0.002  # between two steps: the engine had nothing to do
@@ -119,8 +140,10 @@ def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
         [journal] = (live.run / "journal").glob("attempt-*.jsonl")
         groups += calibrate.of_journal(journal, rewards)
         counted = live.calm_steps(skip)
-        rows += [row | {"tokens": sum(len(t.mask) for group in saved[row["step"]] for t in group)}
-                 for row in counted]
+        rows += [
+            row | {"tokens": sum(len(t.mask) for group in saved[row["step"]] for t in group)}
+            for row in counted
+        ]
         windows = [Window(row["time"] - row["time_step"], row["time"]) for row in counted]
         steps = engine_steps(log)
         logs.append(log.with_suffix(".whole"))
@@ -132,8 +155,16 @@ def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
     phases = logs[0].with_name("phases.jsonl")
     phases.write_text("".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)))
     step, error = calibrate.of_steps(logs)
-    return Profile(step, error, groups, calibrate.of_metrics(phases, skip=0), statistics.median(there),
-                   statistics.median(back), statistics.mean(pauses), joined.kv_tokens)
+    return Profile(
+        step,
+        error,
+        groups,
+        calibrate.of_metrics(phases, skip=0),
+        statistics.median(there),
+        statistics.median(back),
+        statistics.mean(pauses),
+        joined.kv_tokens,
+    )
 
 
 def engine_steps(log: Path) -> list[dict]:
@@ -149,21 +180,34 @@ def between_included(steps: list[dict], windows: list[Window], out: Path) -> Non
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w") as file:
         for before, step in zip(steps, steps[1:]):
-            if any(window.begin <= step["start"] and step["wall"] <= window.end for window in windows):
+            if any(
+                window.begin <= step["start"] and step["wall"] <= window.end for window in windows
+            ):
                 gap = step["began"] - before["ended"]
                 gap = gap if step["decodes"] and gap < MOST_GAP_S else min(gap, usual)
                 file.write(json.dumps(step | {"began": step["began"] - gap}) + "\n")
 
 
-def ways(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]], steps: list[dict],
-         windows: list[Window]) -> tuple[list[float], list[float]]:
+def ways(
+    live: Ran,
+    entries: list[tuple[ev.Event, list[ev.Action]]],
+    steps: list[dict],
+    windows: list[Window],
+) -> tuple[list[float], list[float]]:
     """Seconds from each turn's assignment until the engine could begin a step with it, and from the step that made its
     last token until the coordinator knew. A turn of n tokens is in the n steps up to that. It came while the step
     before these was under way, nobody knows when: in the middle. Turns that found all seats taken have no way there."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
-    begins, ends = np.array([step["start"] for step in steps]), np.array([step["wall"] for step in steps])
-    assigned = {(a.turn, a.attempt): event.at for event, actions in entries for a in actions
-                if isinstance(a, ev.AssignTurn)}
+    begins, ends = (
+        np.array([step["start"] for step in steps]),
+        np.array([step["wall"] for step in steps]),
+    )
+    assigned = {
+        (a.turn, a.attempt): event.at
+        for event, actions in entries
+        for a in actions
+        if isinstance(a, ev.AssignTurn)
+    }
     known = {event.turn: event.at for event, _ in entries if isinstance(event, ev.TurnEnded)}
     there, back = [], []
     for rank in read_events(live.run):
@@ -174,8 +218,12 @@ def ways(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]], steps: list
             at = assigned.get((turn, event["args"]["attempt"]))
             last = int(np.searchsorted(ends, event["end"])) - 1
             before = last - event["args"]["tokens"]
-            if turn not in known or at is None or before < 0 or not any(
-                    window.begin <= at and known[turn] <= window.end for window in windows):
+            if (
+                turn not in known
+                or at is None
+                or before < 0
+                or not any(window.begin <= at and known[turn] <= window.end for window in windows)
+            ):
                 continue
             back.append(known[turn] - ends[last])
             if steps[before]["decodes"] + len(steps[before]["prefill"]) < seats:
@@ -191,20 +239,54 @@ def ways(live: Ran, entries: list[tuple[ev.Event, list[ev.Action]]], steps: list
 def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures:
     """Means over seeds."""
     gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
-    engine = spec.Engine(profile.step, c.rollout.max_sequences, c.rollout.max_batched_tokens, profile.kv_tokens,
-                         c.rollout.prefix_caching)
-    link = spec.Link(max(0.0, profile.phases.sync_s - profile.pause_s), FREE_BYTES_S, 0.0, True, profile.pause_s, 0.0)
-    pool = spec.Pool("rollout", "dedicated", gpu, 1, engine, link, spec.Allocation(0.0, 0.0), c.rollout.workers)
+    engine = spec.Engine(
+        profile.step,
+        c.rollout.max_sequences,
+        c.rollout.max_batched_tokens,
+        profile.kv_tokens,
+        c.rollout.prefix_caching,
+    )
+    link = spec.Link(
+        max(0.0, profile.phases.sync_s - profile.pause_s),
+        FREE_BYTES_S,
+        0.0,
+        True,
+        profile.pause_s,
+        0.0,
+    )
+    pool = spec.Pool(
+        "rollout", "dedicated", gpu, 1, engine, link, spec.Allocation(0.0, 0.0), c.rollout.workers
+    )
     trainer = spec.Trainer(0, gpu, 1.0, 0.0, profile.phases.step_s, 0.0, profile.phases.token_s)
-    batch = spec.Batch(c.trainer.batch_size // c.rollout.group_size, c.rollout.group_size, c.algorithm.dynamic_sampling)
-    what = spec.Spec(c.name, steps, batch, calibrate.Recorded(profile.groups, c.env.max_new_tokens), trainer, (pool,),
-                     TICK_S, PROGRESS_S, profile.dispatch_s, profile.answer_s, c.transfer.in_flight)
+    batch = spec.Batch(
+        c.trainer.batch_size // c.rollout.group_size,
+        c.rollout.group_size,
+        c.algorithm.dynamic_sampling,
+    )
+    what = spec.Spec(
+        c.name,
+        steps,
+        batch,
+        calibrate.Recorded(profile.groups, c.env.max_new_tokens),
+        trainer,
+        (pool,),
+        TICK_S,
+        PROGRESS_S,
+        profile.dispatch_s,
+        profile.answer_s,
+        c.transfer.in_flight,
+    )
     found = []
     for seed in range(SEEDS):
         tail = Durations(skip + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
-        found.append(Figures(statistics.median(step.seconds for step in ran.steps[skip:]),
-                             statistics.median(tail.p95.values()), ran.utilisation("dedicated")))
+        found.append(
+            Figures(
+                statistics.median(step.seconds for step in ran.steps[skip:]),
+                statistics.median(tail.p95.values()),
+                ran.utilisation("dedicated"),
+            )
+        )
     return Figures(*np.mean(found, axis=0))
 
 
@@ -219,17 +301,24 @@ def measured(runs: list[Ran], skip: int) -> tuple[Figures, tuple[float, float]]:
         rows += calm
         tails += [tail.p95[row["step"]] for row in calm if row["step"] in tail.p95]
     low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
-    return Figures(float(middle), statistics.median(tails), statistics.median(row["engine_utilisation"] for row in rows)
-                   ), (low, high)
+    return Figures(
+        float(middle),
+        statistics.median(tails),
+        statistics.median(row["engine_utilisation"] for row in rows),
+    ), (low, high)
 
 
-def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: list[str],
-            console: Console) -> dict[str, list[Ran]]:
+def run_all(
+    folder: Path, names: list[str], options: argparse.Namespace, alike: list[str], console: Console
+) -> dict[str, list[Ran]]:
     """In rounds, until all have ENOUGH steps. Raises `SystemExit` if some never have."""
     done: dict[str, list[Ran]] = {name: [] for name in names}
 
     def lacking() -> dict[str, int]:
-        counts = {name: sum(len(live.calm_steps(options.skip)) for live in runs) for name, runs in done.items()}
+        counts = {
+            name: sum(len(live.calm_steps(options.skip)) for live in runs)
+            for name, runs in done.items()
+        }
         return {name: count for name, count in counts.items() if count < ENOUGH}
 
     for at in range(options.rounds):
@@ -238,14 +327,22 @@ def run_all(folder: Path, names: list[str], options: argparse.Namespace, alike: 
             live = Ran(folder, f"{name}-{at}")
             if not live.finished:
                 wait_for_calm(console.print)
-                live = Live(folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log)
+                live = Live(
+                    folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log
+                )
                 live.wait(DEADLINE_S)
             done[name].append(live)
-            console.print(f"round {at + 1}, {name}: {len(live.calm_steps(options.skip))} of "
-                          f"{len(live.steps(options.skip))} steps on a calm machine", highlight=False)
+            console.print(
+                f"round {at + 1}, {name}: {len(live.calm_steps(options.skip))} of "
+                f"{len(live.steps(options.skip))} steps on a calm machine",
+                highlight=False,
+            )
     if short := lacking():
-        raise SystemExit("too few training steps without other guests of the host: " + ", ".join(
-            f"{name} {count} of {ENOUGH}" for name, count in short.items()) + "; --keep and more --rounds")
+        raise SystemExit(
+            "too few training steps without other guests of the host: "
+            + ", ".join(f"{name} {count} of {ENOUGH}" for name, count in short.items())
+            + "; --keep and more --rounds"
+        )
     return done
 
 
@@ -263,31 +360,53 @@ def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> N
         table.add_row(name, *cells)
     console.print(table)
     c = profile.step
-    console.print(f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per "
-                  f"decode (mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
-                  f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way to an "
-                  f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; "
-                  f"{sum(map(len, profile.groups))} episodes")
+    console.print(
+        f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per "
+        f"decode (mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
+        f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way to an "
+        f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; "
+        f"{sum(map(len, profile.groups))} episodes"
+    )
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
     with path.open("w", newline="") as file:
         out = csv.writer(file)
-        out.writerow(["run", *(f"{name}_{side}" for name in Figures._fields for side in ("predicted", "measured")),
-                      "step_measured_q1", "step_measured_q3"])
+        out.writerow(
+            [
+                "run",
+                *(
+                    f"{name}_{side}"
+                    for name in Figures._fields
+                    for side in ("predicted", "measured")
+                ),
+                "step_measured_q1",
+                "step_measured_q3",
+            ]
+        )
         for name, sim, live, spread in rows:
-            out.writerow([name, *(f"{value:.4f}" for pair in (*zip(sim, live), spread) for value in pair)])
+            out.writerow(
+                [name, *(f"{value:.4f}" for pair in (*zip(sim, live), spread) for value in pair)]
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.4, help="cores of each engine; 0: no quota")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quota", type=float, default=0.4, help="cores of each engine; 0: no quota"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="at most")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps that don't count")
     parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--keep", type=Path, help="leave the runs in this folder; finished ones there are used again")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="leave the runs in this folder; finished ones there are used again",
+    )
     args, overrides = parser.parse_known_args()
     end_in_order()
     if args.steps < args.skip + 2:
@@ -298,12 +417,20 @@ def main() -> None:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         done = run_all(folder, [*PROFILES, *args.only], args, alike, console)
-        profile = profile_of([(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]],
-                             args.skip)
+        profile = profile_of(
+            [(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]],
+            args.skip,
+        )
         rows = []
         for name in args.only:
             config = cfg.load(done[name][0].run / "config.json")
-            rows.append(Row(name, predicted(config, profile, args.steps, args.skip), *measured(done[name], args.skip)))
+            rows.append(
+                Row(
+                    name,
+                    predicted(config, profile, args.steps, args.skip),
+                    *measured(done[name], args.skip),
+                )
+            )
         show(rows, profile, args.quota, console)
         if args.csv:
             write_csv(args.csv, rows)

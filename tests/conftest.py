@@ -6,8 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-CPU_VARIABLES = {"OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                 "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_VARIABLES = {
+    "OMP_WAIT_POLICY": "passive",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 for name, value in CPU_VARIABLES.items():
     os.environ.setdefault(name, value)
 
@@ -52,12 +57,15 @@ def compose_tree(*overrides: str) -> dict:
 
 
 # As nvidia-smi -L prints it on a box of eight.
-EIGHT_GPUS = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8))
+EIGHT_GPUS = "".join(
+    f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8)
+)
 
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
     """nvidia_smi(listing, variable): one that prints `listing`, and this process's CUDA_VISIBLE_DEVICES (None: unset)."""
+
     def make(listing: str = EIGHT_GPUS, variable: str | None = None) -> None:
         folder = tmp_path / "nvidia"
         folder.mkdir(exist_ok=True)

@@ -29,7 +29,10 @@ class Disk:
 
     def fill(self, leave: int = 0) -> None:
         """Another user's file takes the room but for `leave` bytes."""
-        with (self.path / "filler").open("wb", buffering=0) as file, suppress(OSError):  # no block is left
+        with (
+            (self.path / "filler").open("wb", buffering=0) as file,
+            suppress(OSError),
+        ):  # no block is left
             while self.free() > leave or leave == 0:
                 file.write(bytes(65_536 if leave else 4096))
                 if leave:
@@ -44,15 +47,21 @@ class Disk:
 
     def fail(self) -> None:
         """As when the device reports an error: read-only from now on, for files that are open too."""
-        found = subprocess.run(["findmnt", "-no", "SOURCE", str(self.path)], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["findmnt", "-no", "SOURCE", str(self.path)], capture_output=True, text=True, check=True
+        )
         Path("/sys/fs/ext4", Path(found.stdout.strip()).name, "trigger_fs_error").write_text("1")
 
     def mend(self) -> None:
         self.unmount()
-        subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True)  # code 1: errors were corrected
+        subprocess.run(
+            ["e2fsck", "-fy", str(self.image)], capture_output=True
+        )  # code 1: errors were corrected
         self.mount()
 
 
 def _do(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()} (root, e2fsprogs and loop devices are needed)"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}: {done.stderr.strip()} (root, e2fsprogs and loop devices are needed)"
+    )

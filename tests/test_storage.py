@@ -23,20 +23,31 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
     assert {p.name for p in disk.path.iterdir()} == {"state.json", "filler", "lost+found"}
 
 
-@pytest.mark.parametrize("deed, words", [("fill", "No space left on device; free some space there"),
-                                         ("fail", "Read-only file system; have it mounted writable again")])
+@pytest.mark.parametrize(
+    "deed, words",
+    [
+        ("fill", "No space left on device; free some space there"),
+        ("fail", "Read-only file system; have it mounted writable again"),
+    ],
+)
 def test_a_refusing_folder_is_named_with_the_remedy(disk, deed, words):
     getattr(disk, deed)()
-    assert storage.advice(storage.refusal(disk.path)).startswith(f"{disk.path}: {words}; the same launch.py command")
+    assert storage.advice(storage.refusal(disk.path)).startswith(
+        f"{disk.path}: {words}; the same launch.py command"
+    )
 
 
 def test_a_folder_that_is_gone_refuses_too(tmp_path):
-    assert storage.advice(storage.refusal(tmp_path / "gone")).startswith(f"{tmp_path / 'gone'}: No such file")
+    assert storage.advice(storage.refusal(tmp_path / "gone")).startswith(
+        f"{tmp_path / 'gone'}: No such file"
+    )
 
 
 def test_an_error_about_another_disk_gets_its_remedy():
     words = "rank 2 exited with code 1: OSError: [Errno 28] No space left on device: '/other/file'"
-    assert storage.advice(None, words).startswith("No space left on device, see below where; free some space")
+    assert storage.advice(None, words).startswith(
+        "No space left on device, see below where; free some space"
+    )
 
 
 def test_words_that_find_no_room_are_lost_without_an_error(disk):

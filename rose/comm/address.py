@@ -27,7 +27,14 @@ import psutil
 MEET_S = 60.0  # for all ranks to have met; torch's own default is half an hour
 REACH_S = 5.0  # for one connection: a firewall that drops packets answers never
 LOOPBACK = "127.0.0.1"
-ALIKE = ("docker", "virbr", "br-", "veth", "cni", "podman")  # bridges that many hosts have with one address
+ALIKE = (
+    "docker",
+    "virbr",
+    "br-",
+    "veth",
+    "cni",
+    "podman",
+)  # bridges that many hosts have with one address
 INTERFACES, INFINIBAND = Path("/sys/class/net"), 32  # its hardware type there (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
 # Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix: eth1 is eth10, too.
@@ -79,7 +86,10 @@ class Place:
 
     def listing(self) -> str:
         """A line of each rank's host and addresses."""
-        return "\n".join(f"  rank {rank} on {host.name}: {host.listing()}" for rank, host in enumerate(self.hosts))
+        return "\n".join(
+            f"  rank {rank} on {host.name}: {host.listing()}"
+            for rank, host in enumerate(self.hosts)
+        )
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -103,7 +113,10 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
     `gather` takes.
     """
     here = Host(socket.gethostname(), _space(), _addresses(interface))
-    hosts = [msgspec.convert(json.loads(text), Host) for text in gather(json.dumps(msgspec.to_builtins(here)))]
+    hosts = [
+        msgspec.convert(json.loads(text), Host)
+        for text in gather(json.dumps(msgspec.to_builtins(here)))
+    ]
     alone = len({host.space for host in hosts}) == 1
     if rank == 0:
         with _Listeners([LOOPBACK] if alone else _by_vote(hosts)) as listeners:
@@ -137,7 +150,9 @@ class _Listeners:
                 continue  # an address that has just gone, or of a family that is switched off
         self.places = [list(one.getsockname()[:2]) for one in self._sockets]
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._answer, args=(one,), daemon=True) for one in self._sockets]
+        self._threads = [
+            threading.Thread(target=self._answer, args=(one,), daemon=True) for one in self._sockets
+        ]
 
     def __enter__(self) -> _Listeners:
         for thread in self._threads:
@@ -222,8 +237,12 @@ def _by_vote(hosts: list[Host]) -> list[str]:
 
     def order(place: tuple[str, str]) -> tuple[int, bool, bool, int]:
         name, address = place
-        return (-votes[address], name.startswith(ALIKE), _of_interface(name, "type") != INFINIBAND,
-                -_of_interface(name, "speed"))
+        return (
+            -votes[address],
+            name.startswith(ALIKE),
+            _of_interface(name, "type") != INFINIBAND,
+            -_of_interface(name, "speed"),
+        )
 
     return [address for _, address in sorted(hosts[0].addresses, key=order)]
 
@@ -251,14 +270,24 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
     `RendezvousError` for an interface that is not here or has no address."""
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     if interface is not None and interface not in found:
-        raise RendezvousError(f"cluster.interface={interface!r}: {socket.gethostname()} has no such interface; it has "
-                              f"{', '.join(sorted(found))}")
-    listed = [(name, entry.family, entry.address) for name, entries in found.items() for entry in entries
-              if interface in (None, name) and (name not in stats or stats[name].isup)
-              and entry.family in (socket.AF_INET, socket.AF_INET6) and _usable(entry.address, interface)]
+        raise RendezvousError(
+            f"cluster.interface={interface!r}: {socket.gethostname()} has no such interface; it has "
+            f"{', '.join(sorted(found))}"
+        )
+    listed = [
+        (name, entry.family, entry.address)
+        for name, entries in found.items()
+        for entry in entries
+        if interface in (None, name)
+        and (name not in stats or stats[name].isup)
+        and entry.family in (socket.AF_INET, socket.AF_INET6)
+        and _usable(entry.address, interface)
+    ]
     listed.sort(key=lambda one: (one[0].startswith(ALIKE), one[1] == socket.AF_INET6))
     if interface is not None and not listed:
-        raise RendezvousError(f"cluster.interface={interface!r}: it has no IP address on {socket.gethostname()}")
+        raise RendezvousError(
+            f"cluster.interface={interface!r}: it has no IP address on {socket.gethostname()}"
+        )
     return [(name, address) for name, _, address in listed]
 
 
@@ -286,13 +315,19 @@ def _space() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 
 
-def _unreachable(hosts: list[Host], places: list[list], reached: list[str], interface: str | None) -> str:
+def _unreachable(
+    hosts: list[Host], places: list[list], reached: list[str], interface: str | None
+) -> str:
     tried = ", ".join(f"{address}:{port}" for address, port in places) or "none"
     ranks = []
     for rank, (host, text) in enumerate(zip(hosts, reached, strict=True)):
         found = ", ".join(places[index][0] for index in json.loads(text)) or "none of them"
         ranks.append(f"  rank {rank} on {host.name} with {host.listing()}: reached {found}")
     asked = f"cluster.interface={interface!r}" if interface else "cluster.interface=NAME"
-    return (f"no address of {hosts[0].name} can be reached by all {len(hosts)} ranks (tried {tried}, {REACH_S:g} s "
-            f"each):\n" + "\n".join(ranks) + f"\nGive an interface of a network that these hosts share ({asked}), and "
-            "let its firewall pass TCP between them")
+    return (
+        f"no address of {hosts[0].name} can be reached by all {len(hosts)} ranks (tried {tried}, {REACH_S:g} s "
+        f"each):\n"
+        + "\n".join(ranks)
+        + f"\nGive an interface of a network that these hosts share ({asked}), and "
+        "let its firewall pass TCP between them"
+    )

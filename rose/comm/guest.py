@@ -26,8 +26,13 @@ class GuestGone(RuntimeError):
 class Guest:
     """See `open`."""
 
-    def __init__(self, porter: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-                 port: str) -> None:
+    def __init__(
+        self,
+        porter: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        port: str,
+    ) -> None:
         self._porter, self._reader, self._writer = porter, reader, writer
         self.port = port  # where the rank connects
         self.heard_at = time.monotonic()
@@ -40,11 +45,19 @@ class Guest:
         came = asyncio.get_running_loop().create_future()  # of (StreamReader, StreamWriter)
         with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
             path = f"{folder}/s"
-            server = await asyncio.start_unix_server(lambda *ends: came.done() or came.set_result(ends), path)
+            server = await asyncio.start_unix_server(
+                lambda *ends: came.done() or came.set_result(ends), path
+            )
             porter = await asyncio.create_subprocess_exec(
-                *launcher, sys.executable, "-m", "rose.comm.porter", path,
-                env=singleton.environment(mpi_env), stdin=asyncio.subprocess.DEVNULL,
-                preexec_fn=lambda: processes.die_with_parent(here))
+                *launcher,
+                sys.executable,
+                "-m",
+                "rose.comm.porter",
+                path,
+                env=singleton.environment(mpi_env),
+                stdin=asyncio.subprocess.DEVNULL,
+                preexec_fn=lambda: processes.die_with_parent(here),
+            )
             try:
                 async with asyncio.timeout(START_S):
                     reader, writer = await came
@@ -54,9 +67,11 @@ class Guest:
             except (TimeoutError, GuestGone):
                 if porter.returncode is None:
                     porter.kill()
-                raise GuestGone(f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the "
-                                "coordinator's "
-                                "log") from None
+                raise GuestGone(
+                    f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the "
+                    "coordinator's "
+                    "log"
+                ) from None
             finally:
                 server.close()
         return guest

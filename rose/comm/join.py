@@ -88,8 +88,14 @@ class Door:
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.folder = folder(run_dir)
         self.token = secrets.token_hex(32)
-        self._endpoint = Endpoint(protocol=PROTOCOL_VERSION, attempt=attempt, host=socket.gethostname(),
-                                  pid=os.getpid(), started=time.time(), beats=0)
+        self._endpoint = Endpoint(
+            protocol=PROTOCOL_VERSION,
+            attempt=attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=time.time(),
+            beats=0,
+        )
         self._seen: set[str] = set()
 
     def open(self) -> None:
@@ -112,17 +118,26 @@ class Door:
 
     def look(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
         """[(id, its ask or what is wrong with it)] and [id that comes], of those that this has not told of yet."""
-        paths = [path for path in sorted(self.folder.iterdir()) if path.suffix in (".asks", ".comes")]
+        paths = [
+            path for path in sorted(self.folder.iterdir()) if path.suffix in (".asks", ".comes")
+        ]
         new = [path for path in paths if path.name not in self._seen]
         self._seen = {path.name for path in paths}
-        return ([(path.stem, self._check(path)) for path in new if path.suffix == ".asks"],
-                [path.stem for path in new if path.suffix == ".comes"])
+        return (
+            [(path.stem, self._check(path)) for path in new if path.suffix == ".asks"],
+            [path.stem for path in new if path.suffix == ".comes"],
+        )
 
-    def answer(self, id: str, worker: str = "", port: str = "", reason: str = "", temporary: bool = False) -> None:
+    def answer(
+        self, id: str, worker: str = "", port: str = "", reason: str = "", temporary: bool = False
+    ) -> None:
         """Admit it as `worker` at `port`, or refuse it with a reason."""
         if not worker:
             (self.folder / f"{id}.asks").unlink(missing_ok=True)
-        _write(self.folder / f"{id}.answer", Answer(worker=worker, port=port, reason=reason, temporary=temporary))
+        _write(
+            self.folder / f"{id}.answer",
+            Answer(worker=worker, port=port, reason=reason, temporary=temporary),
+        )
 
     def forget(self, id: str) -> None:
         """It came, or will not: its files are of no more use."""
@@ -138,8 +153,10 @@ class Door:
             content = msgspec.json.decode(_read(path))
             protocol = content.get("protocol") if isinstance(content, dict) else None
             if protocol != PROTOCOL_VERSION:  # another version's ask may have other fields
-                return (f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start the serving job "
-                        "with the run's own release of ROSE")
+                return (
+                    f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start the serving job "
+                    "with the run's own release of ROSE"
+                )
             ask = msgspec.convert(content, Ask)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return f"{path.name} is no request to join: {error}"
@@ -160,13 +177,19 @@ def endpoint(run_dir: Path) -> Endpoint | None:
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise JoinError(f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs as the "
-                        "user whose training it joins", temporary=False) from None
+        raise JoinError(
+            f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs as the "
+            "user whose training it joins",
+            temporary=False,
+        ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise JoinError(f"{path}: {error}", temporary=True) from None
     if found.protocol != PROTOCOL_VERSION:
-        raise JoinError(f"{path}: the run speaks protocol version {found.protocol}, this process {PROTOCOL_VERSION}; "
-                        "use one release of ROSE for both", temporary=False)
+        raise JoinError(
+            f"{path}: the run speaks protocol version {found.protocol}, this process {PROTOCOL_VERSION}; "
+            "use one release of ROSE for both",
+            temporary=False,
+        )
     return found
 
 
@@ -182,17 +205,30 @@ class Application:
         """Announce and wait. Raises `JoinError` when refused or not answered within `deadline_s`."""
         try:
             self.token = _read(self.folder / "token").decode()
-            _write(self._path("asks"), Ask(protocol=PROTOCOL_VERSION, token=self.token, host=socket.gethostname(),
-                                           pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID", "")))
+            _write(
+                self._path("asks"),
+                Ask(
+                    protocol=PROTOCOL_VERSION,
+                    token=self.token,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    job=os.environ.get("SLURM_JOB_ID", ""),
+                ),
+            )
         except OSError as error:
-            raise JoinError(f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not writable "
-                            "here", temporary=True) from None
+            raise JoinError(
+                f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not writable "
+                "here",
+                temporary=True,
+            ) from None
         end = time.monotonic() + deadline_s
         while not self._path("answer").exists():
             if time.monotonic() > end:
                 self.withdraw()
-                raise JoinError(f"{self.folder.parent}: no answer within {deadline_s:g} s; the run is gone or stuck",
-                                temporary=True)
+                raise JoinError(
+                    f"{self.folder.parent}: no answer within {deadline_s:g} s; the run is gone or stuck",
+                    temporary=True,
+                )
             time.sleep(POLL_S)
         answer = msgspec.json.decode(_read(self._path("answer")), type=Answer)
         if not answer.worker:
@@ -215,8 +251,10 @@ class Application:
             return self._connect(MPI, port, info)
         except (MPI.Exception, OSError) as error:
             words = " ".join(str(error).split())[:200]
-            raise JoinError(f"{self.folder.parent}: no connection to its coordinator within {CONNECT_S} s ({words})",
-                            temporary=True) from None
+            raise JoinError(
+                f"{self.folder.parent}: no connection to its coordinator within {CONNECT_S} s ({words})",
+                temporary=True,
+            ) from None
         finally:
             self.withdraw()
 

@@ -62,8 +62,9 @@ class Link:
         """The next message if it is here, whole. Raises `LinkError`."""
         self.push()
         try:
-            if self._receiving is None and any(self._comm.Iprobe(source=0, tag=_TAG, status=self._status)
-                                               for _ in range(_PROBES)):
+            if self._receiving is None and any(
+                self._comm.Iprobe(source=0, tag=_TAG, status=self._status) for _ in range(_PROBES)
+            ):
                 count = self._status.Get_count(MPI.BYTE)
                 if not 0 <= count <= MAX_BYTES:
                     raise LinkError(f"the peer sends {count} bytes at once, more than {MAX_BYTES}")

@@ -36,7 +36,9 @@ class Mailbox:
         self._idle_pause_s = idle_pause_s
         self._pause_s = _FIRST_PAUSE_S
         self._sending: deque[tuple[MPI.Request, memoryview]] = deque()
-        self._coming: deque[tuple[MPI.Request, bytearray]] = deque()  # messages come into them in this order
+        self._coming: deque[tuple[MPI.Request, bytearray]] = (
+            deque()
+        )  # messages come into them in this order
         self._parts: dict[int, bytearray] = {}  # source rank -> what is here of its message
         self._status = MPI.Status()
         self._in_a_row = 0
@@ -46,14 +48,16 @@ class Mailbox:
             self._post(bytearray(_PART_BYTES))
 
     def _post(self, buffer: bytearray) -> None:
-        self._coming.append((self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG), buffer))
+        self._coming.append(
+            (self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG), buffer)
+        )
 
     def send(self, rank: int, message: Message) -> None:
         """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
         self._reap()
         data = memoryview(encode(message))
         for start in range(0, len(data), _PART_BYTES):
-            part = data[start:start + _PART_BYTES]
+            part = data[start : start + _PART_BYTES]
             self._sending.append((self._comm.Isend([part, MPI.BYTE], dest=rank, tag=_TAG), part))
 
     def poll(self) -> tuple[int, Message] | None:
@@ -62,7 +66,7 @@ class Mailbox:
         while any(self._coming[0][0].Test(self._status) for _ in range(_LOOKS)):
             source, (_, buffer) = self._status.Get_source(), self._coming.popleft()
             data = self._parts.pop(source, bytearray())
-            data += memoryview(buffer)[:self._status.Get_count(MPI.BYTE)]
+            data += memoryview(buffer)[: self._status.Get_count(MPI.BYTE)]
             self._post(buffer)
             self._pause_s = _FIRST_PAUSE_S
             try:

@@ -64,7 +64,7 @@ def forward(channel: socket.socket, link) -> None:
                 return
             received += chunk
             while len(received) >= (end := _end_of_frame(received)):
-                link.send(bytes(received[HEADER.size:end]))
+                link.send(bytes(received[HEADER.size : end]))
                 del received[:end]
         pause = min(pause * 1.5, _PAUSE_S)
         while (message := link.take()) is not None:
@@ -78,5 +78,9 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:  # the coordinator sees the socket close; why, its log tells
-        print(f"porter: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+        print(
+            f"porter: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            file=sys.stderr,
+            flush=True,
+        )
     os._exit(0)  # MPI is not finalised: after a peer's death that can abort

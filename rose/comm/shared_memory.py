@@ -18,8 +18,16 @@ PREFIX = "/dev/shm/mpich_"
 def unname(world: MPI.Comm) -> list[str]:
     """Collective over `world`, right after MPI's start. The names that this rank found, gone now."""
     world.Barrier()  # all have opened it
-    names = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if PREFIX in line}
-    found = sorted(name for name in names if name.startswith(PREFIX) and not name.endswith(" (deleted)"))
+    names = {
+        line.split(maxsplit=5)[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if PREFIX in line
+    }
+    found = sorted(
+        name for name in names if name.startswith(PREFIX) and not name.endswith(" (deleted)")
+    )
     for name in found:
-        Path(name).unlink(missing_ok=True)  # another rank of the node may be first, where they share
+        Path(name).unlink(
+            missing_ok=True
+        )  # another rank of the node may be first, where they share
     return found

@@ -28,7 +28,9 @@ def encode(message: Message) -> bytes:
     """Raises `WireError` when the message is larger than a peer would take."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{type(message).__name__} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} travel at once")
+        raise WireError(
+            f"{type(message).__name__} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} travel at once"
+        )
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body)) + body
 
 
@@ -40,9 +42,13 @@ def promised(data: bytes | bytearray | memoryview) -> int:
     if magic != _MAGIC:
         raise WireError(f"a message begins with {_MAGIC!r}, this one with {bytes(magic)!r}")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one release")
+        raise WireError(
+            f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one release"
+        )
     if length > MAX_MESSAGE_BYTES:
-        raise WireError(f"the header promises {length} bytes; at most {MAX_MESSAGE_BYTES} travel at once")
+        raise WireError(
+            f"the header promises {length} bytes; at most {MAX_MESSAGE_BYTES} travel at once"
+        )
     return _HEADER.size + length
 
 
@@ -50,8 +56,10 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """Raises `WireError` on anything but one whole, valid message."""
     view = memoryview(data)
     if len(view) != (whole := promised(view)):
-        raise WireError(f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} came")
+        raise WireError(
+            f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} came"
+        )
     try:
-        return _decoder.decode(view[_HEADER.size:])
+        return _decoder.decode(view[_HEADER.size :])
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from None

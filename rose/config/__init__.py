@@ -18,21 +18,84 @@ from rose.config.common import Policy, Scheduler, Section
 from rose.config.errors import ConfigError
 from rose.config.sim import Sim, SimPool, SimServing, SimSystem
 from rose.config.tree import (
-    Algorithm, Cluster, Component, Config, Container, Env, Eval, Lending, Member, MixedConfig, Mixture, Model,
-    ModelShape, Mpi, Observe, Online, Optimizer, Rollout, Serving, Slo, Slurm, Trainer, Transfer, cpus_of, nodes_of,
+    Algorithm,
+    Cluster,
+    Component,
+    Config,
+    Container,
+    Env,
+    Eval,
+    Lending,
+    Member,
+    MixedConfig,
+    Mixture,
+    Model,
+    ModelShape,
+    Mpi,
+    Observe,
+    Online,
+    Optimizer,
+    Rollout,
+    Serving,
+    Slo,
+    Slurm,
+    Trainer,
+    Transfer,
+    cpus_of,
+    nodes_of,
 )
 from rose.storage import write_whole
 
 __all__ = [
-    "Algorithm", "Cluster", "Component", "Config", "ConfigError", "Container", "Env", "Eval", "Lending", "Member",
-    "MixedConfig", "Mixture", "Model", "ModelShape", "Mpi", "Observe", "Online", "Optimizer", "Policy", "Rollout",
-    "Scheduler", "Serving", "Sim", "SimPool", "SimServing", "SimSystem", "Slo", "Slurm", "Trainer", "Transfer",
-    "check_model", "cpus_of", "from_dict", "hours_of", "keys", "load", "nodes_of", "read_shape", "save",
-    "serving_from_dict", "to_dict",
+    "Algorithm",
+    "Cluster",
+    "Component",
+    "Config",
+    "ConfigError",
+    "Container",
+    "Env",
+    "Eval",
+    "Lending",
+    "Member",
+    "MixedConfig",
+    "Mixture",
+    "Model",
+    "ModelShape",
+    "Mpi",
+    "Observe",
+    "Online",
+    "Optimizer",
+    "Policy",
+    "Rollout",
+    "Scheduler",
+    "Serving",
+    "Sim",
+    "SimPool",
+    "SimServing",
+    "SimSystem",
+    "Slo",
+    "Slurm",
+    "Trainer",
+    "Transfer",
+    "check_model",
+    "cpus_of",
+    "from_dict",
+    "hours_of",
+    "keys",
+    "load",
+    "nodes_of",
+    "read_shape",
+    "save",
+    "serving_from_dict",
+    "to_dict",
 ]
 
 MIXTURE = "mixture"  # env.name of what has several environments
-IN_STEP = ("synchronous", "dapo", "tail_batching")  # batching policies whose rollouts wait for each step's weights
+IN_STEP = (
+    "synchronous",
+    "dapo",
+    "tail_batching",
+)  # batching policies whose rollouts wait for each step's weights
 
 
 class _ServingSide(Section):
@@ -57,7 +120,9 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
     members = errors.value_at(tree, "env.members")
     for name in members if isinstance(members, dict) else ():
         if errors.value_at(members, f"{name}.name") == MIXTURE:
-            raise ConfigError(f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its members")
+            raise ConfigError(
+                f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its members"
+            )
     return MixedConfig
 
 
@@ -67,7 +132,8 @@ def _resolved(config: Config) -> Config:
         return config
     in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
     return msgspec.structs.replace(
-        config, transfer=msgspec.structs.replace(config.transfer, in_flight=in_flight))
+        config, transfer=msgspec.structs.replace(config.transfer, in_flight=in_flight)
+    )
 
 
 def serving_from_dict(tree: dict[str, Any]) -> Serving:
@@ -105,12 +171,21 @@ def read_shape(folder: Path) -> ModelShape:
         raw = json.loads(path.read_text())
         heads = raw["num_attention_heads"]
         return ModelShape(
-            layers=raw["num_hidden_layers"], hidden=raw["hidden_size"], intermediate=raw["intermediate_size"],
-            heads=heads, kv_heads=raw.get("num_key_value_heads", heads),
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, vocab=raw["vocab_size"],
-            tied_embeddings=raw.get("tie_word_embeddings", False))
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            intermediate=raw["intermediate_size"],
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads", heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            vocab=raw["vocab_size"],
+            tied_embeddings=raw.get("tie_word_embeddings", False),
+        )
     except FileNotFoundError:
-        raise ConfigError(f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
-                          "model") from None
+        raise ConfigError(
+            f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
+            "model"
+        ) from None
     except (KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model.path={str(folder)!r}: config.json is no decoder model's ({error!r})") from None
+        raise ConfigError(
+            f"model.path={str(folder)!r}: config.json is no decoder model's ({error!r})"
+        ) from None

@@ -16,13 +16,34 @@ from rose.config.tree import Config, Container, ModelShape, Mpi, Serving, nodes_
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
-OWN_ARGUMENTS = ("model", "host", "port", "served_model_name", "scheduler_cls", "worker_extension_cls",
-                 "api_server_count", "data_parallel_size")  # of vLLM, which serving.online.engine_args may not set
+OWN_ARGUMENTS = (
+    "model",
+    "host",
+    "port",
+    "served_model_name",
+    "scheduler_cls",
+    "worker_extension_cls",
+    "api_server_count",
+    "data_parallel_size",
+)  # of vLLM, which serving.online.engine_args may not set
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
-DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # of vLLM, for speculative decoding
-GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")  # algorithms whose baseline is the group's mean reward
+DRAFTS = (
+    "speculative_config",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
+)  # of vLLM, for speculative decoding
+GROUP_RELATIVE = (
+    "grpo",
+    "dapo",
+    "gspo",
+    "rloo",
+    "decoupled_ppo",
+)  # algorithms whose baseline is the group's mean reward
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
-SHORTEST_STALE_S = 0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
+SHORTEST_STALE_S = (
+    0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
+)
 
 
 def check(c: Config) -> None:
@@ -42,6 +63,7 @@ def check_serving(serving: Serving) -> None:
 
 def _needs(tree: dict[str, Any]) -> Need:
     """Raises `ConfigError` for the first value that is not as needed, or no finite number."""
+
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
             raise ConfigError(f"{key}={errors.value_at(tree, key)!r}: {remedy}")
@@ -62,56 +84,106 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_values(c: Config, need: Need) -> None:
     """Single values that their types don't bound."""
-    need(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None, "name",
-         "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder")
-    need(len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
-         "trainer.optimizer.betas", "two numbers in [0, 1)")
-    need(c.rollout.temperature > 0, "rollout.temperature", "must be greater than 0: greedy rollouts teach nothing")
+    need(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None,
+        "name",
+        "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder",
+    )
+    need(
+        len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
+        "trainer.optimizer.betas",
+        "two numbers in [0, 1)",
+    )
+    need(
+        c.rollout.temperature > 0,
+        "rollout.temperature",
+        "must be greater than 0: greedy rollouts teach nothing",
+    )
     for name in c.rollout.engine_args:
-        need(name.replace("-", "_") not in OTHER_WEIGHTS, f"rollout.engine_args.{name}",
-             "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or otherwise converted ones "
-             "can't be updated")
-        need(c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS, f"rollout.engine_args.{name}",
-             "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so (vllm-project/vllm "
-             "issue 55005): leave it out, or run on GPUs")
+        need(
+            name.replace("-", "_") not in OTHER_WEIGHTS,
+            f"rollout.engine_args.{name}",
+            "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or otherwise converted ones "
+            "can't be updated",
+        )
+        need(
+            c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS,
+            f"rollout.engine_args.{name}",
+            "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so (vllm-project/vllm "
+            "issue 55005): leave it out, or run on GPUs",
+        )
     relay = c.transfer.relay
-    need(relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None, "transfer.relay",
-         "must be http://host:port, as `python -m rose.relay` prints it, or null")
-    need(relay is None or c.transfer.relay_token_file is not None, "transfer.relay_token_file",
-         f"transfer.relay={relay} asks for its token: the path of a file of mode 0600 with it")
-    need(c.model.source != "folder" or c.model.path is not None, "model.path",
-         "the model's folder is needed (model.source=folder)")
+    need(
+        relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,
+        "transfer.relay",
+        "must be http://host:port, as `python -m rose.relay` prints it, or null",
+    )
+    need(
+        relay is None or c.transfer.relay_token_file is not None,
+        "transfer.relay_token_file",
+        f"transfer.relay={relay} asks for its token: the path of a file of mode 0600 with it",
+    )
+    need(
+        c.model.source != "folder" or c.model.path is not None,
+        "model.path",
+        "the model's folder is needed (model.source=folder)",
+    )
 
 
 def _check_serving(s: Serving, need: Need) -> None:
     """Targets, thresholds and hours of lending."""
-    need(s.lost_after_s >= 2 * s.heartbeat_s, "serving.lost_after_s",
-         f"at least twice serving.heartbeat_s={s.heartbeat_s:g}, or a late heartbeat is a loss")
+    need(
+        s.lost_after_s >= 2 * s.heartbeat_s,
+        "serving.lost_after_s",
+        f"at least twice serving.heartbeat_s={s.heartbeat_s:g}, or a late heartbeat is a loss",
+    )
     online, lending = s.online, s.lending
     if online.slo is not None:
         for kind in ("ttft", "tpot"):
             p50, p99 = getattr(online.slo, f"{kind}_p50_s"), getattr(online.slo, f"{kind}_p99_s")
-            need(p50 <= p99, f"serving.online.slo.{kind}_p50_s", f"at most serving.online.slo.{kind}_p99_s={p99:g}")
-    need(online.max_batched_tokens >= online.max_sequences, "serving.online.max_batched_tokens",
-         f"at least serving.online.max_sequences={online.max_sequences}: each takes one token of a step")
+            need(
+                p50 <= p99,
+                f"serving.online.slo.{kind}_p50_s",
+                f"at most serving.online.slo.{kind}_p99_s={p99:g}",
+            )
+    need(
+        online.max_batched_tokens >= online.max_sequences,
+        "serving.online.max_batched_tokens",
+        f"at least serving.online.max_sequences={online.max_sequences}: each takes one token of a step",
+    )
     for name in online.engine_args:
-        need(name.replace("-", "_") not in OWN_ARGUMENTS, f"serving.online.engine_args.{name}",
-             "is set by ROSE, from serving.online or for one engine of a device")
-    need(online.port == 0 or online.port != lending.control_port, "serving.lending.control_port",
-         "is serving.online.port too; another one, or 0 for a free one")
+        need(
+            name.replace("-", "_") not in OWN_ARGUMENTS,
+            f"serving.online.engine_args.{name}",
+            "is set by ROSE, from serving.online or for one engine of a device",
+        )
+    need(
+        online.port == 0 or online.port != lending.control_port,
+        "serving.lending.control_port",
+        "is serving.online.port too; another one, or 0 for a free one",
+    )
     for key, port in (("online.port", online.port), ("lending.control_port", lending.control_port)):
         need(port < 2**16, f"serving.{key}", "must be below 65536")
-    need(lending.kv_gib is None or lending.kv_gib >= online.kv_cache_gib, "serving.lending.kv_gib",
-         f"at least serving.online.kv_cache_gib={online.kv_cache_gib:g}, which is part of it")
-    need(lending.reserve < lending.high_watermark, "serving.lending.reserve",
-         f"below serving.lending.high_watermark={lending.high_watermark:g}, or nothing is ever lent")
-    need(lending.stale_after_s >= SHORTEST_STALE_S, "serving.lending.stale_after_s",
-         f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later on a busy machine")
+    need(
+        lending.kv_gib is None or lending.kv_gib >= online.kv_cache_gib,
+        "serving.lending.kv_gib",
+        f"at least serving.online.kv_cache_gib={online.kv_cache_gib:g}, which is part of it",
+    )
+    need(
+        lending.reserve < lending.high_watermark,
+        "serving.lending.reserve",
+        f"below serving.lending.high_watermark={lending.high_watermark:g}, or nothing is ever lent",
+    )
+    need(
+        lending.stale_after_s >= SHORTEST_STALE_S,
+        "serving.lending.stale_after_s",
+        f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later on a busy machine",
+    )
     _check_hours(lending.hours, need)
 
 
 def _check_hours(hours: dict[str, float], need: Need) -> None:
-    """"HH-HH", local time, over midnight or not; no hour in two of them."""
+    """ "HH-HH", local time, over midnight or not; no hour in two of them."""
     taken: dict[int, str] = {}
     for span, share in hours.items():
         key = f"serving.lending.hours.{span}"
@@ -124,7 +196,7 @@ def _check_hours(hours: dict[str, float], need: Need) -> None:
 
 
 def hours_of(span: str) -> list[int]:
-    """"22-02" -> [22, 23, 0, 1]; [] of what is no span of hours."""
+    """ "22-02" -> [22, 23, 0, 1]; [] of what is no span of hours."""
     found = re.fullmatch(r"(\d\d)-(\d\d)", span)
     low, high = (int(found[1]), int(found[2])) if found else (0, 0)
     if low == high or low > 23 or high > 24:
@@ -134,30 +206,52 @@ def hours_of(span: str) -> list[int]:
 
 def _check_env(c: Config, need: Need) -> None:
     """Each member alone, and that there is one."""
-    need(len(c.env.members) > 0, "env.members", "a mixture needs members: env=games has some, and one more, here "
-         "called more, is +env@env.members.more=reasoning +env.members.more.weight=1")
+    need(
+        len(c.env.members) > 0,
+        "env.members",
+        "a mixture needs members: env=games has some, and one more, here "
+        "called more, is +env@env.members.more=reasoning +env.members.more.weight=1",
+    )
     for name, member in c.env.members.items():
         key = c.env.key_of(name)
-        need(key == "env" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None, key,
-             f"letters, digits, _ and - only in a member's name, which is {name!r}")
-        need(member.max_new_tokens < c.model.max_context, f"{key}.max_new_tokens",
-             f"one turn must fit into model.max_context={c.model.max_context}")
+        need(
+            key == "env" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None,
+            key,
+            f"letters, digits, _ and - only in a member's name, which is {name!r}",
+        )
+        need(
+            member.max_new_tokens < c.model.max_context,
+            f"{key}.max_new_tokens",
+            f"one turn must fit into model.max_context={c.model.max_context}",
+        )
 
 
 def _check_batch(c: Config, need: Need) -> None:
     """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns and passes."""
-    need(c.trainer.batch_size % c.rollout.group_size == 0, "trainer.batch_size",
-         f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
-         f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}")
+    need(
+        c.trainer.batch_size % c.rollout.group_size == 0,
+        "trainer.batch_size",
+        f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
+        f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}",
+    )
     relative = c.algorithm.name in GROUP_RELATIVE or c.algorithm.args.get("baseline") == "group"
-    need(c.rollout.group_size > 1 or not relative or c.mode != "train", "rollout.group_size",
-         f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each other, and learns "
-         "nothing from one alone; algorithm=reinforce_pp does without groups")
-    need(c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step, "trainer.batch_size",
-         f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each of "
-         f"trainer.updates_per_step={c.trainer.updates_per_step} updates")
-    need(c.trainer.micro_batch_tokens >= c.model.max_context, "trainer.micro_batch_tokens",
-         f"must hold one trajectory of model.max_context={c.model.max_context} tokens")
+    need(
+        c.rollout.group_size > 1 or not relative or c.mode != "train",
+        "rollout.group_size",
+        f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each other, and learns "
+        "nothing from one alone; algorithm=reinforce_pp does without groups",
+    )
+    need(
+        c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,
+        "trainer.batch_size",
+        f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each of "
+        f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
+    )
+    need(
+        c.trainer.micro_batch_tokens >= c.model.max_context,
+        "trainer.micro_batch_tokens",
+        f"must hold one trajectory of model.max_context={c.model.max_context} tokens",
+    )
 
 
 def _check_machine(c: Config, need: Need) -> None:
@@ -165,45 +259,91 @@ def _check_machine(c: Config, need: Need) -> None:
     rolls = c.rollout.replay is None
     engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
     if c.deterministic:
-        need(engines <= 1, "rollout.workers", "deterministic=true needs one engine: rollout.workers=1")
+        need(
+            engines <= 1,
+            "rollout.workers",
+            "deterministic=true needs one engine: rollout.workers=1",
+        )
         need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
     if c.trainer.reduce_dtype == "bfloat16":
-        need(c.trainer.dtype == "bfloat16", "trainer.reduce_dtype", "bfloat16 needs trainer.dtype=bfloat16")
-        need(c.trainer.zero_stage > 0, "trainer.reduce_dtype",
-             "bfloat16 needs trainer.zero_stage 2 or 3, which add gradients up in float32")
-    need(c.trainer.dtype == "float32" or c.trainer.zero_stage != 1, "trainer.zero_stage",
-         f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another optimizer, whose shards can't "
-         "be published; 2 shares the same states and needs no more memory")
+        need(
+            c.trainer.dtype == "bfloat16",
+            "trainer.reduce_dtype",
+            "bfloat16 needs trainer.dtype=bfloat16",
+        )
+        need(
+            c.trainer.zero_stage > 0,
+            "trainer.reduce_dtype",
+            "bfloat16 needs trainer.zero_stage 2 or 3, which add gradients up in float32",
+        )
+    need(
+        c.trainer.dtype == "float32" or c.trainer.zero_stage != 1,
+        "trainer.zero_stage",
+        f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another optimizer, whose shards can't "
+        "be published; 2 shares the same states and needs no more memory",
+    )
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
     ranks = 1 + hosts + c.trainer.ranks + engines
-    need(c.cluster.slots is None or ranks <= c.cluster.slots, "cluster.slots",
-         f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
-         f"{engines} rollout); raise it or run fewer")
-    need(c.transfer.broadcast != "nccl" or c.cluster.gpus > 0, "transfer.broadcast",
-         "nccl needs GPUs, and cluster.gpus=0; auto takes what there is")
+    need(
+        c.cluster.slots is None or ranks <= c.cluster.slots,
+        "cluster.slots",
+        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
+        f"{engines} rollout); raise it or run fewer",
+    )
+    need(
+        c.transfer.broadcast != "nccl" or c.cluster.gpus > 0,
+        "transfer.broadcast",
+        "nccl needs GPUs, and cluster.gpus=0; auto takes what there is",
+    )
     _check_mpi(c.cluster.mpi, need)
     if (asks := c.scheduler.provisioning.name) in ASK_FOR_JOBS and c.mode == "train":
-        need(c.cluster.kind == "slurm", "scheduler.provisioning.name", f"{asks} submits jobs to Slurm: cluster=slurm")
-        need(c.cluster.mpi.join, "cluster.mpi.join", f"with {c.cluster.mpi.name} no rank can join, and scheduler."
-             f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed")
-        need(c.borrows, "scheduler.provisioning.name", f"{asks} needs ranks that may join: serving.borrow=true, "
-             "deterministic=false, no replay")
+        need(
+            c.cluster.kind == "slurm",
+            "scheduler.provisioning.name",
+            f"{asks} submits jobs to Slurm: cluster=slurm",
+        )
+        need(
+            c.cluster.mpi.join,
+            "cluster.mpi.join",
+            f"with {c.cluster.mpi.name} no rank can join, and scheduler."
+            f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed",
+        )
+        need(
+            c.borrows,
+            "scheduler.provisioning.name",
+            f"{asks} needs ranks that may join: serving.borrow=true, "
+            "deterministic=false, no replay",
+        )
     if c.cluster.kind == "slurm":
-        need(c.cluster.slurm is not None, "cluster.slurm", "cluster.kind=slurm needs it; use cluster=slurm")
+        need(
+            c.cluster.slurm is not None,
+            "cluster.slurm",
+            "cluster.kind=slurm needs it; use cluster=slurm",
+        )
         _check_slurm(c, engines, need)
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
     """Trainer ranks and engines beside each other, or in turn on the same GPUs."""
-    ranks, of_engines, shared = c.trainer.ranks, engines * c.rollout.tensor_parallel, c.shares_devices
+    ranks, of_engines, shared = (
+        c.trainer.ranks,
+        engines * c.rollout.tensor_parallel,
+        c.shares_devices,
+    )
     gpus = max(ranks, of_engines) if shared else ranks + of_engines
-    parts = (f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x rollout.tensor_parallel="
-             f"{c.rollout.tensor_parallel}")
+    parts = (
+        f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x rollout.tensor_parallel="
+        f"{c.rollout.tensor_parallel}"
+    )
     remedy = "raise it, or lower trainer.ranks or rollout.workers"
     if not shared and engines and c.cluster.kind == "local":
         remedy += ", or share them in turn: colocate=true"
-    need(c.cluster.gpus == 0 or gpus <= c.cluster.gpus, "cluster.gpus", f"the run needs {gpus} ({parts}); {remedy}")
+    need(
+        c.cluster.gpus == 0 or gpus <= c.cluster.gpus,
+        "cluster.gpus",
+        f"the run needs {gpus} ({parts}); {remedy}",
+    )
 
 
 def _check_colocation(c: Config, need: Need) -> None:
@@ -211,45 +351,79 @@ def _check_colocation(c: Config, need: Need) -> None:
     if not c.shares_devices:
         return
     batching = c.scheduler.batching.name
-    need(batching == "synchronous", "scheduler.batching.name",
-         "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer trains; "
-         "scheduler/batching=synchronous, or two GPUs and colocate=false")
-    need(c.cluster.kind == "local", "cluster.kind", "colocate=true shares the devices of one machine: cluster=gpus or "
-         "local, inside one node's allocation as slurm/one_node.sbatch makes it")
-    need(c.transfer.broadcast != "nccl", "transfer.broadcast",
-         "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi")
+    need(
+        batching == "synchronous",
+        "scheduler.batching.name",
+        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer trains; "
+        "scheduler/batching=synchronous, or two GPUs and colocate=false",
+    )
+    need(
+        c.cluster.kind == "local",
+        "cluster.kind",
+        "colocate=true shares the devices of one machine: cluster=gpus or "
+        "local, inside one node's allocation as slurm/one_node.sbatch makes it",
+    )
+    need(
+        c.transfer.broadcast != "nccl",
+        "transfer.broadcast",
+        "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi",
+    )
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:
     """Options and variables that srun and the system take as they are."""
     for at, option in enumerate(mpi.srun):
-        need(option.startswith("-") and option.isprintable(), f"cluster.mpi.srun.{at}",
-             "must be an option, as --mpi=pmi2")
+        need(
+            option.startswith("-") and option.isprintable(),
+            f"cluster.mpi.srun.{at}",
+            "must be an option, as --mpi=pmi2",
+        )
     for section, variables in (("env", mpi.env), ("join_env", mpi.join_env)):
         for name, value in variables.items():
-            need(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and value.isprintable(),
-                 f"cluster.mpi.{section}.{name}", "must be the name of a variable, and one line of text")
+            need(
+                re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and value.isprintable(),
+                f"cluster.mpi.{section}.{name}",
+                "must be the name of a variable, and one line of text",
+            )
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:
     """Ranks divide evenly over the nodes of their component, and nothing in an option can end its line."""
-    parts = (("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
-             ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel))
+    parts = (
+        ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
+        ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),
+    )
     for name, component, key, ranks, gpus in parts if engines else parts[:1]:
         nodes = nodes_of(component, ranks * gpus, c.cluster.gpus > 0)
-        need(ranks % nodes == 0, f"cluster.slurm.{name}.nodes",
-             f"{key}={ranks} ranks don't divide evenly over {nodes} nodes; change one of them")
-        need(not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
-             f"cluster.slurm.{name}.gpus_per_node",
-             f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}")
-    need(c.cluster.slurm.borrowed.nodes in (None, 1), "cluster.slurm.borrowed.nodes", "such a job is one engine: 1")
+        need(
+            ranks % nodes == 0,
+            f"cluster.slurm.{name}.nodes",
+            f"{key}={ranks} ranks don't divide evenly over {nodes} nodes; change one of them",
+        )
+        need(
+            not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
+            f"cluster.slurm.{name}.gpus_per_node",
+            f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}",
+        )
+    need(
+        c.cluster.slurm.borrowed.nodes in (None, 1),
+        "cluster.slurm.borrowed.nodes",
+        "such a job is one engine: 1",
+    )
     for name in ("trainer", "rollout", "borrowed"):
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
-            need(option.startswith("--"), f"cluster.slurm.{name}.sbatch.{at}", "must be an option, as --exclusive")
+            need(
+                option.startswith("--"),
+                f"cluster.slurm.{name}.sbatch.{at}",
+                "must be an option, as --exclusive",
+            )
     _check_container(c.cluster.slurm.container, need)
     for key, value in _leaves(msgspec.to_builtins(c.cluster.slurm)):
-        need(not isinstance(value, str) or value.isprintable() and value != "", f"cluster.slurm.{key}",
-             "must be one line of text, not empty; null leaves an option out")
+        need(
+            not isinstance(value, str) or value.isprintable() and value != "",
+            f"cluster.slurm.{key}",
+            "must be one line of text, not empty; null leaves an option out",
+        )
 
 
 def _check_container(container: Container | None, need: Need) -> None:
@@ -257,12 +431,22 @@ def _check_container(container: Container | None, need: Need) -> None:
     if container is None:
         return
     key = "cluster.slurm.container"
-    need(container.python.startswith("/"), f"{key}.python", "the interpreter's absolute path inside the container, as "
-         "/usr/local/bin/python")
-    need(not container.image.startswith("-"), f"{key}.image", "a file, or a name that the runtime can pull")
+    need(
+        container.python.startswith("/"),
+        f"{key}.python",
+        "the interpreter's absolute path inside the container, as /usr/local/bin/python",
+    )
+    need(
+        not container.image.startswith("-"),
+        f"{key}.image",
+        "a file, or a name that the runtime can pull",
+    )
     for at, mount in enumerate(container.mounts):
-        need(mount.startswith("/") and "," not in mount, f"{key}.mounts.{at}",
-             'an absolute path, or "/host/path:/path/inside"')
+        need(
+            mount.startswith("/") and "," not in mount,
+            f"{key}.mounts.{at}",
+            'an absolute path, or "/host/path:/path/inside"',
+        )
     for at, option in enumerate(container.args):
         need(option.startswith("-"), f"{key}.args.{at}", "must be an option, as --no-home")
 
@@ -273,13 +457,19 @@ def check_model(c: Config, shape: ModelShape) -> None:
         return  # no engines, and all of them are about engines
     tp = c.rollout.tensor_parallel
     if shape.heads % tp:
-        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model "
-                          f"{c.model.name}")
+        raise ConfigError(
+            f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model "
+            f"{c.model.name}"
+        )
     if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
-        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
-                          f"key-value heads of model {c.model.name}")
+        raise ConfigError(
+            f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
+            f"key-value heads of model {c.model.name}"
+        )
     if shape.intermediate % tp:
-        raise ConfigError(f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} of "
-                          f"model {c.model.name}")
+        raise ConfigError(
+            f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} of "
+            f"model {c.model.name}"
+        )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")

@@ -74,19 +74,35 @@ def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
             msgspec.convert(value, get_args(_type(found[1], root))[1])
         except msgspec.ValidationError as error:
             text, _, inside = str(error).partition(" - at `$")
-            return _entry_named(f"{text} - at `$.{found[1]}.{name}{inside.rstrip('`')}`", tree, root)
+            return _entry_named(
+                f"{text} - at `$.{found[1]}.{name}{inside.rstrip('`')}`", tree, root
+            )
     return message
 
 
 def _section(kind: Any) -> Struct | None:
     """The section that a field of this type holds, if any (`Slurm | None` holds one)."""
-    return next((t for t in (kind, *get_args(kind)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), None)
+    return next(
+        (
+            t
+            for t in (kind, *get_args(kind))
+            if isinstance(t, type) and issubclass(t, msgspec.Struct)
+        ),
+        None,
+    )
 
 
 def _type(dotted: str, root: Struct) -> Any:
     """Of the field; of the whole list for one of its entries."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
-        found = get_args(found)[1] if get_origin(found) is dict else next(
-            field.type for field in msgspec.structs.fields(_section(found)) if field.name == part)
+        found = (
+            get_args(found)[1]
+            if get_origin(found) is dict
+            else next(
+                field.type
+                for field in msgspec.structs.fields(_section(found))
+                if field.name == part
+            )
+        )
     return found

@@ -115,7 +115,9 @@ class Algorithm(Section):
 
     name: str
     args: dict[str, Any]
-    importance_cap: Positive | None  # truncated importance sampling between engine and trainer; null: off
+    importance_cap: (
+        Positive | None
+    )  # truncated importance sampling between engine and trainer; null: off
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
 
 
@@ -135,11 +137,17 @@ class Trainer(Section):
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     dtype: Literal["float32", "bfloat16"]
-    reduce_dtype: Literal["float32", "bfloat16"]  # in which ranks add up their gradients; kept and applied in float32
+    reduce_dtype: Literal[
+        "float32", "bfloat16"
+    ]  # in which ranks add up their gradients; kept and applied in float32
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
-    micro_batch_tokens: Count  # of one forward pass: padded ones, or distinct ones when prefixes are shared
-    share_prefixes: bool  # compute what rows have in common at their beginning once, where that is cheaper
+    micro_batch_tokens: (
+        Count  # of one forward pass: padded ones, or distinct ones when prefixes are shared
+    )
+    share_prefixes: (
+        bool  # compute what rows have in common at their beginning once, where that is cheaper
+    )
     gradient_checkpointing: bool
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count
@@ -180,18 +188,28 @@ class Eval(Section):
 class Transfer(Section):
     """How policy versions get from the trainer to the engines (docs/format.md)."""
 
-    full_every: Count  # versions from one that needs no base to the next; between them are differences
+    full_every: (
+        Count  # versions from one that needs no base to the next; between them are differences
+    )
     keep_versions: Count  # that readers may still be on their way to
-    tensor_parallel: list[Count]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
+    tensor_parallel: list[
+        Count
+    ]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
     # What requests do that run when new weights come. Null only until the tree is checked: keep with asynchronous
     # batching, as making every context's KV cache anew costs a prefill of all of them per version; else recompute.
     in_flight: Literal["recompute", "keep", "finish"] | None
-    relay: str | None  # http://host:port of a relay that this process reads versions from; null: the shared folder
+    relay: (
+        str | None
+    )  # http://host:port of a relay that this process reads versions from; null: the shared folder
     relay_token_file: str | None
-    threads: Count | None  # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
+    threads: (
+        Count | None
+    )  # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
     mirror_gib: Positive  # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
-    stage_gib: NotNegative  # of blocks that change so much that they are staged whole, per engine rank
+    stage_gib: (
+        NotNegative  # of blocks that change so much that they are staged whole, per engine rank
+    )
     stage_device_gib: Positive  # of a GPU for what a version changes, at most, and within what is free; more waits on the
     # host and makes the pause longer
     verify_every: Count  # versions within which each live block is read back and compared whole
@@ -210,7 +228,9 @@ class Slo(Section):
 class Online(Section):
     """The online server beside a lent engine: vLLM's OpenAI-compatible one."""
 
-    model: str | None  # folder or hub id; null: no server of ours beside it, the whole device is lent
+    model: (
+        str | None
+    )  # folder or hub id; null: no server of ours beside it, the whole device is lent
     served_name: str | None  # as clients call it; null: the model as given
     host: str
     port: Natural  # 0: a free one, said at start
@@ -227,17 +247,23 @@ class Online(Section):
 class Lending(Section):
     """When and how much of the device the online engine lends to the rollout engine."""
 
-    profile: str | None  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
+    profile: (
+        str | None
+    )  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
     chunk_tokens: Count  # the most that one step of the rollout engine takes in
     step_share: Share  # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
     priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU
-    kv_gib: Positive | None  # the device's KV memory, one budget for both; null: online.kv_cache_gib
+    kv_gib: (
+        Positive | None
+    )  # the device's KV memory, one budget for both; null: online.kv_cache_gib
     reserve: Share  # of it that is never lent, beyond what online requests use
     high_watermark: Share  # of it in use or lent: above, the rollout engine's budget is halved
     stale_after_s: Positive  # an online engine silent for so long lends nothing
     revoke_after_s: Positive  # a rollout engine that has not given back by then is killed
     patience_s: Positive  # turns held up at the gate for so long go back to the scheduler
-    hours: dict[str, NotNegative]  # "22-06": share of what could be lent, local time; hours not named: all of it
+    hours: dict[
+        str, NotNegative
+    ]  # "22-06": share of what could be lent, local time; hours not named: all of it
     control_port: Natural  # of metrics, report and stop switch; 0: a free one, said at start
     stop_file: str | None  # while it exists nothing is lent
 
@@ -246,7 +272,9 @@ class Serving(Section):
     """Ranks of serving jobs that join the run while it runs."""
 
     borrow: bool  # whether they may
-    kind: Literal["cooperative", "spot", "serverless"]  # what such a rank says it is; provisioning tells them apart
+    kind: Literal[
+        "cooperative", "spot", "serverless"
+    ]  # what such a rank says it is; provisioning tells them apart
     max_ranks: Natural  # at once; 0: none
     heartbeat_s: Positive  # between two signs of life, both ways
     lost_after_s: Positive  # of silence: its turns go elsewhere
@@ -263,7 +291,9 @@ class Mpi(Section):
     join: bool  # whether processes of other jobs can join at run time, and the run survives their death
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
-    join_env: dict[str, str]  # besides, for the processes at both ends of a borrowed rank's connection
+    join_env: dict[
+        str, str
+    ]  # besides, for the processes at both ends of a borrowed rank's connection
 
 
 class Component(Section):
@@ -288,7 +318,9 @@ class Container(Section):
     runtime: Literal["apptainer", "singularity", "pyxis"]  # pyxis: srun --container-image
     image: str  # a .sif or .sqsh file that all nodes see, or what the runtime can pull
     python: str  # inside: the interpreter that has ROSE's packages
-    mounts: list[str]  # besides output_dir, model and this checkout: "/scratch", or "/host/path:/path/inside"
+    mounts: list[
+        str
+    ]  # besides output_dir, model and this checkout: "/scratch", or "/host/path:/path/inside"
     args: list[str]  # further options of the runtime, such as "--no-home"
 
 
@@ -311,8 +343,12 @@ class Cluster(Section):
     gpu_memory_gib: Positive | None  # of each; null: memory is not checked
     start_timeout_s: Positive
     stop_timeout_s: Positive
-    interface: str | None  # of the network that all hosts share, for MPI, gloo and NCCL; null: found by trying
-    cache_dir: str | None  # of compiled kernels, on a disk of the node; null: TMPDIR/rose-UID under Slurm
+    interface: (
+        str | None
+    )  # of the network that all hosts share, for MPI, gloo and NCCL; null: found by trying
+    cache_dir: (
+        str | None
+    )  # of compiled kernels, on a disk of the node; null: TMPDIR/rose-UID under Slurm
     env: dict[str, str]
     mpi: Mpi
     slurm: Slurm | None  # with kind=slurm
@@ -322,8 +358,11 @@ class Cluster(Section):
         """Variables by which gloo, NCCL (for which a bare name is a prefix) and libfabric's tcp provider take it."""
         if not self.interface:
             return {}
-        return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": f"={self.interface}",
-                "FI_TCP_IFACE": self.interface}
+        return {
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",
+            "FI_TCP_IFACE": self.interface,
+        }
 
 
 class Observe(Section):
@@ -339,7 +378,9 @@ class Config(Section):
     mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
-    colocate: bool | None  # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
+    colocate: (
+        bool | None
+    )  # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
     fresh: bool  # move an earlier run of this name aside instead of continuing it
     output_dir: str
     model: Model
@@ -376,8 +417,10 @@ class Config(Section):
         """In words, what is lost when serving ranks are wanted and this MPI can't let them in; else empty."""
         if self.borrows or not self._would_borrow:
             return ""
-        return (f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so the run has its "
-                f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is meant")
+        return (
+            f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so the run has its "
+            f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is meant"
+        )
 
     @property
     def run_dir(self) -> Path:

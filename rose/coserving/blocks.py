@@ -51,27 +51,42 @@ def layout_of(kv_cache, name: str) -> Layout:
     """
     groups = len(kv_cache.kv_cache_groups)
     if groups != 1:
-        raise ValueError(f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share bytes; "
-                         "KV memory can be lent for models with one group of attention layers")
+        raise ValueError(
+            f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share bytes; "
+            "KV memory can be lent for models with one group of attention layers"
+        )
     if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
-        raise ValueError("the model's KV cache is not made of attention layers: its memory can't be lent by block")
+        raise ValueError(
+            "the model's KV cache is not made of attention layers: its memory can't be lent by block"
+        )
     tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
     if any(tensor.host_resident for tensor in tensors):
-        raise ValueError("part of the KV cache is kept on the host: its memory can't be lent by block")
+        raise ValueError(
+            "part of the KV cache is kept on the host: its memory can't be lent by block"
+        )
     if name[0] == "B":  # a block is one span, all layers in it
         spans = {0: tensors[0].block_stride}
     elif name[:2] == "LB":
-        spans = {t.offset + i * t.layer_stride: t.block_stride for t in tensors for i in range(len(t.layers))}
+        spans = {
+            t.offset + i * t.layer_stride: t.block_stride
+            for t in tensors
+            for i in range(len(t.layers))
+        }
     else:
-        raise ValueError(f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to one "
-                         "that begins with LB or B, as LBNHC")
+        raise ValueError(
+            f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to one "
+            "that begins with LB or B, as LBNHC"
+        )
     return _checked(Layout(tensors[0].size, blocks, tuple(spans), tuple(spans.values())))
 
 
 def _checked(layout: Layout) -> Layout:
     ends = [start + layout.blocks * stride for start, stride in zip(layout.starts, layout.strides)]
     order = np.argsort(layout.starts)
-    if any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:])) or max(ends) > layout.nbytes:
+    if (
+        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:]))
+        or max(ends) > layout.nbytes
+    ):
         raise ValueError(f"KV cache regions overlap or leave its {layout.nbytes} bytes: {layout}")
     return layout
 
@@ -145,8 +160,10 @@ class BlockMemory:
         """[low, high) of neighbouring ids among those that are held, or are not."""
         wanted = np.unique(np.fromiter(ids, np.int64))
         if wanted.size and not (0 <= wanted[0] and wanted[-1] < self.layout.blocks):
-            raise ValueError(f"blocks {wanted[0]} to {wanted[-1]} asked for; the KV cache has 0 to "
-                             f"{self.layout.blocks - 1}")
+            raise ValueError(
+                f"blocks {wanted[0]} to {wanted[-1]} asked for; the KV cache has 0 to "
+                f"{self.layout.blocks - 1}"
+            )
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
@@ -156,10 +173,16 @@ class BlockMemory:
             for low, high in runs:
                 first, last = (start + low * stride) // page, (start + high * stride - 1) // page
                 begins = np.arange(first, last + 1) * page - start
-                spans = np.minimum((begins + page - 1) // stride, high - 1) - np.maximum(begins // stride, low) + 1
-                before = self._spans[first:last + 1].copy()
-                self._spans[first:last + 1] += change * spans.astype(np.int32)
-                turned.append(first + np.flatnonzero((before > 0) != (self._spans[first:last + 1] > 0)))
+                spans = (
+                    np.minimum((begins + page - 1) // stride, high - 1)
+                    - np.maximum(begins // stride, low)
+                    + 1
+                )
+                before = self._spans[first : last + 1].copy()
+                self._spans[first : last + 1] += change * spans.astype(np.int32)
+                turned.append(
+                    first + np.flatnonzero((before > 0) != (self._spans[first : last + 1] > 0))
+                )
         return _ranges(np.unique(np.concatenate(turned)) if turned else np.empty(0, np.int64), page)
 
 

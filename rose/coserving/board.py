@@ -36,14 +36,18 @@ class Online:
     waiting: float = 0
     step_ends: float = 0  # predicted, at the P99 residual; 0: no step is running
     decode_s: float = 0  # mean time of a step that decodes what runs now; 0: nothing does
-    hold_until: float = INFINITE  # the latest time until which every online request meets its target, its own steps
+    hold_until: float = (
+        INFINITE  # the latest time until which every online request meets its target, its own steps
+    )
     # at their P99 time counted, if the device were taken from S until then; infinite without requests
     prompt_share: float = 1  # of lending.step_share, by how soon first tokens came
     kv_total: float = 0  # bytes of KV cache of this engine's whole pool
     kv_used: float = 0  # bytes, by requests (cached prefixes that nobody uses are free)
     kv_held: float = 0  # bytes that this engine may use now; the rest is lent, or was
     kv_wanted: float = 0  # bytes that it wants to hold
-    lends: float = 1  # 0: this engine says that nothing is lent, as when it misses its targets by itself
+    lends: float = (
+        1  # 0: this engine says that nothing is lent, as when it misses its targets by itself
+    )
     finished: float = 0  # requests since start, of these kinds ...
     met: float = 0  # ... within both P99 targets
     finished_lending: float = 0  # ... while anything was lent
@@ -80,7 +84,9 @@ class Rollout:
     prompt_tokens: float = 0
     made_tokens: float = 0  # by lent compute
     evicted: float = 0  # requests aborted and handed back
-    wasted_tokens: float = 0  # computed for them (prompt and made) and to be computed again elsewhere
+    wasted_tokens: float = (
+        0  # computed for them (prompt and made) and to be computed again elsewhere
+    )
     step_error: float = 0
     step_p99: float = 0
 
@@ -104,7 +110,9 @@ class Epoch:
     pid: float = 0
     pid_started: float = 0
     beat: float = 0
-    epoch: float = -1  # the policy version that the rollout engine loaded last: another one ends a freeze
+    epoch: float = (
+        -1
+    )  # the policy version that the rollout engine loaded last: another one ends a freeze
 
 
 State = TypeVar("State", Online, Rollout, Control, Epoch)
@@ -128,8 +136,10 @@ class _File(Generic[State]):
         self._file = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if not create and (found := os.fstat(self._file).st_size) != self._size:
             os.close(self._file)
-            raise ValueError(f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written by "
-                             "another version of ROSE?")
+            raise ValueError(
+                f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written by "
+                "another version of ROSE?"
+            )
 
     def _checksum(self, sequence: int, data: bytes) -> int:
         return xxhash.xxh3_64_intdigest(data, seed=sequence)
@@ -145,7 +155,9 @@ class Writer(_File[State]):
         super().__init__(path, kind, create=True)
         self.state = kind(pid=os.getpid(), pid_started=_started(os.getpid()))
         before = os.pread(self._file, _HEADER.size, 0)
-        magic, _, sequence, _ = _HEADER.unpack(before) if len(before) == _HEADER.size else (b"", 0, 0, 0)
+        magic, _, sequence, _ = (
+            _HEADER.unpack(before) if len(before) == _HEADER.size else (b"", 0, 0, 0)
+        )
         self._sequence = sequence if magic == MAGIC else 0
         os.ftruncate(self._file, self._size)
 
@@ -170,11 +182,13 @@ class Reader(_File[State]):
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:
-                return self._no(f"{len(copy)} bytes, {self._size} are a board of {self.kind.__name__}")
+                return self._no(
+                    f"{len(copy)} bytes, {self._size} are a board of {self.kind.__name__}"
+                )
             magic, layout, sequence, checksum = _HEADER.unpack_from(copy)
             if magic != MAGIC or layout != self._layout:
                 return self._no(f"not a board of {self.kind.__name__}, or of another version")
-            data = copy[_HEADER.size:]
+            data = copy[_HEADER.size :]
             if checksum == self._checksum(sequence, data):
                 state = self.kind(*self._fields.unpack(data))
                 age = time.monotonic() - state.beat

@@ -61,8 +61,12 @@ class Budget:
         return int(min(min(share, 1.0) * lendable, lendable - needed))
 
     def _shrink(self, needed: float, share: float) -> None:
-        above = min(int(self._lending.high_watermark * self._total - needed), self._limit(needed, 1.0))
+        above = min(
+            int(self._lending.high_watermark * self._total - needed), self._limit(needed, 1.0)
+        )
         while self.bytes > max(0, above):
             self.bytes //= 2
             self.frozen = True
-        self.bytes = min(self.bytes, max(0, self._limit(0.0, share)))  # another hour has begun: no revocation
+        self.bytes = min(
+            self.bytes, max(0, self._limit(0.0, share))
+        )  # another hour has begun: no revocation

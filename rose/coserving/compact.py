@@ -20,7 +20,9 @@ class Pages:
         starts = np.array(layout.starts, np.int64)[:, None]
         strides = np.array(layout.strides, np.int64)[:, None]
         ids = np.arange(layout.blocks, dtype=np.int64)[None, :]
-        self.alone = not (starts % page).any() and not (strides % page).any()  # no page has parts of two blocks
+        self.alone = (
+            not (starts % page).any() and not (strides % page).any()
+        )  # no page has parts of two blocks
         if self.alone:
             self.page = layout.block_bytes
             self._first = self._last = ids
@@ -45,24 +47,32 @@ class Pages:
         (the null block not counted) while their pages beyond the null block's take at most `most` bytes."""
         kept = self._marked(held) | self._base
         fresh = np.concatenate(([0], np.cumsum(~kept)))
-        before = np.maximum(self._first[:, 1:], self._last[:, :-1] + 1)  # pages not begun by the block below
+        before = np.maximum(
+            self._first[:, 1:], self._last[:, :-1] + 1
+        )  # pages not begun by the block below
         added = np.cumsum((fresh[self._last[:, 1:] + 1] - fresh[before]).sum(axis=0))
         room = min(most, self._count * self.page) // self.page - int((kept & ~self._base).sum())
         lacking = wanted - (int(held.sum()) - 1)
         free = ~held
         below = np.cumsum(free[1:])
-        if room >= self._count - int(kept.sum()):  # all of it; where regions meet `added` counts a page twice
+        if room >= self._count - int(
+            kept.sum()
+        ):  # all of it; where regions meet `added` counts a page twice
             fits = added.size
         else:
             fits = int(np.searchsorted(added, room, "right")) if room > 0 else 0
         low = min(fits, int(np.searchsorted(below, lacking)) + 1 if lacking > 0 else 0)
         chosen = held.copy()
-        chosen[1:1 + low] = True
+        chosen[1 : 1 + low] = True
         lacking = wanted - (int(chosen.sum()) - 1)
         if lacking > 0:  # what lies in pages that are kept anyway
-            whole = np.concatenate(([0], np.cumsum(~self._marked(chosen | (np.arange(held.size) == 0)))))
-            holes = np.flatnonzero(~chosen & ~(whole[self._last + 1] - whole[self._first]).any(axis=0))
-            chosen[holes[:int(min(lacking, holes.size))]] = True
+            whole = np.concatenate(
+                ([0], np.cumsum(~self._marked(chosen | (np.arange(held.size) == 0))))
+            )
+            holes = np.flatnonzero(
+                ~chosen & ~(whole[self._last + 1] - whole[self._first]).any(axis=0)
+            )
+            chosen[holes[: int(min(lacking, holes.size))]] = True
         return chosen
 
     def _marked(self, used: np.ndarray) -> np.ndarray:

@@ -45,4 +45,6 @@ def here() -> Device | None:
         found = json.loads(path.read_text())
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
     except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
-        raise ValueError(f"{names.FOLDER}={folder}: {path}: {error}; rose.coserving.device.describe writes it") from None
+        raise ValueError(
+            f"{names.FOLDER}={folder}: {path}: {error}; rose.coserving.device.describe writes it"
+        ) from None

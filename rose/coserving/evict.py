@@ -23,8 +23,14 @@ class Evicting:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self._evicted:
             group = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            group.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT,
-                                                  stop_reason=names.EVICTED))
+            group.outputs.append(
+                EngineCoreOutput(
+                    request.request_id,
+                    [],
+                    finish_reason=FinishReason.ABORT,
+                    stop_reason=names.EVICTED,
+                )
+            )
         self._evicted.clear()
         return outputs
 

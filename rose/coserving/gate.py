@@ -16,7 +16,9 @@ from rose.config.tree import Lending, Slo
 from rose.coserving.board import Control, Online
 from rose.coserving.predictor import Predictor, Work
 
-CONTROL_STALE_S = 2.0  # the operator's process beats twice a second and may be busy starting an engine
+CONTROL_STALE_S = (
+    2.0  # the operator's process beats twice a second and may be busy starting an engine
+)
 AHEAD_S = 0.001  # a board's beat may be so far in the future: it was written between reading the clock and the board
 
 
@@ -57,10 +59,18 @@ class Gate:
             except (KeyError, TypeError) as error:
                 raise ValueError(f"not a profile of rose.serving.profile: {error!r}") from None
             if not 0 <= self.hold < float("inf"):
-                raise ValueError(f"profile: interference.hold_p99={self.hold:g} must be a finite number >= 0")
+                raise ValueError(
+                    f"profile: interference.hold_p99={self.hold:g} must be a finite number >= 0"
+                )
 
-    def admit(self, now: float, online: Online | None, control: Control | None, demand: Work,
-              ahead: tuple[float, float] = (0.0, 0.0)) -> Admission:
+    def admit(
+        self,
+        now: float,
+        online: Online | None,
+        control: Control | None,
+        demand: Work,
+        ahead: tuple[float, float] = (0.0, 0.0),
+    ) -> Admission:
         """The largest part of `demand`, decodes first, that may be one step now. An empty one asks for one decode.
         `ahead`: seconds until R's steps in flight have ended, the mean and the P99."""
         if self.predictor is None:
@@ -73,18 +83,24 @@ class Gate:
         share, slack = share - self.hold * ahead[0], online.hold_until - now - self.hold * ahead[1]
         demand = demand if demand.tokens else Work((), 1, 0)
         one = part(demand, 1)
-        for fits, reason in ((self.hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),
-                             (self.hold * self.predictor.p99(one) <= slack, Reason.SLACK),
-                             (online.decode_s <= self._slo.tpot_p50_s * (1 - self.hold_mean), Reason.PACE)):
+        for fits, reason in (
+            (self.hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),
+            (self.hold * self.predictor.p99(one) <= slack, Reason.SLACK),
+            (online.decode_s <= self._slo.tpot_p50_s * (1 - self.hold_mean), Reason.PACE),
+        ):
             if not fits:  # also for what is not a number
                 return Admission(0, reason)
         return Admission(self._largest(demand, share, slack), Reason.OPEN)
 
     def _largest(self, demand: Work, share: float, slack: float) -> int:
         """The most tokens that fit, by halving; 1 does."""
+
         def fits(tokens: int) -> bool:
             work = part(demand, tokens)
-            return self.hold * self.predictor.seconds(work) <= share and self.hold * self.predictor.p99(work) <= slack
+            return (
+                self.hold * self.predictor.seconds(work) <= share
+                and self.hold * self.predictor.p99(work) <= slack
+            )
 
         low, most = 1, min(self._lending.chunk_tokens, demand.tokens)
         if most == 1 or fits(most):

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-MAPPED = 32 << 20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
+MAPPED = (
+    32 << 20
+)  # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
 KEPT = 1 << 30  # bytes free at the heap's end
 AHEAD = 256 << 20  # bytes by which the heap grows beyond what is asked for
 PIECE = 2 << 20  # bytes, populated at once: some milliseconds at most, in which the heap can't grow
@@ -43,7 +45,10 @@ class Ahead:
 
     def catch_up(self, seconds: float) -> bool:
         """Go on for so long at most, and a piece; whether all of it is resident now."""
-        end, until = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE, time.monotonic() + seconds
+        end, until = (
+            (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE,
+            time.monotonic() + seconds,
+        )
         if self._at is None:
             return True
         self._at = min(self._at, end)  # some may have been given back

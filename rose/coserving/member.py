@@ -32,8 +32,10 @@ class Member(Timed):
         if self.device is None:
             return
         if len(self.kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(f"{len(self.kv_cache_config.kv_cache_groups)} groups of KV cache: co-serving lends "
-                             "the cache of models with one (no sliding windows or states beside full attention)")
+            raise ValueError(
+                f"{len(self.kv_cache_config.kv_cache_groups)} groups of KV cache: co-serving lends "
+                "the cache of models with one (no sliding windows or states beside full attention)"
+            )
         self.pool = Pool(self.kv_cache_manager, self.kv_cache_config)
         self.control = Peer(self.device.folder / "control", board.Control)
         self._board = board.Writer(self.device.folder / self.board_name, self.kind)
@@ -50,10 +52,15 @@ class Member(Timed):
         try:
             layout = core.model_executor.collective_rpc("rose_kv_layout")[0]
         except Exception as error:
-            raise ValueError("this engine's workers can't give memory back: start it with worker_extension_cls="
-                             f"rose.engine.kv_worker.KvWorker ({error})") from error
-        self.begin(lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
-                   Layout(*(layout[name] for name in Layout._fields)), layout["page_bytes"])
+            raise ValueError(
+                "this engine's workers can't give memory back: start it with worker_extension_cls="
+                f"rose.engine.kv_worker.KvWorker ({error})"
+            ) from error
+        self.begin(
+            lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
+            Layout(*(layout[name] for name in Layout._fields)),
+            layout["page_bytes"],
+        )
         self._publish()
         self._beats.start()
 
@@ -66,7 +73,11 @@ class Member(Timed):
 
     def _ends_at(self, predictor: Predictor | None) -> float:
         """When all steps in flight will have ended at their P99; 0 without any, or without a predictor."""
-        return time.monotonic() + self._in_flight_s(predictor)[1] if predictor and self._in_flight else 0.0
+        return (
+            time.monotonic() + self._in_flight_s(predictor)[1]
+            if predictor and self._in_flight
+            else 0.0
+        )
 
     def _publish(self) -> None:
         with self._writing:
@@ -81,7 +92,9 @@ class Member(Timed):
                     self._due = True
                     self._wake()
             except RuntimeError as error:
-                if "during iteration" not in str(error):  # else the loop's thread changed a queue that was looked at
+                if "during iteration" not in str(
+                    error
+                ):  # else the loop's thread changed a queue that was looked at
                     raise  # the board then falls silent, and nothing is lent
             self._publish()
 

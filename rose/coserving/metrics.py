@@ -60,31 +60,49 @@ class _Family(NamedTuple):
     samples: Callable[[Boards], Samples]
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]) -> _Family:
+def _counter(
+    name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]
+) -> _Family:
     return _Family(name, True, text, labels, samples)
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]) -> _Family:
+def _gauge(
+    name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]
+) -> _Family:
     return _Family(name, False, text, labels, samples)
 
 
 def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
-    return [(who, engine) for who, engine in (("online", b.online), ("rollout", b.rollout)) if engine is not None]
+    return [
+        (who, engine)
+        for who, engine in (("online", b.online), ("rollout", b.rollout))
+        if engine is not None
+    ]
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
     """{"with" lending: (met, finished), "without": ...}, requests; both latencies within their P99 targets."""
-    return {"with": (o.met_lending, o.finished_lending),
-            "without": (o.met - o.met_lending, o.finished - o.finished_lending)}
+    return {
+        "with": (o.met_lending, o.finished_lending),
+        "without": (o.met - o.met_lending, o.finished - o.finished_lending),
+    }
 
 
 def _online(*fields: tuple[str, Callable[[Online], float]]) -> Callable[[Boards], Samples]:
     """Samples of one label (none of a single field named "")."""
-    return lambda b: [((label,) if label else (), value(b.online)) for label, value in fields] if b.online else []
+    return lambda b: (
+        [((label,) if label else (), value(b.online)) for label, value in fields]
+        if b.online
+        else []
+    )
 
 
 def _rollout(*fields: tuple[str, Callable[[Rollout], float]]) -> Callable[[Boards], Samples]:
-    return lambda b: [((label,) if label else (), value(b.rollout)) for label, value in fields] if b.rollout else []
+    return lambda b: (
+        [((label,) if label else (), value(b.rollout)) for label, value in fields]
+        if b.rollout
+        else []
+    )
 
 
 def _control(value: Callable[[Control], float]) -> Callable[[Boards], Samples]:
@@ -112,73 +130,185 @@ def _requests(b: Boards) -> Samples:
 
 
 def _attained(b: Boards) -> Samples:
-    return [((lending,), met / finished) for lending, (met, finished)
-            in (attainment(b.online).items() if b.online else ()) if finished]
+    return [
+        ((lending,), met / finished)
+        for lending, (met, finished) in (attainment(b.online).items() if b.online else ())
+        if finished
+    ]
 
 
 def _slack(b: Boards) -> Samples:
-    return [((), b.online.hold_until - time.monotonic())] if b.online and math.isfinite(b.online.hold_until) else []
+    return (
+        [((), b.online.hold_until - time.monotonic())]
+        if b.online and math.isfinite(b.online.hold_until)
+        else []
+    )
 
 
 def _kv(b: Boards) -> Samples:
     for who, engine in _engines(b):
-        kinds = ("total", "used", "held", "wanted") if who == "online" else ("total", "used", "budget")
+        kinds = (
+            ("total", "used", "held", "wanted") if who == "online" else ("total", "used", "budget")
+        )
         for kind in kinds:
             yield (who, kind), getattr(engine, f"kv_{kind}")
 
 
 FAMILIES = (
-    _gauge("rose_board_up", "1 while the process that writes this board lives and the board is whole.", ("board",),
-           lambda b: [((name,), float(getattr(b, name) is not None)) for name in FILES]),
+    _gauge(
+        "rose_board_up",
+        "1 while the process that writes this board lives and the board is whole.",
+        ("board",),
+        lambda b: [((name,), float(getattr(b, name) is not None)) for name in FILES],
+    ),
     # what was lent
-    _counter("rose_lent_tokens", "Tokens computed for rollouts by lent compute, of prompts or made.", ("kind",),
-             _rollout(("prompt", lambda r: r.prompt_tokens), ("made", lambda r: r.made_tokens))),
-    _counter("rose_wasted_tokens", "Tokens computed for evicted rollouts, to be computed again elsewhere.", (),
-             _rollout(("", lambda r: r.wasted_tokens))),
-    _counter("rose_evictions", "Rollout requests aborted and handed back for their memory.", (),
-             _rollout(("", lambda r: r.evicted))),
-    _gauge("rose_gate_open", "1 while the gate lets rollout steps begin.", (), _rollout(("", lambda r: r.open))),
-    _gauge("rose_gate_open_ratio", "Share of the time with rollouts waiting in which the gate was open, since start.",
-           (), _gate_ratio),
-    _counter("rose_gate_seconds", "Time with rollouts to compute, with the gate open and shut.", ("state",),
-             _rollout(("open", lambda r: r.open_s), ("shut", lambda r: r.shut_s))),
-    _gauge("rose_gate_shut", "1 for the reason for which the gate is shut now.", ("reason",), _shut),
-    _gauge("rose_frozen", "1: memory was revoked in this training step; the rollout engine's budget may not grow.", (),
-           _rollout(("", lambda r: r.frozen))),
+    _counter(
+        "rose_lent_tokens",
+        "Tokens computed for rollouts by lent compute, of prompts or made.",
+        ("kind",),
+        _rollout(("prompt", lambda r: r.prompt_tokens), ("made", lambda r: r.made_tokens)),
+    ),
+    _counter(
+        "rose_wasted_tokens",
+        "Tokens computed for evicted rollouts, to be computed again elsewhere.",
+        (),
+        _rollout(("", lambda r: r.wasted_tokens)),
+    ),
+    _counter(
+        "rose_evictions",
+        "Rollout requests aborted and handed back for their memory.",
+        (),
+        _rollout(("", lambda r: r.evicted)),
+    ),
+    _gauge(
+        "rose_gate_open",
+        "1 while the gate lets rollout steps begin.",
+        (),
+        _rollout(("", lambda r: r.open)),
+    ),
+    _gauge(
+        "rose_gate_open_ratio",
+        "Share of the time with rollouts waiting in which the gate was open, since start.",
+        (),
+        _gate_ratio,
+    ),
+    _counter(
+        "rose_gate_seconds",
+        "Time with rollouts to compute, with the gate open and shut.",
+        ("state",),
+        _rollout(("open", lambda r: r.open_s), ("shut", lambda r: r.shut_s)),
+    ),
+    _gauge(
+        "rose_gate_shut", "1 for the reason for which the gate is shut now.", ("reason",), _shut
+    ),
+    _gauge(
+        "rose_frozen",
+        "1: memory was revoked in this training step; the rollout engine's budget may not grow.",
+        (),
+        _rollout(("", lambda r: r.frozen)),
+    ),
     # what serving kept
-    _counter("rose_online_requests", "Online requests that ended, by whether anything was lent meanwhile and whether "
-             "both latencies met their P99 targets.", ("lending", "met"), _requests),
-    _gauge("rose_slo_attainment", "Share of the online requests that met both P99 targets, since start, with and "
-           "without lending.", ("lending",), _attained),
-    _counter("rose_online_aborted", "Online requests aborted, by clients or for want of memory.", (),
-             _online(("", lambda o: o.aborted))),
-    _counter("rose_online_preemptions", "Times that a running online request lost its memory.", (),
-             _online(("", lambda o: o.preempted))),
-    _counter("rose_online_tokens", "Tokens computed for online requests, of prompts or made.", ("kind",),
-             _online(("prompt", lambda o: o.prompt_tokens), ("made", lambda o: o.made_tokens))),
-    _gauge("rose_online_slack_seconds", "How long the device could be kept from the online engine now with every "
-           "request still meeting its target; absent without requests.", (), _slack),
-    _gauge("rose_online_prompt_share", "Part of lending.step_share that keeps the median TTFT at ttft_p50_s.", (),
-           _online(("", lambda o: o.prompt_share))),
-    _gauge("rose_online_lends", "0: the online engine lends nothing, as when it misses its targets by itself.", (),
-           _online(("", lambda o: o.lends))),
+    _counter(
+        "rose_online_requests",
+        "Online requests that ended, by whether anything was lent meanwhile and whether "
+        "both latencies met their P99 targets.",
+        ("lending", "met"),
+        _requests,
+    ),
+    _gauge(
+        "rose_slo_attainment",
+        "Share of the online requests that met both P99 targets, since start, with and "
+        "without lending.",
+        ("lending",),
+        _attained,
+    ),
+    _counter(
+        "rose_online_aborted",
+        "Online requests aborted, by clients or for want of memory.",
+        (),
+        _online(("", lambda o: o.aborted)),
+    ),
+    _counter(
+        "rose_online_preemptions",
+        "Times that a running online request lost its memory.",
+        (),
+        _online(("", lambda o: o.preempted)),
+    ),
+    _counter(
+        "rose_online_tokens",
+        "Tokens computed for online requests, of prompts or made.",
+        ("kind",),
+        _online(("prompt", lambda o: o.prompt_tokens), ("made", lambda o: o.made_tokens)),
+    ),
+    _gauge(
+        "rose_online_slack_seconds",
+        "How long the device could be kept from the online engine now with every "
+        "request still meeting its target; absent without requests.",
+        (),
+        _slack,
+    ),
+    _gauge(
+        "rose_online_prompt_share",
+        "Part of lending.step_share that keeps the median TTFT at ttft_p50_s.",
+        (),
+        _online(("", lambda o: o.prompt_share)),
+    ),
+    _gauge(
+        "rose_online_lends",
+        "0: the online engine lends nothing, as when it misses its targets by itself.",
+        (),
+        _online(("", lambda o: o.lends)),
+    ),
     # both
-    _gauge("rose_kv_bytes", "KV cache: of the whole pool, used by requests, held, wanted (online), budget (rollout).",
-           ("who", "kind"), _kv),
-    _gauge("rose_requests", "Requests in an engine now.", ("who", "state"),
-           lambda b: [((who, state), getattr(engine, state)) for who, engine in _engines(b)
-                      for state in ("running", "waiting")]),
+    _gauge(
+        "rose_kv_bytes",
+        "KV cache: of the whole pool, used by requests, held, wanted (online), budget (rollout).",
+        ("who", "kind"),
+        _kv,
+    ),
+    _gauge(
+        "rose_requests",
+        "Requests in an engine now.",
+        ("who", "state"),
+        lambda b: [
+            ((who, state), getattr(engine, state))
+            for who, engine in _engines(b)
+            for state in ("running", "waiting")
+        ],
+    ),
     _counter("rose_busy_seconds", "Time in engine steps.", ("who",), _both(lambda e: e.busy_s)),
     _counter("rose_steps", "Engine steps.", ("who",), _both(lambda e: e.steps)),
-    _gauge("rose_step_prediction_error", "Mean absolute error of predicted step times, as a share.", ("who",),
-           _both(lambda e: e.step_error)),
-    _gauge("rose_step_prediction_p99_ratio", "99th percentile of measured over predicted step time.", ("who",),
-           _both(lambda e: e.step_p99)),
+    _gauge(
+        "rose_step_prediction_error",
+        "Mean absolute error of predicted step times, as a share.",
+        ("who",),
+        _both(lambda e: e.step_error),
+    ),
+    _gauge(
+        "rose_step_prediction_p99_ratio",
+        "99th percentile of measured over predicted step time.",
+        ("who",),
+        _both(lambda e: e.step_p99),
+    ),
     # the operator's word
-    _gauge("rose_lending", "1 while the operator lets the device be lent.", (), _control(lambda c: c.lend)),
-    _gauge("rose_lending_share", "Share of what could be lent, at this hour.", (), _control(lambda c: c.share)),
-    _gauge("rose_lending_epoch", "Policy version of the rollout engine; a new one ends a freeze.", (),
-           _control(lambda c: c.epoch)),
+    _gauge(
+        "rose_lending",
+        "1 while the operator lets the device be lent.",
+        (),
+        _control(lambda c: c.lend),
+    ),
+    _gauge(
+        "rose_lending_share",
+        "Share of what could be lent, at this hour.",
+        (),
+        _control(lambda c: c.share),
+    ),
+    _gauge(
+        "rose_lending_epoch",
+        "Policy version of the rollout engine; a new one ends a freeze.",
+        (),
+        _control(lambda c: c.epoch),
+    ),
 )
 
 
@@ -197,12 +327,17 @@ class BoardCollector(Collector):
 
     def _families(self, boards: Boards) -> Iterable[Metric]:
         for f in FAMILIES:
-            family = (CounterMetricFamily if f.counts else GaugeMetricFamily)(f.name, f.text, labels=f.labels)
+            family = (CounterMetricFamily if f.counts else GaugeMetricFamily)(
+                f.name, f.text, labels=f.labels
+            )
             for labels, value in f.samples(boards):
                 family.add_metric(labels, value)
             yield family
-        targets = GaugeMetricFamily("rose_slo_target_seconds", "Latency targets of the online model.",
-                                    labels=("latency", "quantile"))
+        targets = GaugeMetricFamily(
+            "rose_slo_target_seconds",
+            "Latency targets of the online model.",
+            labels=("latency", "quantile"),
+        )
         for latency in ("ttft", "tpot") if self.slo else ():
             for quantile, name in (("0.5", "p50"), ("0.99", "p99")):
                 targets.add_metric((latency, quantile), getattr(self.slo, f"{latency}_{name}_s"))

@@ -25,5 +25,7 @@ def find_gpus_of_slices(platform: type, nvml) -> None:
             nvml.nvmlShutdown()  # it counts: NVML stays open for whoever opened it before
 
     device_control_id_to_physical_device_id.knows_slices = True
-    platform.device_control_id_to_physical_device_id = classmethod(device_control_id_to_physical_device_id)
+    platform.device_control_id_to_physical_device_id = classmethod(
+        device_control_id_to_physical_device_id
+    )
     platform.get_device_capability.cache_clear()  # what modules asked before this one was loaded

@@ -26,7 +26,10 @@ from rose.coserving.priority import lift
 from rose.coserving.slo import Attainment, Promptness, Request, hold_until
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
-HEAP_START_S, HEAP_BEAT_S = 2.0, 0.005  # for making it resident, at the start and with each beat without requests
+HEAP_START_S, HEAP_BEAT_S = (
+    2.0,
+    0.005,
+)  # for making it resident, at the start and with each beat without requests
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -57,12 +60,18 @@ class OnlineScheduler(Member):
             return
         lending, slo = self.device.serving.lending, self.device.serving.online.slo
         self._lending, self._slo = lending, slo
-        self._predictor = Predictor.from_dict(self.device.profile["online"]["predictor"]) if self.device.profile else None
+        self._predictor = (
+            Predictor.from_dict(self.device.profile["online"]["predictor"])
+            if self.device.profile
+            else None
+        )
         self._attainment = Attainment(slo) if slo else None
         self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
-        self._step_bytes = min(self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes)
+        self._step_bytes = min(
+            self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes
+        )
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
         self._gives = False  # memory, of which the rest goes at later steps
@@ -101,8 +110,11 @@ class OnlineScheduler(Member):
         self._share_memory()
         before = {r.request_id: r.num_preemptions for r in self.running}
         output = super().schedule(throttle_prefills)
-        self.state.preempted += sum(self.requests[name].num_preemptions > count for name, count in before.items()
-                                    if name in self.requests)
+        self.state.preempted += sum(
+            self.requests[name].num_preemptions > count
+            for name, count in before.items()
+            if name in self.requests
+        )
         if not output.total_num_scheduled_tokens:
             self._tell()
         return output
@@ -152,7 +164,10 @@ class OnlineScheduler(Member):
     def _tell(self, step_ends: float | None = None) -> None:
         with self._writing:
             s = self.state
-            s.running, s.waiting = len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
+            s.running, s.waiting = (
+                len(self.running),
+                len(self.waiting) + len(self.kv_holding_waiting),
+            )
             if step_ends is not None:
                 s.step_ends = step_ends
             s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
@@ -165,7 +180,10 @@ class OnlineScheduler(Member):
         now = time.monotonic()
         if self._predictor is None or self._slo is None:
             return now
-        requests, in_flight = [], self._tokens_in_flight()  # whose steps are held up too, so they are yet to come
+        requests, in_flight = (
+            [],
+            self._tokens_in_flight(),
+        )  # whose steps are held up too, so they are yet to come
         for name, seen in self._seen.items():
             request = self.requests.get(name)
             if request is None:
@@ -174,15 +192,36 @@ class OnlineScheduler(Member):
             left = max(0, request.num_tokens - done)
             if seen.first_token_at is not None and left <= 1:
                 left = 0
-            requests.append(Request(seen.arrival, left, done, seen.first_token_at, seen.tokens,
-                                    seen.last_token_at if seen.first_token_at is not None else None))
-        return hold_until(now, requests, self._predictor, self._slo, self.max_num_scheduled_tokens,
-                          self.max_num_running_reqs)
+            requests.append(
+                Request(
+                    seen.arrival,
+                    left,
+                    done,
+                    seen.first_token_at,
+                    seen.tokens,
+                    seen.last_token_at if seen.first_token_at is not None else None,
+                )
+            )
+        return hold_until(
+            now,
+            requests,
+            self._predictor,
+            self._slo,
+            self.max_num_scheduled_tokens,
+            self.max_num_running_reqs,
+        )
 
     def _decode_s(self) -> float:
-        running = [self.requests[name].num_computed_tokens for name, seen in self._seen.items()
-                   if seen.first_token_at is not None and name in self.requests]
-        return self._predictor.seconds(Work((), len(running), sum(running))) if running and self._predictor else 0.0
+        running = [
+            self.requests[name].num_computed_tokens
+            for name, seen in self._seen.items()
+            if seen.first_token_at is not None and name in self.requests
+        ]
+        return (
+            self._predictor.seconds(Work((), len(running), sum(running)))
+            if running and self._predictor
+            else 0.0
+        )
 
     def _count(self, output, now: float) -> None:
         seen = self._seen.get(output.request_id)
@@ -211,11 +250,20 @@ class OnlineScheduler(Member):
 
     def _judge(self, seen: _Seen) -> None:
         ttft = None if seen.first_token_at is None else seen.first_token_at - seen.arrival
-        tpot = (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1) if seen.tokens > 1 else None
+        tpot = (
+            (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1)
+            if seen.tokens > 1
+            else None
+        )
         self._attainment.add(ttft, tpot, seen.lent)
         with self._writing:
             s, a = self.state, self._attainment
-            s.finished, s.met, s.finished_lending, s.met_lending = a.finished, a.met, a.finished_lending, a.met_lending
+            s.finished, s.met, s.finished_lending, s.met_lending = (
+                a.finished,
+                a.met,
+                a.finished_lending,
+                a.met_lending,
+            )
             s.lends = float(not a.misses_alone)
 
     # ------------------------------------------------------------------ memory
@@ -228,7 +276,9 @@ class OnlineScheduler(Member):
     def _to_come(self) -> int:
         """Bytes that requests will use before their next token."""
         requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
-        return sum(self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests)
+        return sum(
+            self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests
+        )
 
     def _soon(self) -> float:
         """Bytes that requests use, or will in the next step, their prompts whole; and those of any step of prompts."""
@@ -257,8 +307,12 @@ class OnlineScheduler(Member):
     def _lent(self) -> float:
         """Bytes that the rollout engine may be using."""
         rollout = self._rollout.read()
-        if rollout is None:  # none yet, gone, or its board is damaged: then what was lent may still be in use
-            return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
+        if (
+            rollout is None
+        ):  # none yet, gone, or its board is damaged: then what was lent may still be in use
+            return (
+                0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
+            )
         return rollout.kv_budget if board.is_alive(rollout) else 0.0
 
     def _share_memory(self, at_once: bool = False) -> None:
@@ -271,9 +325,13 @@ class OnlineScheduler(Member):
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
-            self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped  # in between; it may be any part
+            self.state.kv_held = (
+                self.device.kv_bytes if grows else self.pool.mapped
+            )  # in between; it may be any part
             self._board.write()
-        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE)
+        reached = self.pool.limit(
+            hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE
+        )
         self._gives = self.pool.limit_bytes > goal
         with self._writing:
             self.state.kv_held = max(reached, self.pool.limit_bytes)
@@ -304,7 +362,18 @@ class OnlineScheduler(Member):
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():
             return False  # each step looks anyway
-        hold, now = self._to_hold(self._needed()) if self._lends() else self.pool.total, self.pool.limit_bytes
+        hold, now = (
+            self._to_hold(self._needed()) if self._lends() else self.pool.total,
+            self.pool.limit_bytes,
+        )
         room = self.device.kv_bytes - self._lent() - self.pool.mapped
-        return room < 0 or self.pool.strewn or hold <= now - self.pool.block_bytes or (
-            hold >= now + self.pool.block_bytes and room >= self.pool.grain and self.pool.can_map)
+        return (
+            room < 0
+            or self.pool.strewn
+            or hold <= now - self.pool.block_bytes
+            or (
+                hold >= now + self.pool.block_bytes
+                and room >= self.pool.grain
+                and self.pool.can_map
+            )
+        )

@@ -26,9 +26,13 @@ AGAIN_S = 1.0  # before memory is asked for that the device has just not had
 # while a step is planned: about 10 ms on a GPU, during which no request goes on.
 AT_ONCE = 2**28
 FEW = 16  # blocks that aren't asked for one by one
-SETTLE = 32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
+SETTLE = (
+    32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
+)
 
-Call = Callable[[str, list[int]], Sequence[int]]  # a method of every worker, with block ids -> bytes that each reports
+Call = Callable[
+    [str, list[int]], Sequence[int]
+]  # a method of every worker, with block ids -> bytes that each reports
 
 
 class Pool:
@@ -56,7 +60,10 @@ class Pool:
         of their KV caches; without them blocks share no pages."""
         self._call = call
         if layout is None:
-            layout, page = Layout(self.total, self.count + 1, (0,), (self.block_bytes,)), self.block_bytes
+            layout, page = (
+                Layout(self.total, self.count + 1, (0,), (self.block_bytes,)),
+                self.block_bytes,
+            )
         self._pages = Pages(layout, page)
         self.grain = self._pages.grain  # bytes of pages that one more block may take
 
@@ -87,7 +94,9 @@ class Pool:
     @property
     def can_map(self) -> bool:
         """Whether it is worth asking for more: blocks are withheld, and the device has not just refused."""
-        return not self._usable.all() and (not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S)
+        return not self._usable.all() and (
+            not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S
+        )
 
     def excess(self, nbytes: float, requests: Sequence[str]) -> int:
         """How many of these requests, the first ones first, must end so that what the others hold fits into `nbytes` of
@@ -109,7 +118,11 @@ class Pool:
 
     def paced(self, nbytes: float, soon: float = 0.0) -> float:
         """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon` must be there."""
-        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE) if nbytes > self.limit_bytes else nbytes
+        return (
+            min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
+            if nbytes > self.limit_bytes
+            else nbytes
+        )
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of pages. What requests
@@ -121,9 +134,13 @@ class Pool:
         asked = (max(0, min(self.count, int(min(nbytes, self.total) // self.block_bytes))), most)
         now = int(self._usable.sum()) - 1
         if asked[0] < now or self.mapped > most or self._may_settle():
-            self._become(self._without_oldest(*asked) if self._pages.alone else
-                         self._pages.choose(self._usable & (self._counts() > 0), *asked),
-                         asked, at_once if self.mapped <= most else math.inf)
+            self._become(
+                self._without_oldest(*asked)
+                if self._pages.alone
+                else self._pages.choose(self._usable & (self._counts() > 0), *asked),
+                asked,
+                at_once if self.mapped <= most else math.inf,
+            )
             self.strewn = not self._pages.alone and self._pages.nbytes(self._usable) > self._ideal()
         elif asked[0] > now and (asked != self._asked or self._failed_at and self.can_map):
             self._become(self._pages.choose(self._usable, *asked), asked, at_once)
@@ -135,7 +152,9 @@ class Pool:
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()
-        usable[[block.block_id for block in self._blocks.free_block_queue.get_all_free_blocks()[:over]]] = False
+        usable[
+            [block.block_id for block in self._blocks.free_block_queue.get_all_free_blocks()[:over]]
+        ] = False
         return usable
 
     def _may_settle(self) -> bool:
@@ -143,7 +162,10 @@ class Pool:
         if not self.strewn:
             return False
         self._calls += 1
-        return self._calls % SETTLE == 0 or self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
+        return (
+            self._calls % SETTLE == 0
+            or self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
+        )
 
     def _ideal(self) -> int:
         """Bytes of pages that so many blocks take at the low end."""
@@ -161,7 +183,7 @@ class Pool:
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
         """Memory goes back before any is asked for; where not all of it goes yet, only what is lacking is asked for."""
         gone = np.flatnonzero(self._usable & ~usable)
-        some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)):]
+        some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
         self._withhold(some)
         if some.size < gone.size:
             usable = self._pages.choose(self._usable, *asked)
@@ -182,7 +204,7 @@ class Pool:
         some = max(1, AT_ONCE // self.block_bytes)
         self._failed_at, at = 0.0, 0
         while at < ids.size:
-            part = ids[at:at + some].tolist()
+            part = ids[at : at + some].tolist()
             if self._has_memory(part):
                 at += len(part)
             elif len(part) > FEW:

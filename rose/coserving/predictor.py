@@ -20,14 +20,20 @@ from typing import Any, NamedTuple
 WINDOW = 512  # residuals kept for each kind of step: P99 is then the sixth largest
 SEEDS = 128  # of them that a profile brings
 RATE = 0.02  # of the scale's move per step: half of a lasting change in 35 steps
-STEP = 2.0  # one step moves the scale as if it had been off by no more, however long a page fault took
+STEP = (
+    2.0  # one step moves the scale as if it had been off by no more, however long a page fault took
+)
 SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
 LEVELS = tuple(map(math.log, SCALES))  # a scale's logarithm is what is fitted
-SPREAD = 0.005  # variance of the steps' log times from which on they say how the scale depends on them
+SPREAD = (
+    0.005  # variance of the steps' log times from which on they say how the scale depends on them
+)
 SLOPE = 0.5  # of the log scale over the log time, at most: longer steps are always expected to take longer
 KEPT = 0.95  # of the samples that the last fits are made from; the rest are taken for page faults and the like
 SHORTEST = 1e-6  # seconds: no step takes less
-ROUNDS = 20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+ROUNDS = (
+    20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+)
 MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
 
 
@@ -48,10 +54,18 @@ class Predictor:
     of steps of decodes alone and of steps with prefill. Raises `ValueError` for coefficients that are not five or
     six finite numbers >= 0."""
 
-    def __init__(self, coefficients: Sequence[float], ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
-                 samples: int = 0) -> None:
-        if len(coefficients) not in (5, 6) or not all(math.isfinite(c) and c >= 0 for c in coefficients):
-            raise ValueError(f"coefficients {list(coefficients)!r}: must be six finite numbers >= 0")
+    def __init__(
+        self,
+        coefficients: Sequence[float],
+        ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
+        samples: int = 0,
+    ) -> None:
+        if len(coefficients) not in (5, 6) or not all(
+            math.isfinite(c) and c >= 0 for c in coefficients
+        ):
+            raise ValueError(
+                f"coefficients {list(coefficients)!r}: must be six finite numbers >= 0"
+            )
         if not any(coefficients):
             raise ValueError("coefficients are all zero: no step takes no time")
         self.coefficients = tuple(float(c) for c in (*coefficients, 0.0)[:6])
@@ -122,17 +136,28 @@ class Predictor:
         """For JSON. What was learnt since the fit goes into the coefficients only as residuals: `from_dict` begins
         with scales of 1."""
         mape, p99 = self.error
-        return {"coefficients": list(self.coefficients), "samples": self.samples, "mape": mape, "p99": p99,
-                "ratios": [_quantiles(kind.ordered) for kind in self._kinds]}
+        return {
+            "coefficients": list(self.coefficients),
+            "samples": self.samples,
+            "mape": mape,
+            "p99": p99,
+            "ratios": [_quantiles(kind.ordered) for kind in self._kinds],
+        }
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Predictor:
         """Raises `ValueError` when it is not what `to_dict` made."""
         try:
             ratios = [[float(ratio) for ratio in kind] for kind in found["ratios"]]
-            if len(ratios) != 2 or not all(math.isfinite(r) and r > 0 for kind in ratios for r in kind):
+            if len(ratios) != 2 or not all(
+                math.isfinite(r) and r > 0 for kind in ratios for r in kind
+            ):
                 raise ValueError("ratios must be two lists of finite numbers > 0")
-            return cls([float(c) for c in found["coefficients"]], (ratios[0], ratios[1]), int(found["samples"]))
+            return cls(
+                [float(c) for c in found["coefficients"]],
+                (ratios[0], ratios[1]),
+                int(found["samples"]),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a step-time predictor: {error!r}") from None
 
@@ -149,12 +174,18 @@ class _Residuals:
         self.absolute = sum(abs(1 - 1 / ratio) for ratio in self.last)
         self.p99 = self._p99()
         self._at: float | None = None  # mean of log(fitted time); null before the first step
-        self._level = self._variance = self._covariance = 0.0  # of log(measured / fitted time), both with log(fitted)
+        self._level = self._variance = self._covariance = (
+            0.0  # of log(measured / fitted time), both with log(fitted)
+        )
         self._slope = 0.0
 
     def scale(self, bare: float) -> float:
         """Measured / fitted time to expect where `bare` seconds were fitted."""
-        level = self._level if self._at is None else self._level + self._slope * (math.log(bare) - self._at)
+        level = (
+            self._level
+            if self._at is None
+            else self._level + self._slope * (math.log(bare) - self._at)
+        )
         return math.exp(min(max(level, LEVELS[0]), LEVELS[1]))
 
     def add(self, bare: float, seconds: float) -> None:
@@ -181,20 +212,29 @@ class _Residuals:
 
     def _p99(self) -> float:
         """At least 1: a margin is never negative."""
-        return max(1.0, self.ordered[math.ceil(0.99 * len(self.ordered)) - 1]) if self.ordered else 1.0
+        return (
+            max(1.0, self.ordered[math.ceil(0.99 * len(self.ordered)) - 1]) if self.ordered else 1.0
+        )
 
 
 def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
     samples = [(work, seconds) for work, seconds in samples if work.tokens and seconds > 0]
     for words, prefill in (("of decodes alone", False), ("with prefill", True)):
         if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
-            raise ValueError(f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times")
+            raise ValueError(
+                f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times"
+            )
     return samples
 
 
-def _ratios(fitted: Predictor, samples: list[tuple[Work, float]]) -> tuple[list[float], list[float]]:
+def _ratios(
+    fitted: Predictor, samples: list[tuple[Work, float]]
+) -> tuple[list[float], list[float]]:
     """Measured / predicted of steps of decodes alone, and of those with prefill."""
-    alone, prefill = ([s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind] for kind in (False, True))
+    alone, prefill = (
+        [s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind]
+        for kind in (False, True)
+    )
     return _quantiles(alone), _quantiles(prefill)
 
 
@@ -202,7 +242,9 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
     """At most SEEDS of them, evenly spaced by rank, the smallest and the largest included."""
     ordered = sorted(ratios)
     count = min(len(ordered), SEEDS)
-    return [round(ordered[round(i * (len(ordered) - 1) / max(1, count - 1))], 6) for i in range(count)]
+    return [
+        round(ordered[round(i * (len(ordered) - 1) / max(1, count - 1))], 6) for i in range(count)
+    ]
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
@@ -210,7 +252,7 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]
-        kept += kind[:max(4, math.ceil(KEPT * len(kind)))]
+        kept += kind[: max(4, math.ceil(KEPT * len(kind)))]
     return kept
 
 
@@ -220,13 +262,18 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
-    attended = np.array([sum(new * (before + new / 2) for new, before in work.prefill) for work, _ in samples], float)
+    attended = np.array(
+        [sum(new * (before + new / 2) for new, before in work.prefill) for work, _ in samples],
+        float,
+    )
     decodes = np.array([work.decodes for work, _ in samples], float)
     context = np.array([work.decode_context for work, _ in samples], float)
     seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
     floor, ones, best, best_loss = tokens == 0, np.ones(len(samples)), None, math.inf
     for _ in range(ROUNDS):
-        columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1)  # (samples, 6)
+        columns = np.stack(
+            [floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1
+        )  # (samples, 6)
         c = _nonnegative(columns / scale[:, None], seconds / scale)
         prefill = c[1] * tokens + c[2] * attended
         predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context + c[5]
@@ -254,7 +301,9 @@ def _nonnegative(a, b):
             at = list(support)
             scaled = gram[np.ix_(at, at)] / np.outer(norms[at], norms[at])
             x = np.linalg.lstsq(scaled, right[at] / norms[at], rcond=1e-12)[0] / norms[at]
-            value = float(x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at])  # the loss, but for |b|^2
+            value = float(
+                x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at]
+            )  # the loss, but for |b|^2
             if (x >= 0).all() and value < best_value:
                 best, best_value = np.zeros(a.shape[1]), value
                 best[at] = x

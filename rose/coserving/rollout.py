@@ -25,7 +25,10 @@ from rose.coserving.predictor import Work
 from rose.coserving.priority import Priority
 from rose.coserving.steps import work_of
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.005  # between two looks at a shut gate: each interrupts the online engine
+FIRST_LOOK_S, LAST_LOOK_S = (
+    0.0005,
+    0.005,
+)  # between two looks at a shut gate: each interrupts the online engine
 WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
 
 
@@ -48,7 +51,9 @@ class RolloutScheduler(Evicting, Member):
         self._budget = Budget(lending, self.device.kv_bytes)
         self._priority: Priority | None = None
         self._most = self.max_num_scheduled_tokens
-        self._beside: deque[float | None] = deque()  # of the steps under way: `_online_idle` when they began
+        self._beside: deque[float | None] = (
+            deque()
+        )  # of the steps under way: `_online_idle` when they began
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
         self._resting = False
@@ -56,8 +61,11 @@ class RolloutScheduler(Evicting, Member):
 
     def attach(self, core) -> None:
         super().attach(core)
-        if self.device is not None and self._lending.priority == "idle" and \
-                core.vllm_config.device_config.device_type == "cpu":
+        if (
+            self.device is not None
+            and self._lending.priority == "idle"
+            and core.vllm_config.device_config.device_type == "cpu"
+        ):
             self._priority = Priority(except_for=self._beats.native_id)
 
     # ------------------------------------------------------------------ vLLM's calls
@@ -99,8 +107,13 @@ class RolloutScheduler(Evicting, Member):
         while True:
             now = time.monotonic()
             ahead = self._in_flight_s(self._predictor) if self._predictor else (0.0, 0.0)
-            admission = self._gate.admit(now, self._online.read(), self.control.read(),
-                                         work_of([*self.running, *self.waiting]), ahead)
+            admission = self._gate.admit(
+                now,
+                self._online.read(),
+                self.control.read(),
+                work_of([*self.running, *self.waiting]),
+                ahead,
+            )
             self._note(admission.reason, now)
             if admission.tokens or not self.has_unfinished_requests():
                 self._moved_at = now
@@ -176,13 +189,19 @@ class RolloutScheduler(Evicting, Member):
         if not self._moves(target):
             target = held
         elif target > held:
-            target = min(target, held + max(AT_ONCE, self.pool.grain))  # who maps hears of no revocation
+            target = min(
+                target, held + max(AT_ONCE, self.pool.grain)
+            )  # who maps hears of no revocation
             # Said before it is looked once more whether it is free: the online engine does it the same way round.
             self._say_budget(target)
             target = max(held, min(target, self._room()))
         else:
-            running = sorted(self.running, key=lambda request: request.num_computed_tokens)  # who loses least
-            self.evict(running[:self.pool.excess(target, [request.request_id for request in running])])
+            running = sorted(
+                self.running, key=lambda request: request.num_computed_tokens
+            )  # who loses least
+            self.evict(
+                running[: self.pool.excess(target, [request.request_id for request in running])]
+            )
         self._say_budget(self.pool.limit(self.pool.total, target))
         self._give_up_on_large()
         self.state.frozen = float(self._budget.frozen)
@@ -203,7 +222,10 @@ class RolloutScheduler(Evicting, Member):
         """Bytes of pages: the budget, but no more than the online engine has let go of."""
         if self._resting:
             return 0.0
-        target = min(budget.update(time.monotonic(), self._online.read(), self.control.read()), self.pool.total)
+        target = min(
+            budget.update(time.monotonic(), self._online.read(), self.control.read()),
+            self.pool.total,
+        )
         held = self.pool.mapped
         return target if target <= held else max(held, min(target, self._room()))
 
@@ -223,7 +245,9 @@ class RolloutScheduler(Evicting, Member):
         if self._memory_moves(copy.copy(self._budget)):  # the loop's thread owns the budget
             return True
         # whoever sends requests here must see that the gate would open, or has been shut
-        reason = self._gate.admit(time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)).reason
+        reason = self._gate.admit(
+            time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
+        ).reason
         return reason != self.state.shut_by
 
     def _tell(self, step_ends: float | None = None) -> None:

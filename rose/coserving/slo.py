@@ -20,7 +20,10 @@ INFINITE = float("inf")
 CREDIT = 4.0  # times the TPOT target: the longest gap between two tokens that a request ahead of its target may see
 WINDOW = 200  # requests by which S is judged
 JUDGED = 50  # of them at least
-MISSES, RECOVERED = 0.05, 0.025  # of them: above the first S misses its targets by itself, until below the second;
+MISSES, RECOVERED = (
+    0.05,
+    0.025,
+)  # of them: above the first S misses its targets by itself, until below the second;
 # a P99 target allows 0.01, and 3 misses of 50 still happen by chance in 1 of 70 such windows
 STEP = 0.9  # by which one first token changes `Promptness`
 FORGET_S = 60.0  # without one
@@ -46,8 +49,14 @@ class Typical(NamedTuple):
     max_batched_tokens: int = 2048
 
 
-def hold_until(now: float, requests: Iterable[Request], predictor: Predictor, slo: Slo,
-               max_batched_tokens: int = 2048, max_sequences: int | None = None) -> float:
+def hold_until(
+    now: float,
+    requests: Iterable[Request],
+    predictor: Predictor,
+    slo: Slo,
+    max_batched_tokens: int = 2048,
+    max_sequences: int | None = None,
+) -> float:
     """The latest time until which S could be kept from the device with every request's next token still in time, S's
     own steps at their P99. Before `now` when it is too late already; infinite without requests. With more requests
     than `max_sequences` some wait for others to finish, which nobody can predict: then it is `now`.
@@ -75,8 +84,16 @@ def hold_until(now: float, requests: Iterable[Request], predictor: Predictor, sl
     return hold if max_sequences is None or count <= max_sequences else min(now, hold)
 
 
-def _prefill(now: float, queue: list[Request], decodes: int, context: int, urgent: float, predictor: Predictor,
-             slo: Slo, max_batched_tokens: int) -> float:
+def _prefill(
+    now: float,
+    queue: list[Request],
+    decodes: int,
+    context: int,
+    urgent: float,
+    predictor: Predictor,
+    slo: Slo,
+    max_batched_tokens: int,
+) -> float:
     """`hold_until` for a queue of prompts before which `decodes` run; step by step until the last prompt is through."""
     hold, spent = INFINITE, 0.0  # seconds of the steps before
     chunks: list[tuple[int, int]] = []
@@ -90,7 +107,11 @@ def _prefill(now: float, queue: list[Request], decodes: int, context: int, urgen
             chunks.append((new, before))
             left, before, room = left - new, before + new, room - new
             if not left:
-                due, joining, joining_context = min(due, _due(now, request, slo)), joining + 1, joining_context + before
+                due, joining, joining_context = (
+                    min(due, _due(now, request, slo)),
+                    joining + 1,
+                    joining_context + before,
+                )
             if room and at < last:
                 continue  # the next prompt's first chunk goes along
             spent += predictor.p99(Work(tuple(chunks), decodes, context))
@@ -106,7 +127,9 @@ def _due(now: float, request: Request, slo: Slo) -> float:
     if request.first_token_at is None:
         return request.arrival + slo.ttft_p99_s
     last = now if request.last_token_at is None else request.last_token_at
-    return min(request.first_token_at + request.tokens * slo.tpot_p99_s, last + CREDIT * slo.tpot_p99_s)
+    return min(
+        request.first_token_at + request.tokens * slo.tpot_p99_s, last + CREDIT * slo.tpot_p99_s
+    )
 
 
 class Promptness:
@@ -134,16 +157,23 @@ def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
     arrived = [Request(0.0, typical.prompt, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, typical.max_batched_tokens)
     chunk = Work(((1, 0),), 0, 0)
-    p50 = p99 * predictor.seconds(chunk) / predictor.p99(chunk)  # all steps with prefill have one margin
+    p50 = (
+        p99 * predictor.seconds(chunk) / predictor.p99(chunk)
+    )  # all steps with prefill have one margin
     load = f"{typical.decodes} decodes of {typical.context} tokens of context"
     prompt = f"the prefill of {typical.prompt} tokens"
-    for what, takes, name in ((f"a step of {load}", predictor.p99(step), "tpot_p99_s"),
-                              (f"a step of {load}", predictor.seconds(step), "tpot_p50_s"),
-                              (prompt, p99, "ttft_p99_s"), (prompt, p50, "ttft_p50_s")):
+    for what, takes, name in (
+        (f"a step of {load}", predictor.p99(step), "tpot_p99_s"),
+        (f"a step of {load}", predictor.seconds(step), "tpot_p50_s"),
+        (prompt, p99, "ttft_p99_s"),
+        (prompt, p50, "ttft_p50_s"),
+    ):
         if takes > (target := getattr(slo, name)):
             kind = "at its P99" if "p99" in name else "on average"
-            return (f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes {takes:.3g} s {kind}"
-                    " on this device; give a looser target, a faster device or a smaller model")
+            return (
+                f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes {takes:.3g} s {kind}"
+                " on this device; give a looser target, a faster device or a smaller model"
+            )
     return ""
 
 
@@ -154,14 +184,22 @@ class Attainment:
         self._slo = slo
         self.finished = self.met = self.finished_lending = self.met_lending = self.aborted = 0
         self._alone: deque[bool] = deque(maxlen=WINDOW)
-        self.misses_alone = False  # S misses its targets by itself, by the last WINDOW requests without lending
+        self.misses_alone = (
+            False  # S misses its targets by itself, by the last WINDOW requests without lending
+        )
 
-    def add(self, ttft_s: float | None, tpot_s: float | None, lent: bool, aborted: bool = False) -> bool:
+    def add(
+        self, ttft_s: float | None, tpot_s: float | None, lent: bool, aborted: bool = False
+    ) -> bool:
         """A request ended: its TTFT (null: no token came), its TPOT (null: one token), whether anything was lent while
         it was here, and whether S gave it up. Whether it met the targets. A client that hangs up is not S's miss:
         leave it out unless it had missed its TTFT already."""
-        met = (not aborted and ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
-               and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s))
+        met = (
+            not aborted
+            and ttft_s is not None
+            and ttft_s <= self._slo.ttft_p99_s
+            and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
+        )
         self.finished += 1
         self.met += met
         self.aborted += aborted

@@ -20,7 +20,9 @@ from typing import Protocol
 from rose.coserving.blocks import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-SPARE = 2**28  # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a little
+SPARE = (
+    2**28
+)  # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a little
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -99,8 +101,10 @@ class PagePool:
         Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what this call mapped is
         taken back then.
         """
-        parts = [[offset for offset in range(low, high, self.page) if offset not in self._handles]
-                 for low, high in self._within(ranges)]
+        parts = [
+            [offset for offset in range(low, high, self.page) if offset not in self._handles]
+            for low, high in self._within(ranges)
+        ]
         self._check_spare(self.page * sum(map(len, parts)))
         fresh: list[int] = []
         try:
@@ -118,8 +122,12 @@ class PagePool:
     def release(self, ranges: Ranges) -> None:
         """Waits for the device, then gives these pages back; those without memory are passed over. Raises
         `CudaError`."""
-        gone = [offset for low, high in self._within(ranges) for offset in range(low, high, self.page)
-                if offset in self._handles]
+        gone = [
+            offset
+            for low, high in self._within(ranges)
+            for offset in range(low, high, self.page)
+            if offset in self._handles
+        ]
         if gone:
             self._drop(gone)
 
@@ -127,7 +135,9 @@ class PagePool:
     def scratch(self) -> Iterator[None]:
         """Every page may be touched meanwhile: those without memory share one page of it, and what is written there is
         lost. Raises `MemoryError`, `CudaError`."""
-        bare = [offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles]
+        bare = [
+            offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles
+        ]
         shared, shown = self._create(), []
         try:
             for offset in bare:
@@ -136,7 +146,9 @@ class PagePool:
             for first, end in _runs(shown, self.page):
                 self._driver.allow(self.address + first, end - first)
             if shown:
-                self._driver.zero(self.address + shown[0], self.page)  # not what another process left: it may be NaN
+                self._driver.zero(
+                    self.address + shown[0], self.page
+                )  # not what another process left: it may be NaN
             yield
         finally:
             self._driver.synchronize()
@@ -156,8 +168,13 @@ class PagePool:
 
     @property
     def __cuda_array_interface__(self) -> dict:
-        return {"version": 3, "shape": (self.nbytes,), "typestr": "|i1", "data": (self.address, False),
-                "strides": None}
+        return {
+            "version": 3,
+            "shape": (self.nbytes,),
+            "typestr": "|i1",
+            "data": (self.address, False),
+            "strides": None,
+        }
 
     def close(self) -> None:
         """Give back everything, addresses too."""
@@ -169,8 +186,10 @@ class PagePool:
             return
         available = self._driver.available()
         if available - nbytes < self._spare:
-            raise MemoryError(f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the GPU's "
-                              f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} mapped")
+            raise MemoryError(
+                f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the GPU's "
+                f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} mapped"
+            )
 
     def _back(self, offset: int) -> None:
         handle = self._create()
@@ -187,8 +206,10 @@ class PagePool:
         except CudaError as error:
             if error.code != OUT_OF_MEMORY:
                 raise
-            raise MemoryError(f"no GPU memory for another page of {self.page} bytes of KV cache ({self.mapped_bytes} of "
-                              f"{self.nbytes} are mapped): {error}") from error
+            raise MemoryError(
+                f"no GPU memory for another page of {self.page} bytes of KV cache ({self.mapped_bytes} of "
+                f"{self.nbytes} are mapped): {error}"
+            ) from error
 
     def _drop(self, offsets: list[int]) -> None:
         if not offsets:
@@ -201,8 +222,10 @@ class PagePool:
     def _within(self, ranges: Ranges) -> Ranges:
         for low, high in ranges:
             if not 0 <= low <= high <= self.nbytes or low % self.page or high % self.page:
-                raise ValueError(f"[{low}, {high}) is not a range of whole pages of {self.page} bytes in a pool of "
-                                 f"{self.nbytes}")
+                raise ValueError(
+                    f"[{low}, {high}) is not a range of whole pages of {self.page} bytes in a pool of "
+                    f"{self.nbytes}"
+                )
         return ranges
 
 
@@ -221,9 +244,16 @@ class _Location(ctypes.Structure):
 
 
 class _AllocationProperties(ctypes.Structure):  # CUmemAllocationProp_v1
-    _fields_ = [("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
-                ("win32", ctypes.c_void_p), ("compression", ctypes.c_ubyte), ("rdma", ctypes.c_ubyte),
-                ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 4)]
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
 
 
 class _Access(ctypes.Structure):  # CUmemAccessDesc_v1
@@ -275,7 +305,12 @@ class CudaDriver:
         self._properties = _AllocationProperties(type=_PINNED, location=location)
         self._access = _Access(location, _READ_WRITE)
         size = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), _MINIMUM)
+        self._call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(size),
+            ctypes.byref(self._properties),
+            _MINIMUM,
+        )
         self.granularity = size.value
 
     def reserve(self, nbytes: int) -> int:
@@ -285,7 +320,9 @@ class CudaDriver:
         self._in_context("cuMemAddressFree", address, nbytes)
 
     def create(self) -> int:
-        return self._new(ctypes.c_ulonglong(), "cuMemCreate", self.granularity, ctypes.byref(self._properties), 0)
+        return self._new(
+            ctypes.c_ulonglong(), "cuMemCreate", self.granularity, ctypes.byref(self._properties), 0
+        )
 
     def release(self, handle: int) -> None:
         self._in_context("cuMemRelease", handle)

@@ -28,14 +28,20 @@ CONF = REPOSITORY / "conf"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where runs will be written; default: output_dir")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where runs will be written; default: output_dir"
+    )
     args, overrides = parser.parse_known_args()
     console = Console(soft_wrap=True, highlight=False)
     try:
         trees = front.compose(CONF, overrides)
         if len(trees) != 1:
-            raise ConfigError(f"{' '.join(overrides)}: the doctor takes one configuration, no sweep")
+            raise ConfigError(
+                f"{' '.join(overrides)}: the doctor takes one configuration, no sweep"
+            )
         c = from_dict(trees[0])
         container.check(c)
     except errors.COMPLAINTS as error:
@@ -46,13 +52,17 @@ def main() -> int:
     for finding in examine(c, (args.folder or Path(c.output_dir)).resolve()):
         colour = {"ok": "green", "warning": "yellow", "failed": "red"}[finding.state]
         console.print(f"[{colour}]{finding.state:8}[/] {finding.part}: ", end="")
-        console.print(finding.words + (f". {finding.remedy}" if finding.remedy else ""), markup=False)
+        console.print(
+            finding.words + (f". {finding.remedy}" if finding.remedy else ""), markup=False
+        )
         failed += finding.state == "failed"
     return int(failed > 0)
 
 
 def _refuse(words: str) -> int:
-    Console(stderr=True, soft_wrap=True).print(f"bad configuration: {words}", markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"bad configuration: {words}", markup=False, highlight=False
+    )
     return 2
 
 
@@ -60,7 +70,9 @@ def examine(c: Config, folder: Path) -> Iterator[Finding]:
     """Every finding, in the order of the parts; the checks run side by side."""
     holds_runs = machine.file_system(folder)  # first: others write there
     shared = folder if holds_runs.state != "failed" else None
-    checks: list[Callable[[], list[Finding]]] = [lambda name=name: [machine.package(name)] for name in machine.PACKAGES]
+    checks: list[Callable[[], list[Finding]]] = [
+        lambda name=name: [machine.package(name)] for name in machine.PACKAGES
+    ]
     checks.append(lambda: machine.gpus(c))
     if c.cluster.kind == "slurm":
         checks.append(lambda: slurm.examine(c, shared))

@@ -26,8 +26,12 @@ TIMEOUT = timedelta(seconds=30)
 
 def main(backend: str, ranks: int) -> None:
     if backend == "nccl" and torch.cuda.device_count() < ranks:
-        sys.exit(f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none for this driver")
-    with tempfile.TemporaryDirectory(prefix="rose-doctor-") as folder:  # a file: no port to be taken by another
+        sys.exit(
+            f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none for this driver"
+        )
+    with tempfile.TemporaryDirectory(
+        prefix="rose-doctor-"
+    ) as folder:  # a file: no port to be taken by another
         torch.multiprocessing.spawn(_rank, (ranks, backend, f"{folder}/rendezvous"), nprocs=ranks)
 
 
@@ -36,12 +40,16 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     values = torch.full((FLOATS,), rank + 1.0, device=device)
     dist.all_reduce(values)  # the first one makes the connections
     wanted = ranks * (ranks + 1) / 2
     if not bool((values == wanted).all()):
-        raise RuntimeError(f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, not {wanted}")
+        raise RuntimeError(
+            f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, not {wanted}"
+        )
     values.zero_()
     dist.barrier()
     began = time.monotonic()

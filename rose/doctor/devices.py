@@ -24,13 +24,17 @@ FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mi
 # The oldest Linux driver for each major version of CUDA, by its release notes ("minor version compatibility").
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
-FREE_SHARE = 0.95  # of a GPU's memory; with less free another process is on it, and vLLM refuses to start
+FREE_SHARE = (
+    0.95  # of a GPU's memory; with less free another process is on it, and vLLM refuses to start
+)
 SHM = Path("/dev/shm")
 LEAST_SHM_GIB = 1.0  # NCCL and vLLM's worker queues; a container's default of 64 MiB lets both fail
 GIB = 2**30
 
 PART = "GPUs here"
-INSTALL = "make gpu, or pip install --no-deps -r requirements/gpu.txt into an environment of its own"
+INSTALL = (
+    "make gpu, or pip install --no-deps -r requirements/gpu.txt into an environment of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,18 @@ def parse(text: str) -> list[Gpu]:
         if len(cells) != len(FIELDS.split(",")) or not cells[0].isdigit():
             continue
         index, name, uuid, driver, total, free, capability, mig = cells
-        found.append(Gpu(int(index), name, uuid, driver, _number(total), _number(free),
-                         tuple(map(int, re.findall(r"\d+", capability)[:2])) or (0, 0), mig == "Enabled"))
+        found.append(
+            Gpu(
+                int(index),
+                name,
+                uuid,
+                driver,
+                _number(total),
+                _number(free),
+                tuple(map(int, re.findall(r"\d+", capability)[:2])) or (0, 0),
+                mig == "Enabled",
+            )
+        )
     return found
 
 
@@ -70,7 +84,7 @@ def links(matrix: str) -> dict[tuple[int, int], str]:
     for line in matrix.splitlines():
         cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()
         if cells and (row := re.fullmatch(r"GPU(\d+)", cells[0])) and "X" in cells:
-            for column, cell in enumerate(cells[1:cells.index("X")]):
+            for column, cell in enumerate(cells[1 : cells.index("X")]):
                 found[(column, int(row[1]))] = cell
     return found
 
@@ -83,7 +97,11 @@ def examine(c: Config) -> list[Finding]:
 
 def shm_gib(c: Config) -> float:
     """What the mirrors of all rollout ranks of a machine may take of /dev/shm."""
-    return c.rollout.workers * c.transfer.mirror_gib if c.cluster.gpus and c.rollout.replay is None else 0.0
+    return (
+        c.rollout.workers * c.transfer.mirror_gib
+        if c.cluster.gpus and c.rollout.replay is None
+        else 0.0
+    )
 
 
 def of_node(wanted: int, shm: float) -> list[Finding]:
@@ -94,11 +112,22 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
     room = shared_memory(shm, "failed" if wanted or listed else "warning")
     if not listed:
         none = f"none of {wanted}: " if wanted else "none: "
-        words = f"nvidia-smi: {asked.last}" if asked and (asked.code or asked.err) else "no NVIDIA driver"
+        words = (
+            f"nvidia-smi: {asked.last}"
+            if asked and (asked.code or asked.err)
+            else "no NVIDIA driver"
+        )
         if wanted or asked and asked.code:
-            return [Finding("failed" if wanted else "warning", PART, none + words,
-                            "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a driver "
-                            "that was just updated), or use cluster=local"), room]
+            return [
+                Finding(
+                    "failed" if wanted else "warning",
+                    PART,
+                    none + words,
+                    "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a driver "
+                    "that was just updated), or use cluster=local",
+                ),
+                room,
+            ]
         return [Finding("ok", PART, "none, and none needed on this machine"), room]
     seen = run([sys.executable, "-m", "rose.doctor.torch_view"], deadline_s=IMPORT_S)
     found = [here(listed, wanted), *named(wanted), cuda(listed, seen), room, *old(listed)]
@@ -109,20 +138,39 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
 
 def here(listed: Sequence[Gpu], wanted: int) -> Finding:
     """Their number and free memory."""
-    kinds = ", ".join(f"{count} x {name}" for name, count in _counts([gpu.name for gpu in listed]).items())
+    kinds = ", ".join(
+        f"{count} x {name}" for name, count in _counts([gpu.name for gpu in listed]).items()
+    )
     least = min(listed, key=lambda gpu: gpu.free_mib)
-    words = (f"{kinds}, sm_{''.join(map(str, least.capability))}, {least.free_mib / 1024:.1f} of "
-             f"{least.total_mib / 1024:.1f} GiB free" + (f" on GPU {least.index}" if len(listed) > 1 else ""))
+    words = (
+        f"{kinds}, sm_{''.join(map(str, least.capability))}, {least.free_mib / 1024:.1f} of "
+        f"{least.total_mib / 1024:.1f} GiB free"
+        + (f" on GPU {least.index}" if len(listed) > 1 else "")
+    )
     sliced = [gpu.index for gpu in listed if gpu.sliced]
     if len(listed) < wanted and not sliced:
-        return Finding("failed", PART, f"{words}; the run wants {wanted}", "lower cluster.gpus with trainer.ranks and "
-                       "rollout.workers, or take a larger machine")
+        return Finding(
+            "failed",
+            PART,
+            f"{words}; the run wants {wanted}",
+            "lower cluster.gpus with trainer.ranks and rollout.workers, or take a larger machine",
+        )
     if sliced:
-        return Finding("warning", PART, f"{words}; GPU {sliced[0]} is cut into MIG slices", "NCCL connects no slices: "
-                       "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 undoes it")
+        return Finding(
+            "warning",
+            PART,
+            f"{words}; GPU {sliced[0]} is cut into MIG slices",
+            "NCCL connects no slices: "
+            "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 undoes it",
+        )
     if least.free_mib < FREE_SHARE * least.total_mib:
-        return Finding("warning", PART, words, "another process is on it (nvidia-smi names it); end it, or lower "
-                       "rollout.gpu_memory_utilization and name the other GPUs in CUDA_VISIBLE_DEVICES")
+        return Finding(
+            "warning",
+            PART,
+            words,
+            "another process is on it (nvidia-smi names it); end it, or lower "
+            "rollout.gpu_memory_utilization and name the other GPUs in CUDA_VISIBLE_DEVICES",
+        )
     return Finding("ok", PART, f"{words}; python scripts/gpu_check.py tries them")
 
 
@@ -135,8 +183,14 @@ def named(wanted: int) -> list[Finding]:
         return []  # a name of no GPU here, which rose/doctor/machine.py tells
     if variable is None or len(names) >= wanted:
         return []
-    return [Finding("failed", f"{gpus.VARIABLE}={variable}", f"names {len(names)} GPUs; the run wants {wanted}",
-                    "name as many or unset it, or lower cluster.gpus with trainer.ranks and rollout.workers")]
+    return [
+        Finding(
+            "failed",
+            f"{gpus.VARIABLE}={variable}",
+            f"names {len(names)} GPUs; the run wants {wanted}",
+            "name as many or unset it, or lower cluster.gpus with trainer.ranks and rollout.workers",
+        )
+    ]
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
@@ -148,42 +202,74 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
     part, driver = "driver and CUDA", listed[0].driver
     view = next((event for event in seen.events() if event["what"] == "torch"), None)
     if view is None:
-        return Finding("failed", part, f"driver {driver}; torch does not import: {seen.last}", INSTALL)
+        return Finding(
+            "failed", part, f"driver {driver}; torch does not import: {seen.last}", INSTALL
+        )
     if view["cuda"] is None:
-        return Finding("failed", part, f"driver {driver}; torch {view['version']} is not built for CUDA", INSTALL)
+        return Finding(
+            "failed",
+            part,
+            f"driver {driver}; torch {view['version']} is not built for CUDA",
+            INSTALL,
+        )
     words = f"driver {driver}, torch {view['version']} built for CUDA {view['cuda']}"
     oldest = OLDEST_DRIVER.get(int(view["cuda"].split(".")[0]))
     too_old = oldest is not None and int(driver.split(".")[0]) < oldest
     if not view["error"]:
-        by = " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)" if too_old else ""
+        by = (
+            " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)"
+            if too_old
+            else ""
+        )
         return Finding("ok", part, f"{words}; torch computes on {view['count']}{by}")
-    remedy = (f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its cuda-compat package"
-              if too_old else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an NVSwitch box "
-                              "nvidia-fabricmanager must run in the driver's version")
+    remedy = (
+        f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its cuda-compat package"
+        if too_old
+        else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an NVSwitch box "
+        "nvidia-fabricmanager must run in the driver's version"
+    )
     return Finding("failed", part, f"{words}; torch: {view['error']}", remedy)
 
 
 def old(listed: Sequence[Gpu]) -> list[Finding]:
     """GPUs on which the presets can't run."""
-    return [Finding("warning", f"GPU {gpu.index}", f"{gpu.name} is sm_{''.join(map(str, gpu.capability))}",
-                    "bfloat16 needs sm_80 (A100) or newer; leave it out with CUDA_VISIBLE_DEVICES")
-            for gpu in listed if gpu.capability < OLDEST_GPU]
+    return [
+        Finding(
+            "warning",
+            f"GPU {gpu.index}",
+            f"{gpu.name} is sm_{''.join(map(str, gpu.capability))}",
+            "bfloat16 needs sm_80 (A100) or newer; leave it out with CUDA_VISIBLE_DEVICES",
+        )
+        for gpu in listed
+        if gpu.capability < OLDEST_GPU
+    ]
 
 
 def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
     """NVLink or what else joins the GPUs, and whether they read each other's memory."""
     part = "links between GPUs"
     view = next((event for event in seen.events() if event["what"] == "torch"), {})
-    kinds = ", ".join(f"{kind} ({count} pairs)" for kind, count in _counts(list(pairs.values())).items())
+    kinds = ", ".join(
+        f"{kind} ({count} pairs)" for kind, count in _counts(list(pairs.values())).items()
+    )
     blocked = [tuple(pair) for pair in view.get("no_peer", [])]
     words = kinds or "nvidia-smi topo -m tells nothing"
     if blocked:
-        return Finding("warning", part, f"{words}; GPUs {blocked[0][0]} and {blocked[0][1]} can't read each other's memory"
-                       f" ({len(blocked)} pairs)", "NCCL goes through host memory there: training and tensor parallel "
-                       "are slower; IOMMU and PCI ACS settings are the usual cause")
+        return Finding(
+            "warning",
+            part,
+            f"{words}; GPUs {blocked[0][0]} and {blocked[0][1]} can't read each other's memory"
+            f" ({len(blocked)} pairs)",
+            "NCCL goes through host memory there: training and tensor parallel "
+            "are slower; IOMMU and PCI ACS settings are the usual cause",
+        )
     if kinds and not any(kind.startswith("NV") for kind in pairs.values()):
-        return Finding("warning", part, f"{words}: no NVLink", "ZeRO-3 and tensor parallel are bound by PCIe; prefer "
-                       "rollout.tensor_parallel=1")
+        return Finding(
+            "warning",
+            part,
+            f"{words}: no NVLink",
+            "ZeRO-3 and tensor parallel are bound by PCIe; prefer rollout.tensor_parallel=1",
+        )
     return Finding("ok", part, words)
 
 
@@ -193,25 +279,50 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
     try:
         size = os.statvfs(folder)
     except OSError as error:
-        return Finding("failed", part, f"{error.strerror}", "mount a tmpfs there: NCCL and vLLM need it")
+        return Finding(
+            "failed", part, f"{error.strerror}", "mount a tmpfs there: NCCL and vLLM need it"
+        )
     total, free = (blocks * size.f_frsize / GIB for blocks in (size.f_blocks, size.f_bavail))
     words = f"{free:.1f} of {total:.1f} GiB free"
     if free < LEAST_SHM_GIB:
-        return Finding(too_small, part, words, "NCCL and vLLM need 1 GiB: docker run --ipc=host or --shm-size=16g; "
-                       "Apptainer and pyxis share the node's; remove what ended processes left there")
+        return Finding(
+            too_small,
+            part,
+            words,
+            "NCCL and vLLM need 1 GiB: docker run --ipc=host or --shm-size=16g; "
+            "Apptainer and pyxis share the node's; remove what ended processes left there",
+        )
     if free < wanted_gib:
-        return Finding("warning", part, f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each rollout "
-                       "rank)", "lower transfer.mirror_gib: what is more, ranks read from files; or enlarge /dev/shm")
+        return Finding(
+            "warning",
+            part,
+            f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each rollout "
+            "rank)",
+            "lower transfer.mirror_gib: what is more, ranks read from files; or enlarge /dev/shm",
+        )
     return Finding("ok", part, words)
 
 
 def said(done: Ended) -> list[Finding]:
     """The findings of this program on another node."""
-    found = [Finding(event["state"], f"{event['part']} on {event['node']}", event["words"], event["remedy"])
-             for event in done.events() if event["what"] == "finding"]
-    return found or [Finding("failed", "GPUs of a node", done.last, "srun must start one task with GPUs there")]
+    found = [
+        Finding(
+            event["state"], f"{event['part']} on {event['node']}", event["words"], event["remedy"]
+        )
+        for event in done.events()
+        if event["what"] == "finding"
+    ]
+    return found or [
+        Finding("failed", "GPUs of a node", done.last, "srun must start one task with GPUs there")
+    ]
 
 
 if __name__ == "__main__":
     for finding in of_node(int(sys.argv[1]), float(sys.argv[2])):
-        say("finding", state=finding.state, part=finding.part, words=finding.words, remedy=finding.remedy)
+        say(
+            "finding",
+            state=finding.state,
+            part=finding.part,
+            words=finding.words,
+            remedy=finding.remedy,
+        )

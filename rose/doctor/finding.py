@@ -62,7 +62,9 @@ class Ended(NamedTuple):
 
 def say(what: str, **details: Any) -> None:
     """One event of a program that the doctor started, for `Ended.events`."""
-    sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")  # in one write, unlike print's
+    sys.stdout.write(
+        json.dumps({"what": what, "node": node(), **details}) + "\n"
+    )  # in one write, unlike print's
     sys.stdout.flush()
 
 
@@ -75,20 +77,29 @@ class Child:
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        self._process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+        self._process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err
+        )
 
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end()
         self._out.close()
         self._err.close()
 
     def so_far(self) -> Ended:
         code = self._process.poll()
-        out, err = (os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace") for file in (self._out, self._err))
+        out, err = (
+            os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace")
+            for file in (self._out, self._err)
+        )
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
@@ -121,6 +132,8 @@ class Child:
                 self._process.wait()
 
 
-def run(argv: Sequence[str], env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Ended:
+def run(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> Ended:
     with Child(argv, env) as child:
         return child.wait(deadline_s)

@@ -55,8 +55,15 @@ async def host(c: Config, run_dir: Path) -> None:
         if what == "left":
             left.set()
 
-    borrowed = Borrowed(c, run_dir, 1, FIRST_ADDRESS, lambda: listener,
-                        lambda what, detail: say("fault", detail=f"{what}: {detail}"), changed)
+    borrowed = Borrowed(
+        c,
+        run_dir,
+        1,
+        FIRST_ADDRESS,
+        lambda: listener,
+        lambda what, detail: say("fault", detail=f"{what}: {detail}"),
+        changed,
+    )
     serving = asyncio.create_task(borrowed.run())
     while join.endpoint(run_dir) is None and not serving.done():
         await asyncio.sleep(0.02)

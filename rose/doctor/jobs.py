@@ -19,9 +19,15 @@ def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[st
 
 def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
     """Options for one task on a node of this component; with GPUs only if the run has some."""
-    named = {name: getattr(component, name) for name in ("partition", "account", "qos", "constraint")}
-    return ["--nodes=1", "--ntasks=1", *(f"--{name}={value}" for name, value in named.items() if value is not None),
-            *([f"--gpus-per-node={gpus}"] if c.cluster.gpus else [])]
+    named = {
+        name: getattr(component, name) for name in ("partition", "account", "qos", "constraint")
+    }
+    return [
+        "--nodes=1",
+        "--ntasks=1",
+        *(f"--{name}={value}" for name, value in named.items() if value is not None),
+        *([f"--gpus-per-node={gpus}"] if c.cluster.gpus else []),
+    ]
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:

@@ -24,10 +24,14 @@ QUEUE_S = 15  # of each job; plain ones start as soon as there is room
 OPEN_S = 20.0
 LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without borrowed ranks"
-STAGES = (("joined", 1, "no rank could join"), ("heard", 1, "a rank joined, and no message of it came"),
-          ("joined", 2, "after one was killed, no other rank could join"),
-          ("heard", 2, "after one was killed, no message of the next came"),
-          ("lost", 1, "that a rank was killed went unnoticed"), ("left", 2, "the next rank could not leave"))
+STAGES = (
+    ("joined", 1, "no rank could join"),
+    ("heard", 1, "a rank joined, and no message of it came"),
+    ("joined", 2, "after one was killed, no other rank could join"),
+    ("heard", 2, "after one was killed, no message of the next came"),
+    ("lost", 1, "that a rank was killed went unnoticed"),
+    ("left", 2, "the next rank could not leave"),
+)
 
 
 def local(c: Config, folder: Path | None) -> Finding:
@@ -42,22 +46,39 @@ def local(c: Config, folder: Path | None) -> Finding:
 def over_nodes(c: Config, folder: Path | None) -> Finding:
     """Each side a job of its own, on two nodes where there are two."""
     host = [*srun(*c.cluster.mpi.srun, queue_s=QUEUE_S), *task(c, c.cluster.slurm.trainer)]
-    joiner = [*srun("--mpi=none", "--kill-on-bad-exit=0", queue_s=QUEUE_S), *task(c, c.cluster.slurm.borrowed)]
+    joiner = [
+        *srun("--mpi=none", "--kill-on-bad-exit=0", queue_s=QUEUE_S),
+        *task(c, c.cluster.slurm.borrowed),
+    ]
     return _join(c, folder, host, lambda node: [[*joiner, f"--exclude={node}"], joiner])
 
 
-def _join(c: Config, folder: Path | None, host: Sequence[str],
-          joiners: Callable[[str], Sequence[Sequence[str]]]) -> Finding:
+def _join(
+    c: Config,
+    folder: Path | None,
+    host: Sequence[str],
+    joiners: Callable[[str], Sequence[Sequence[str]]],
+) -> Finding:
     """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to try them."""
     if not c.cluster.mpi.join:
-        return Finding("warning", PART, f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})",
-                       "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout ranks only")
+        return Finding(
+            "warning",
+            PART,
+            f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})",
+            "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout ranks only",
+        )
     if folder is None:
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
     python = (*container.command(c, [folder]), "-u", "-m")
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder, ignore_cleanup_errors=True) as run_dir:
-        patient = msgspec.structs.replace(c.serving, lost_after_s=max(c.serving.lost_after_s, LOST_AFTER_S))
-        configuration.save(msgspec.structs.replace(c, serving=patient), Path(run_dir) / "config.json")
+    with tempfile.TemporaryDirectory(
+        prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
+    ) as run_dir:
+        patient = msgspec.structs.replace(
+            c.serving, lost_after_s=max(c.serving.lost_after_s, LOST_AFTER_S)
+        )
+        configuration.save(
+            msgspec.structs.replace(c, serving=patient), Path(run_dir) / "config.json"
+        )
         env = launcher.environment(c)
         with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
             end = time.monotonic() + DEADLINE_S - END_S
@@ -68,7 +89,11 @@ def _join(c: Config, folder: Path | None, host: Sequence[str],
                     members = joiner.wait(max(1.0, end - time.monotonic()))
                 if _nodes(members, "started"):
                     break
-            saw = coordinator.wait(patient.lost_after_s + END_S) if members.code == 0 else coordinator.so_far()
+            saw = (
+                coordinator.wait(patient.lost_after_s + END_S)
+                if members.code == 0
+                else coordinator.so_far()
+            )
     return joined(saw, members, c.cluster.kind == "slurm")
 
 
@@ -82,8 +107,12 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
     missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]
     if not _nodes(host, "open"):
-        return Finding("failed", PART, f"the coordinator's side did not start: {host.last}",
-                       "It needs what the lines above are about: the folder on that node, and MPI there")
+        return Finding(
+            "failed",
+            PART,
+            f"the coordinator's side did not start: {host.last}",
+            "It needs what the lines above are about: the folder on that node, and MPI there",
+        )
     if missing:
         faults = [event["detail"] for event in events if event["what"] == "fault"]
         porters = [line for line in host.err.splitlines() if line.startswith("porter: ")]
@@ -91,8 +120,12 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
         return Finding("failed", PART, f"{missing[0]}: {why}", REMEDY)
     here, there = _nodes(host, "open")[0], _nodes(joiner, "started")[0]
     after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
-    words = (f"one of {there} joined {here} ({after}), was killed, which was noticed "
-             f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and left")
+    words = (
+        f"one of {there} joined {here} ({after}), was killed, which was noticed "
+        f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and left"
+    )
     if two_nodes and here == there:
-        return Finding("warning", PART, words, "Both sides ran on one node: try again when two are free")
+        return Finding(
+            "warning", PART, words, "Both sides ran on one node: try again when two are free"
+        )
     return Finding("ok", PART, words)

@@ -35,7 +35,10 @@ def main(run_dir: Path) -> int:
     end = time.monotonic() + FOUND_S
     while join.endpoint(run_dir) is None:
         if time.monotonic() > end:
-            print(f"no {join.folder(run_dir) / 'endpoint.json'} here within {FOUND_S:g} s", file=sys.stderr)
+            print(
+                f"no {join.folder(run_dir) / 'endpoint.json'} here within {FOUND_S:g} s",
+                file=sys.stderr,
+            )
             return 1
         time.sleep(join.POLL_S)
     for dies in (True, False):

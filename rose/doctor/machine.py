@@ -24,15 +24,26 @@ PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
 def package(name: str) -> Finding:
     """Does it import here?"""
     top = name.split(".")[0]
-    done = run([sys.executable, "-c", f"import {name}; print({top}.__version__)"],
-               deadline_s=IMPORT_S)
+    done = run(
+        [sys.executable, "-c", f"import {name}; print({top}.__version__)"], deadline_s=IMPORT_S
+    )
     part = f"import {top}"
     if done.code == 0:
         return Finding("ok", part, done.out.strip().splitlines()[-1])
     if done.code == 124:
-        return Finding("failed", part, done.last, f"{sys.prefix} is slow to read: put it on a faster file system, or in "
-                                                  "a container's image (docs/install.md)")
-    return Finding("failed", part, done.last, "make gpu (or make train, without GPUs) sets up an environment that has it")
+        return Finding(
+            "failed",
+            part,
+            done.last,
+            f"{sys.prefix} is slow to read: put it on a faster file system, or in "
+            "a container's image (docs/install.md)",
+        )
+    return Finding(
+        "failed",
+        part,
+        done.last,
+        "make gpu (or make train, without GPUs) sets up an environment that has it",
+    )
 
 
 def file_system(folder: Path) -> Finding:
@@ -53,11 +64,19 @@ def file_system(folder: Path) -> Finding:
             rate = FILE_MIB / (time.monotonic() - began)
             path.replace(path.with_name("b"))
     except OSError as error:
-        return Finding("failed", part, f"{error.strerror}: {error.filename or folder}",
-                       "give a folder that you may write, on a file system with rename, fsync and flock")
+        return Finding(
+            "failed",
+            part,
+            f"{error.strerror}: {error.filename or folder}",
+            "give a folder that you may write, on a file system with rename, fsync and flock",
+        )
     slow = rate < SLOW_MIB_PER_S
-    return Finding("warning" if slow else "ok", part, f"rename, fsync and locks work; {rate:.0f} MiB/s written",
-                   "weights and checkpoints will take their time" if slow else "")
+    return Finding(
+        "warning" if slow else "ok",
+        part,
+        f"rename, fsync and locks work; {rate:.0f} MiB/s written",
+        "weights and checkpoints will take their time" if slow else "",
+    )
 
 
 def gpus(c: Config) -> list[Finding]:
@@ -71,7 +90,9 @@ def gpus(c: Config) -> list[Finding]:
     return [*found, nccl(len(whole), c)] if len(whole) > 1 else found
 
 
-def nccl(count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S) -> Finding:
+def nccl(
+    count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
+) -> Finding:
     """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node, or that on which
     `python` (an srun) starts one."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
@@ -83,6 +104,15 @@ def reduced(done: Ended, count: int) -> Finding:
     part = f"NCCL between {count} GPUs"
     for event in done.events():
         if event["what"] == "all-reduce" and done.code == 0:
-            return Finding("ok", part, f"all-reduce on {event['node']} at {event['gib_per_s']:.1f} GiB/s bus bandwidth")
-    return Finding("failed", part, done.last, "NCCL_DEBUG=INFO says more; `nvidia-smi topo -m` shows the links, and "
-                   "NCCL_P2P_DISABLE=1 in cluster.env goes around a broken one")
+            return Finding(
+                "ok",
+                part,
+                f"all-reduce on {event['node']} at {event['gib_per_s']:.1f} GiB/s bus bandwidth",
+            )
+    return Finding(
+        "failed",
+        part,
+        done.last,
+        "NCCL_DEBUG=INFO says more; `nvidia-smi topo -m` shows the links, and "
+        "NCCL_P2P_DISABLE=1 in cluster.env goes around a broken one",
+    )

@@ -84,18 +84,34 @@ def files(done: Ended, folder: Path) -> Finding:
     said = [event for event in done.events() if event["what"] == "files"]
     unseen = next((event for event in said if "missing" in event), None)
     if unseen is not None:
-        return Finding("failed", PART, f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s",
-                       f"give an output_dir (--folder) on a file system that all nodes share; {folder} is none")
+        return Finding(
+            "failed",
+            PART,
+            f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s",
+            f"give an output_dir (--folder) on a file system that all nodes share; {folder} is none",
+        )
     if len(said) < 2:
-        return Finding("warning", PART, "not tried, since no job over two components ran", "see the MPI world below")
+        return Finding(
+            "warning",
+            PART,
+            "not tried, since no job over two components ran",
+            "see the MPI world below",
+        )
     here, there = (event["node"] for event in said)
     if here == there:
-        return Finding("warning", PART, f"both components ran on {here}", "try again when two nodes are free")
+        return Finding(
+            "warning", PART, f"both components ran on {here}", "try again when two nodes are free"
+        )
     seconds = statistics.median(min((event["round_trips"] for event in said), key=sum)) / 2
     words = f"a file of {here} is seen on {there} after {1e3 * seconds:.0f} ms"
     if seconds > SLOW_S:
-        return Finding("warning", PART, words, "joining and weights wait for it; a mount without attribute caching "
-                       "(actimeo=1 or noac for NFS) is faster")
+        return Finding(
+            "warning",
+            PART,
+            words,
+            "joining and weights wait for it; a mount without attribute caching "
+            "(actimeo=1 or noac for NFS) is faster",
+        )
     return Finding("ok", PART, words)
 
 

@@ -19,12 +19,23 @@ def main() -> None:
             count = torch.cuda.device_count()
             for index in range(count):
                 torch.ones(2, device=f"cuda:{index}").sum().item()
-            no_peer = [(a, b) for b in range(count) for a in range(b)
-                       if not torch.cuda.can_device_access_peer(a, b)]
+            no_peer = [
+                (a, b)
+                for b in range(count)
+                for a in range(b)
+                if not torch.cuda.can_device_access_peer(a, b)
+            ]
         except RuntimeError as found:
             error = str(found).splitlines()[0]
         error = error or ("" if count else "it sees no GPU")
-    say("torch", version=torch.__version__, cuda=torch.version.cuda, count=count, error=error, no_peer=no_peer)
+    say(
+        "torch",
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        count=count,
+        error=error,
+        no_peer=no_peer,
+    )
 
 
 if __name__ == "__main__":

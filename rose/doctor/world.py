@@ -15,9 +15,13 @@ def local(c: Config) -> Finding:
         mpiexec = launcher.find_mpiexec()
     except ConfigError as error:
         return Finding("failed", "MPI world", str(error))
-    done = run([mpiexec, *launcher.MPIEXEC_OPTIONS, "-n", "2", sys.executable, "-m", "rose.doctor.rank"],
-               launcher.environment(c))
-    return world(done, "mpiexec", "pip install mpich: on one machine MPICH's mpiexec starts the ranks")
+    done = run(
+        [mpiexec, *launcher.MPIEXEC_OPTIONS, "-n", "2", sys.executable, "-m", "rose.doctor.rank"],
+        launcher.environment(c),
+    )
+    return world(
+        done, "mpiexec", "pip install mpich: on one machine MPICH's mpiexec starts the ranks"
+    )
 
 
 def world(done: Ended, how: str, remedy: str) -> Finding:
@@ -27,6 +31,11 @@ def world(done: Ended, how: str, remedy: str) -> Finding:
     if done.code == 0 and len(said) == 2 and all(event["size"] == 2 for event in said):
         return Finding("ok", part, said[0]["library"])
     if done.code == 0 and said:
-        return Finding("failed", part, f"{len(said)} ranks, each in a world of {said[0]['size']}: mpi4py's MPI is not "
-                       "the one whose launcher this is", remedy)
+        return Finding(
+            "failed",
+            part,
+            f"{len(said)} ranks, each in a world of {said[0]['size']}: mpi4py's MPI is not "
+            "the one whose launcher this is",
+            remedy,
+        )
     return Finding("failed", part, done.last, remedy)

@@ -14,7 +14,9 @@ from rose.coserving import names
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again from the model's folder, or for who reads them to end
+ACTIVATE_TIMEOUT_S = (
+    300.0  # to read the weights again from the model's folder, or for who reads them to end
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Activation:
             if not self.asleep:
                 self.asleep, self._activations = True, self._activations + 1
                 self._open.clear()
-                await self._call(self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True),
-                                 RPC_TIMEOUT_S)
+                await self._call(
+                    self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True),
+                    RPC_TIMEOUT_S,
+                )
                 await self._abort_requests()
             return _moved(await self._worker_or_death("rose_sleep"))
 
@@ -93,7 +97,9 @@ class Activation:
             for turn in self._turns.values():
                 turn.aborted = True
             # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps it from matching.
-            await self._call(core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S)
+            await self._call(
+                core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S
+            )
             await self._abort_requests()
             await self._rest(True)
             await self._worker_or_death("rose_deactivate")
@@ -117,7 +123,9 @@ class Activation:
     async def _rest(self, resting: bool) -> None:
         """Where the device is shared, the scheduler takes none of its KV memory meanwhile."""
         if names.FOLDER in os.environ:  # as vLLM's plugin looks at it, who makes this call
-            await self._call(self._llm.engine_core.call_utility_async("rose_rest", resting), RPC_TIMEOUT_S)
+            await self._call(
+                self._llm.engine_core.call_utility_async("rose_rest", resting), RPC_TIMEOUT_S
+            )
 
     async def _worker_or_death(self, method: str, *args) -> list:
         """What fails midway leaves weights that are nobody's."""
@@ -125,13 +133,17 @@ class Activation:
             return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:
             self._process.kill()
-            raise EngineDied(f"engine process {self.pid} was ended, as {method} failed: {error}") from error
+            raise EngineDied(
+                f"engine process {self.pid} was ended, as {method} failed: {error}"
+            ) from error
 
     def _check_sleep_mode(self) -> None:
         config = self._llm.vllm_config
         if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
-            raise EngineError("an engine on a GPU gives its memory back if it was started with "
-                              "rollout.engine_args.enable_sleep_mode=true")
+            raise EngineError(
+                "an engine on a GPU gives its memory back if it was started with "
+                "rollout.engine_args.enable_sleep_mode=true"
+            )
 
     def _check_active(self) -> None:
         if not self.active:

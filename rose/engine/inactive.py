@@ -25,14 +25,18 @@ SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping en
 class InactiveWorker:
     """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
 
-    _rose_initial: dict[str, str] | None = None  # checksums of the folder's own weights, where they were seen
+    _rose_initial: dict[str, str] | None = (
+        None  # checksums of the folder's own weights, where they were seen
+    )
     _rose_asleep: set[str] | frozenset[str] = frozenset()  # what `rose_wake` brings back
 
     def rose_deactivate(self) -> None:
         """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
         on_cpu = self.device.type == "cpu"
         if not on_cpu and not self.model_config.enable_sleep_mode:
-            raise RuntimeError("the engine was started without enable_sleep_mode, so its weights can't be given back")
+            raise RuntimeError(
+                "the engine was started without enable_sleep_mode, so its weights can't be given back"
+            )
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
         self.weight_transfer_engine.begin_anew()
@@ -44,7 +48,9 @@ class InactiveWorker:
         model = self.model_runner.get_model()
         kept = _storages(model.buffers())
         spans = _storages(model.parameters()) - kept
-        give_back(spans if self.rose_kv is not None else spans | _storages(self.model_runner.kv_caches))
+        give_back(
+            spans if self.rose_kv is not None else spans | _storages(self.model_runner.kv_caches)
+        )
         ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:
@@ -54,14 +60,18 @@ class InactiveWorker:
             self.wake_up()
         self._read_folder()
         if self.rose_headroom is not None:
-            self.rose_headroom.keep(SPARE // 2)  # the rest may be what the spare memory is for, by now
+            self.rose_headroom.keep(
+                SPARE // 2
+            )  # the rest may be what the spare memory is for, by now
         if self.rose_kv is not None:
             self.rose_kv.resume()
         found = self.rose_checksum() if self._rose_initial is not None else None
         if found != self._rose_initial:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
-            raise RuntimeError(f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
-                               f"what they were before, first {wrong[0]}; did the folder change?")
+            raise RuntimeError(
+                f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
+                f"what they were before, first {wrong[0]}; did the folder change?"
+            )
 
     def _read_folder(self) -> None:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -98,4 +108,6 @@ class InactiveWorker:
 
 def _storages(tensors) -> set[tuple[int, int]]:
     """(address, bytes) of what these tensors lie in; tied ones once."""
-    return {(storage.data_ptr(), storage.nbytes()) for storage in (t.untyped_storage() for t in tensors)}
+    return {
+        (storage.data_ptr(), storage.nbytes()) for storage in (t.untyped_storage() for t in tensors)
+    }

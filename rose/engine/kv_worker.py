@@ -52,10 +52,15 @@ class KvAllocation(TorchFunctionMode):
         if kind is not None:
             return
         if len(self._pools) != 1:
-            raise RuntimeError(f"vLLM allocated {len(self._pools)} KV buffers where one was expected; "
-                               "rose.engine.kv_worker was written for vLLM 0.32")
+            raise RuntimeError(
+                f"vLLM allocated {len(self._pools)} KV buffers where one was expected; "
+                "rose.engine.kv_worker was written for vLLM 0.32"
+            )
         worker = self._worker
-        layout = layout_of(worker.model_runner.kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout().name)
+        layout = layout_of(
+            worker.model_runner.kv_cache_config,
+            worker.cache_config.get_resolved_kv_cache_layout().name,
+        )
         worker.rose_kv = BlockMemory(self._pools[0], layout)
         worker.rose_kv.map([0])
         _warm_up_in_scratch(worker)
@@ -115,8 +120,12 @@ class KvWorker:
         """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`, `strides` of `blocks.Layout`;
         `page_bytes` of the system or the GPU; `held` blocks; `mapped_bytes`."""
         kv = self._rose_lent()
-        return kv.layout._asdict() | {"block_bytes": kv.layout.block_bytes, "page_bytes": kv.pool.page,
-                                      "held": kv.held, "mapped_bytes": kv.mapped_bytes}
+        return kv.layout._asdict() | {
+            "block_bytes": kv.layout.block_bytes,
+            "page_bytes": kv.pool.page,
+            "held": kv.held,
+            "mapped_bytes": kv.mapped_bytes,
+        }
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
         """Before these blocks are used. Returns the bytes that this took from the system, see `BlockMemory.map`; FAILED
@@ -134,5 +143,7 @@ class KvWorker:
 
     def _rose_lent(self) -> BlockMemory:
         if self.rose_kv is None:
-            raise RuntimeError("this engine's KV memory can't be lent: it was started without ROSE_COSERVING")
+            raise RuntimeError(
+                "this engine's KV memory can't be lent: it was started without ROSE_COSERVING"
+            )
         return self.rose_kv

@@ -18,8 +18,10 @@ from rose.config import ModelShape
 VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(self_attn|mlp)\.(\w+)\.(weight|bias)")
-_NORM = re.compile(r"model\.norm\.weight|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|"
-                   r"self_attn\.q_norm|self_attn\.k_norm)\.weight")
+_NORM = re.compile(
+    r"model\.norm\.weight|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|"
+    r"self_attn\.q_norm|self_attn\.k_norm)\.weight"
+)
 
 
 class LocalSlice(NamedTuple):
@@ -30,7 +32,9 @@ class LocalSlice(NamedTuple):
     source: tuple[slice, ...]
 
 
-def cuts(name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]) -> tuple[list[int], list[int]]:
+def cuts(
+    name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]
+) -> tuple[list[int], list[int]]:
     """The rows and columns of HF tensor `name` at which some rank's part begins or ends, for servers of any of these
     tensor-parallel degrees. Degrees that don't divide the model are passed over: no server has them.
 
@@ -49,7 +53,9 @@ def cuts(name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable
     return sorted(found[0]), sorted(found[1])
 
 
-def slices(name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice | None:
+def slices(
+    name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int
+) -> LocalSlice | None:
     """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for `lm_head.weight` of a model
     with tied embeddings, which vLLM doesn't keep twice.
 
@@ -83,8 +89,11 @@ def slices(name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, t
         if bias:  # whole everywhere; vLLM adds it on rank 0
             return LocalSlice(name, (slice(0, model.hidden),), (slice(0, model.hidden),))
         columns = _divide(name, width, tp_size)
-        return LocalSlice(name, (slice(0, model.hidden), slice(0, columns)),
-                          (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)))
+        return LocalSlice(
+            name,
+            (slice(0, model.hidden), slice(0, columns)),
+            (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)),
+        )
     raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
 
 
@@ -95,8 +104,16 @@ def _vocabulary(name: str, model: ModelShape, tp_rank: int, tp_size: int) -> Loc
     return _rows(name, 0, first, last - first, (model.vocab, model.hidden))
 
 
-def _qkv(name: str, prefix: str, projection: str, kind: str, shape: tuple[int, ...], model: ModelShape,
-         tp_rank: int, tp_size: int) -> LocalSlice:
+def _qkv(
+    name: str,
+    prefix: str,
+    projection: str,
+    kind: str,
+    shape: tuple[int, ...],
+    model: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+) -> LocalSlice:
     """Local rows of qkv_proj: this rank's query heads, then its key heads, then its value heads."""
     heads = model.heads if projection == "q_proj" else model.kv_heads
     total = heads * model.head_dim
@@ -111,9 +128,15 @@ def _qkv(name: str, prefix: str, projection: str, kind: str, shape: tuple[int, .
     return _rows(f"{prefix}self_attn.qkv_proj.{kind}", start, rank * rows, rows, shape)
 
 
-def _rows(parameter: str, destination: int, source: int, rows: int, shape: tuple[int, ...]) -> LocalSlice:
+def _rows(
+    parameter: str, destination: int, source: int, rows: int, shape: tuple[int, ...]
+) -> LocalSlice:
     rest = tuple(slice(0, size) for size in shape[1:])
-    return LocalSlice(parameter, (slice(destination, destination + rows), *rest), (slice(source, source + rows), *rest))
+    return LocalSlice(
+        parameter,
+        (slice(destination, destination + rows), *rest),
+        (slice(source, source + rows), *rest),
+    )
 
 
 def _divide(name: str, total: int, parts: int) -> int:
@@ -124,4 +147,6 @@ def _divide(name: str, total: int, parts: int) -> int:
 
 def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if tuple(found) != expected:
-        raise ValueError(f"tensor {name!r} has shape {tuple(found)}; the model's config says {expected}")
+        raise ValueError(
+            f"tensor {name!r} has shape {tuple(found)}; the model's config says {expected}"
+        )

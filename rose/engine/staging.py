@@ -33,7 +33,9 @@ class Staging:
         try:
             yield
         except BaseException:
-            with suppress(TransferError, EngineError):  # who does not answer now is asked before the next load
+            with suppress(
+                TransferError, EngineError
+            ):  # who does not answer now is asked before the next load
                 await self._abandon()
             raise
         self._broke_off = False
@@ -47,8 +49,10 @@ class Staging:
             if not self._broke_off:
                 return
             if time.monotonic() > end:
-                raise EngineError(f"engine process {self.pid} is busy for over {timeout_s:g} s with a version whose "
-                                  "load broke off")
+                raise EngineError(
+                    f"engine process {self.pid} is busy for over {timeout_s:g} s with a version whose "
+                    "load broke off"
+                )
             await asyncio.sleep(LAST_LOOK_S)
 
     async def _abandon(self) -> None:
@@ -74,7 +78,9 @@ class Staging:
                 break
             took_s = time.monotonic() - began
             if took_s > timeout_s:
-                raise EngineError(f"engine process {self.pid} is {state} a version for over {timeout_s:g} s")
+                raise EngineError(
+                    f"engine process {self.pid} is {state} a version for over {timeout_s:g} s"
+                )
             pause_s = min(took_s / 2, max(LAST_LOOK_S, expected_s / 8))
         self._all_well(found)
         self._took_s[state] = max(status[TOOK[state]] for status in found)
@@ -98,7 +104,11 @@ class Staging:
 
     def _no_mixture(self, found: list[dict]) -> None:
         failed = [status for status in found if status["state"] == "failed"]
-        if any(status["mixture"] for status in failed) or (failed and any(s["state"] == "checking" for s in found)):
+        if any(status["mixture"] for status in failed) or (
+            failed and any(s["state"] == "checking" for s in found)
+        ):
             self._process.kill()
-            raise EngineDied(f"engine process {self.pid} was ended, as its weights were a mixture: "
-                             f"{failed[0]['error']}")
+            raise EngineDied(
+                f"engine process {self.pid} was ended, as its weights were a mixture: "
+                f"{failed[0]['error']}"
+            )

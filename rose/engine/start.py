@@ -42,8 +42,14 @@ class Latest:
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
     """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set. `shares_device`: with
     another engine, to which it lends KV memory."""
-    common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-              "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TOKENIZERS_PARALLELISM": "false", **hub.OFFLINE}
+    common = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "TOKENIZERS_PARALLELISM": "false",
+        **hub.OFFLINE,
+    }
     if gpus:
         # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can be given back.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
@@ -61,10 +67,16 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
 
 def online_folder(online: Online) -> Online:
     """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises `ConfigError`."""
-    if online.model is None or Path(online.model).expanduser().is_dir() or online.model.startswith(("/", ".", "~")):
+    if (
+        online.model is None
+        or Path(online.model).expanduser().is_dir()
+        or online.model.startswith(("/", ".", "~"))
+    ):
         return online
     folder = hub.snapshot(online.model, key="serving.online.model")
-    return msgspec.structs.replace(online, model=str(folder), served_name=online.served_name or online.model)
+    return msgspec.structs.replace(
+        online, model=str(folder), served_name=online.served_name or online.model
+    )
 
 
 def local_folder(model: str | Path, key: str = "serving.online.model") -> Path:
@@ -83,24 +95,39 @@ def stop_tokens(folder: Path) -> list[int]:
         eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
     if not found:
-        raise EngineError(f"{folder}: neither generation_config.json nor config.json has eos_token_id; "
-                          "without it no turn would end")
+        raise EngineError(
+            f"{folder}: neither generation_config.json nor config.json has eos_token_id; "
+            "without it no turn would end"
+        )
     return sorted(found)
 
 
-def engine_args(folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int,
-                gpus: bool = False) -> dict:
+def engine_args(
+    folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int, gpus: bool = False
+) -> dict:
     """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its first token."""
     args = dict(
-        model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=model.dtype,
-        max_model_len=model.max_context, max_num_seqs=1 if deterministic else rollout.max_sequences,
+        model=str(folder),
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=model.dtype,
+        max_model_len=model.max_context,
+        max_num_seqs=1 if deterministic else rollout.max_sequences,
         max_num_batched_tokens=max(rollout.max_batched_tokens, model.max_context),
-        enable_prefix_caching=rollout.prefix_caching and not deterministic, enforce_eager=rollout.enforce_eager,
-        tensor_parallel_size=rollout.tensor_parallel, gpu_memory_utilization=rollout.gpu_memory_utilization,
-        stream_interval=rollout.stream_interval, logprobs_mode="raw_logprobs", use_tqdm_on_load=False,
-        worker_extension_cls="rose.engine.worker_extension.WorkerExtension", seed=seed)
+        enable_prefix_caching=rollout.prefix_caching and not deterministic,
+        enforce_eager=rollout.enforce_eager,
+        tensor_parallel_size=rollout.tensor_parallel,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        stream_interval=rollout.stream_interval,
+        logprobs_mode="raw_logprobs",
+        use_tqdm_on_load=False,
+        worker_extension_cls="rose.engine.worker_extension.WorkerExtension",
+        seed=seed,
+    )
     if deterministic:
-        args["enable_chunked_prefill"] = False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
+        args["enable_chunked_prefill"] = (
+            False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
+        )
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):
@@ -126,7 +153,9 @@ def build(args: dict, gpus: bool):
     from rose.coserving import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
-    transfer = WeightTransferConfig(backend="rose")  # rose.engine.worker_extension registers it in each worker
+    transfer = WeightTransferConfig(
+        backend="rose"
+    )  # rose.engine.worker_extension registers it in each worker
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -35,8 +35,17 @@ from rose.config import Model, Rollout, Transfer
 from rose.coserving import names
 from rose.engine.activation import Activation
 from rose.engine.staging import Staging
-from rose.engine.start import (RPC_TIMEOUT_S, EngineDied, EngineError, Latest, build, engine_args, environment,
-                               local_folder, stop_tokens)
+from rose.engine.start import (
+    RPC_TIMEOUT_S,
+    EngineDied,
+    EngineError,
+    Latest,
+    build,
+    engine_args,
+    environment,
+    local_folder,
+    stop_tokens,
+)
 from rose.processes import usable_threads
 from rose.transfer import TransferError
 
@@ -87,30 +96,53 @@ class _Turn:
 class Engine(Activation, Staging):
     """See the module's docstring. Built by `start`."""
 
-    def __init__(self, llm, latest: Latest, folder: Path, max_context: int, turn_timeout_s: float, threads: int):
+    def __init__(
+        self,
+        llm,
+        latest: Latest,
+        folder: Path,
+        max_context: int,
+        turn_timeout_s: float,
+        threads: int,
+    ):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context, self._turn_timeout_s, self._threads = max_context, turn_timeout_s, threads
+        self._max_context, self._turn_timeout_s, self._threads = (
+            max_context,
+            turn_timeout_s,
+            threads,
+        )
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
-        self._took_s: dict[str, float] = {}  # see `_settled`: state of a new version -> how long the last one was in it
+        self._took_s: dict[
+            str, float
+        ] = {}  # see `_settled`: state of a new version -> how long the last one was in it
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
-        self._takes_seeds = config.device_config.device_type != "cpu" \
+        self._takes_seeds = (
+            config.device_config.device_type != "cpu"
             or not config.scheduler_config.enable_chunked_prefill
+        )
         self.version = -1  # the folder's own weights
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         self._died = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_death)
 
     @classmethod
-    async def start(cls, folder: str | Path, rollout: Rollout, model: Model, deterministic: bool = False,
-                    gpus: bool = False, seed: int = 0) -> Engine:
+    async def start(
+        cls,
+        folder: str | Path,
+        rollout: Rollout,
+        model: Model,
+        deterministic: bool = False,
+        gpus: bool = False,
+        seed: int = 0,
+    ) -> Engine:
         """Start the engine process and wait until it serves.
 
         `seed`, of the turns without one; it must differ between engines, or they draw alike.
@@ -120,11 +152,14 @@ class Engine(Activation, Staging):
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
         shares = names.FOLDER in os.environ
-        for name, value in environment(gpus, 1 if deterministic else rollout.threads, shares).items():
+        for name, value in environment(
+            gpus, 1 if deterministic else rollout.threads, shares
+        ).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
-            _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus)
+            _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus
+        )
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
                 llm, latest = await asyncio.shield(building)
@@ -137,16 +172,27 @@ class Engine(Activation, Staging):
                 process.kill()
             await asyncio.wait([building], timeout=STOP_TIMEOUT_S)
             if isinstance(error, TimeoutError):
-                raise EngineError(f"engine for {folder} not up after {rollout.engine_start_timeout_s:g} s "
-                                  "(rollout.engine_start_timeout_s)") from error
+                raise EngineError(
+                    f"engine for {folder} not up after {rollout.engine_start_timeout_s:g} s "
+                    "(rollout.engine_start_timeout_s)"
+                ) from error
             if isinstance(error, Exception):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
-        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, rollout.threads or usable_threads())
+        return cls(
+            llm,
+            latest,
+            folder,
+            model.max_context,
+            rollout.turn_timeout_s,
+            rollout.threads or usable_threads(),
+        )
 
     # ------------------------------------------------------------------ turns
 
-    async def generate(self, turn_id: str, tokens: bytes, sampling: protocol.Sampling) -> AsyncIterator[Chunk]:
+    async def generate(
+        self, turn_id: str, tokens: bytes, sampling: protocol.Sampling
+    ) -> AsyncIterator[Chunk]:
         """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or when a co-serving
         engine gives the turn back (stop_reason `names.EVICTED`).
 
@@ -159,8 +205,10 @@ class Engine(Activation, Staging):
         if turn_id in self._turns:
             raise EngineError(f"turn {turn_id} is already running on this engine")
         if sampling.seed is not None and not self._takes_seeds:
-            raise EngineError(f"turn {turn_id} has a sampling seed, which vLLM on CPU takes only without chunked "
-                              "prefill; use deterministic=true or rollout.engine_args.enable_chunked_prefill=false")
+            raise EngineError(
+                f"turn {turn_id} has a sampling seed, which vLLM on CPU takes only without chunked "
+                "prefill; use deterministic=true or rollout.engine_args.enable_chunked_prefill=false"
+            )
         turn = self._turns[turn_id] = _Turn("")
         prompt = protocol.unpack_tokens(tokens).tolist()
         end = min(len(prompt) + sampling.max_new_tokens, self._max_context)
@@ -170,22 +218,36 @@ class Engine(Activation, Staging):
                 await self._open.wait()
                 self._check_alive()
                 if turn.aborted or len(prompt) >= end:
-                    finish = protocol.FinishReason.ABORT if turn.aborted else protocol.FinishReason.LENGTH
+                    finish = (
+                        protocol.FinishReason.ABORT
+                        if turn.aborted
+                        else protocol.FinishReason.LENGTH
+                    )
                     yield Chunk([], [], self.version, finish, 0)
                     return
                 async for chunk in self._stream(turn, turn_id, prompt, sampling, end - len(prompt)):
                     prompt += chunk.tokens
-                    if turn.aborted and chunk.finish is None:  # the abort came before vLLM knew the request
+                    if (
+                        turn.aborted and chunk.finish is None
+                    ):  # the abort came before vLLM knew the request
                         await self._llm.abort(turn.request)
-                    interrupted = chunk.finish is protocol.FinishReason.ABORT and not (turn.aborted or turn.evicted)
+                    interrupted = chunk.finish is protocol.FinishReason.ABORT and not (
+                        turn.aborted or turn.evicted
+                    )
                     finish = None if interrupted else chunk.finish
                     if chunk.tokens or finish:
                         yield chunk._replace(finish=finish)
         finally:
             del self._turns[turn_id]
 
-    async def _stream(self, turn: _Turn, turn_id: str, prompt: list[int], sampling: protocol.Sampling,
-                      max_tokens: int) -> AsyncIterator[Chunk]:
+    async def _stream(
+        self,
+        turn: _Turn,
+        turn_id: str,
+        prompt: list[int],
+        sampling: protocol.Sampling,
+        max_tokens: int,
+    ) -> AsyncIterator[Chunk]:
         """One vLLM request, from start to its own end."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -198,17 +260,29 @@ class Engine(Activation, Staging):
         # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the same again
         seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            seed=seed, stop_token_ids=self._stop_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            stop_token_ids=self._stop_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
             ignore_eos=True,  # else a tokenizer's, where an engine has one, would end turns too
-            output_kind=RequestOutputKind.DELTA, skip_clone=True)
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
         # a prefix that older weights cached, or whose memory was given back, never matches
         request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
         self._prompted += len(prompt)
         try:
             async for output in self._llm.generate(request, params, turn.request):
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
-                tokens, logprobs = list(part.token_ids), list(part.logprobs.logprobs) if part.token_ids else []
+                tokens, logprobs = (
+                    list(part.token_ids),
+                    list(part.logprobs.logprobs) if part.token_ids else [],
+                )
                 self._cached += cached if first else 0
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None
@@ -223,17 +297,24 @@ class Engine(Activation, Staging):
         except EngineDeadError as error:
             raise EngineDied(f"engine process {self.pid} died during turn {turn_id}") from error
 
-    def _version_ends(self, request: str, part, version: int, made: int, count: int) -> list[tuple[int, int, int]]:
+    def _version_ends(
+        self, request: str, part, version: int, made: int, count: int
+    ) -> list[tuple[int, int, int]]:
         """(low, high, version) of the `count` new tokens of an output, after `made` earlier ones of its request: vLLM
         notes with each step's outputs which weights made them. One entry at least."""
         processor = self._llm.output_processor
-        states = [processor.request_states[i] for i in processor.external_req_ids.get(request, ())
-                  if i in processor.request_states]
+        states = [
+            processor.request_states[i]
+            for i in processor.external_req_ids.get(request, ())
+            if i in processor.request_states
+        ]
         if states:
             starts = states[0].weight_version_starts
         else:  # its last output: vLLM has forgotten the request
             starts = [(span.version, span.start) for span in part.weight_versions or ()]
-        begins = [(0, version)] + [(start - made, int(label)) for label, start in starts if label != "default"]
+        begins = [(0, version)] + [
+            (start - made, int(label)) for label, start in starts if label != "default"
+        ]
         found = []
         for (low, label), (high, _) in zip(begins, [*begins[1:], (count, 0)]):
             low, high = max(low, 0), min(max(high, 0), count)
@@ -251,7 +332,9 @@ class Engine(Activation, Staging):
 
     # ------------------------------------------------------------------ weights
 
-    async def load_version(self, version: int, store: str, transfer: Transfer, mirror: str | None = None) -> Loaded:
+    async def load_version(
+        self, version: int, store: str, transfer: Transfer, mirror: str | None = None
+    ) -> Loaded:
         """Put a version of `store` (a folder or a relay's URL) into the live weights and verify it there. `mirror`:
         folder of what was broadcast to this node.
 
@@ -261,10 +344,17 @@ class Engine(Activation, Staging):
         """
         start = time.monotonic()
         timeout_s = transfer.load_timeout_s
-        update = {"version": version, "store": store, "mirror": mirror, "token_file": transfer.relay_token_file,
-                  "threads": transfer.threads or self._threads, "dense_bytes": int(transfer.stage_gib * 2**30),
-                  "device_bytes": int(transfer.stage_device_gib * 2**30), "verify_every": transfer.verify_every,
-                  "timeout_s": timeout_s}
+        update = {
+            "version": version,
+            "store": store,
+            "mirror": mirror,
+            "token_file": transfer.relay_token_file,
+            "threads": transfer.threads or self._threads,
+            "dense_bytes": int(transfer.stage_gib * 2**30),
+            "device_bytes": int(transfer.stage_device_gib * 2**30),
+            "verify_every": transfer.verify_every,
+            "timeout_s": timeout_s,
+        }
         async with self._loading:
             self._check_weights()
             async with self._session(timeout_s):
@@ -273,9 +363,17 @@ class Engine(Activation, Staging):
                 staged = await self._settled("staging", timeout_s + RPC_TIMEOUT_S)
                 paused, resumed = await self._flip(version, transfer)
                 checked = await self._settled("checking", timeout_s)
-        return Loaded(version, max(s["nbytes"] for s in staged), sum(s["changed"] for s in staged), staged[0]["route"],
-                      staged[0]["mirrored"], time.monotonic() - start, max(s["stage_s"] for s in staged),
-                      max(s["flip_s"] for s in checked), resumed - paused)
+        return Loaded(
+            version,
+            max(s["nbytes"] for s in staged),
+            sum(s["changed"] for s in staged),
+            staged[0]["route"],
+            staged[0]["mirrored"],
+            time.monotonic() - start,
+            max(s["stage_s"] for s in staged),
+            max(s["flip_s"] for s in checked),
+            resumed - paused,
+        )
 
     async def _flip(self, version: int, transfer: Transfer) -> tuple[float, float]:
         """(when the pause began, when it ended), monotonic."""
@@ -299,8 +397,10 @@ class Engine(Activation, Staging):
     async def _pause(self, in_flight: str) -> float:
         """Since when nothing is generated, monotonic."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
-        await self._call(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
-                         self._turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S)
+        await self._call(
+            self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
+            self._turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S,
+        )
         paused = time.monotonic()
         if mode == "abort":
             # Requests that reached vLLM after the pause are still queued there, under the old version's label.
@@ -308,7 +408,9 @@ class Engine(Activation, Staging):
         return paused
 
     async def _abort_requests(self) -> None:
-        await self._call(self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S)
+        await self._call(
+            self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S
+        )
 
     async def _worker(self, method: str, timeout_s: float, *args) -> list:
         """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one of them raised."""
@@ -316,7 +418,9 @@ class Engine(Activation, Staging):
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
-        except Exception as error:  # vLLM turns what a worker raised into a bare Exception with its text
+        except (
+            Exception
+        ) as error:  # vLLM turns what a worker raised into a bare Exception with its text
             raise TransferError(str(error)) from error
 
     async def checksum(self) -> list[dict[str, str]]:
@@ -361,8 +465,14 @@ class Engine(Activation, Staging):
         scheduler = self._latest.scheduler
         active = len(self._turns)
         running = min(scheduler.num_running_reqs, active) if scheduler else 0
-        return Stats(running, active - running, scheduler.kv_cache_usage if scheduler and active else 0.0,
-                     self._generated, self._prompted, self._cached)
+        return Stats(
+            running,
+            active - running,
+            scheduler.kv_cache_usage if scheduler and active else 0.0,
+            self._generated,
+            self._prompted,
+            self._cached,
+        )
 
     async def shutdown(self) -> None:
         """End the engine process and every iterator; killed if it doesn't leave within `STOP_TIMEOUT_S`."""
@@ -395,7 +505,9 @@ class Engine(Activation, Staging):
     async def _call(self, coroutine, timeout_s: float):
         """Await a call into the engine, but not beyond its death or `timeout_s`."""
         task = asyncio.ensure_future(coroutine)
-        await asyncio.wait({task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if task.done() and task.exception() is None:
             return task.result()
         self._check_alive()

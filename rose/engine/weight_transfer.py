@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo)
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from rose.config import read_shape
 from rose.coserving import names
@@ -56,21 +59,31 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        for name, parameter in model.named_parameters():  # vLLM constructs this right after the model is loaded
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # vLLM constructs this right after the model is loaded
             check_type(name, parameter)
         # What is free of a device that engines share is KV memory that was given back: who needs it takes it at once. The
         # allocator keeps the little that staging takes: emptied, it would lose what steps need (rose/engine/headroom.py).
         self._shares = device.type == "cuda" and names.FOLDER in os.environ
         self._live: Live | None = None
-        self._held: tuple[str | None, int | None] = (None, INITIAL)  # lineage, version; (_, null): a mixture
+        self._held: tuple[str | None, int | None] = (
+            None,
+            INITIAL,
+        )  # lineage, version; (_, null): a mixture
         self._staged: Staged | None = None
         self._staging: UpdateInfo | None = None
         self._wanted = False  # whether what is being staged will be flipped
         self._handover = threading.Lock()  # of what was staged, to who flips it
         self._receiver: Receiver | None = None
-        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        self._rank = (
+            vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        )
         self._status: dict[str, Any] = {"state": "idle"}
-        threading.Thread(target=codec.compile_all, name="rose-compile", daemon=True).start()  # where it never ran before
+        threading.Thread(
+            target=codec.compile_all, name="rose-compile", daemon=True
+        ).start()  # where it never ran before
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -129,7 +142,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
-        threading.Thread(target=self._check, args=(self._staged,), name="rose-check", daemon=True).start()
+        threading.Thread(
+            target=self._check, args=(self._staged,), name="rose-check", daemon=True
+        ).start()
         self._staged = None
 
     def shutdown(self) -> None:
@@ -146,19 +161,41 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
-                self._receiver = Receiver(info.store, info.mirror, info.token_file, self._places, self._live,
-                                          f"{socket.gethostname()}-{os.getpid()}")
+                self._receiver = Receiver(
+                    info.store,
+                    info.mirror,
+                    info.token_file,
+                    self._places,
+                    self._live,
+                    f"{socket.gethostname()}-{os.getpid()}",
+                )
             lineage, version = self._held
             have = version if version == INITIAL or lineage == self._receiver.lineage else None
-            staged = self._receiver.stage(have, info.version, info.threads, info.dense_bytes, info.timeout_s,
-                                          self._device_bytes(info), info.verify_every, lambda: self._wanted)
-            status = {"state": "staged", "nbytes": staged.nbytes, "changed": staged.changed,
-                      "blocks": staged.blocks, "route": staged.route, "mirrored": staged.mirrored,
-                      "stage_s": time.perf_counter() - began}
+            staged = self._receiver.stage(
+                have,
+                info.version,
+                info.threads,
+                info.dense_bytes,
+                info.timeout_s,
+                self._device_bytes(info),
+                info.verify_every,
+                lambda: self._wanted,
+            )
+            status = {
+                "state": "staged",
+                "nbytes": staged.nbytes,
+                "changed": staged.changed,
+                "blocks": staged.blocks,
+                "route": staged.route,
+                "mirrored": staged.mirrored,
+                "stage_s": time.perf_counter() - began,
+            }
             if not self._hand_over(staged, status):
                 staged.release()
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
-        except Exception as error:  # whatever it was: the old version goes on serving, and the caller is told
+        except (
+            Exception
+        ) as error:  # whatever it was: the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
 
     def _device_bytes(self, info: UpdateInfo) -> int | None:
@@ -181,7 +218,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             wrong = error
         staged.release()  # before it is said that this one is done: the next may come at once
         if wrong is None:
-            self._status = self._status | {"state": "loaded", "check_s": time.perf_counter() - began}
+            self._status = self._status | {
+                "state": "loaded",
+                "check_s": time.perf_counter() - began,
+            }
         else:
             self._failed(wrong, mixture=True)
 
@@ -189,17 +229,26 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if mixture:
             self._held = (None, None)
         self.abandon()
-        self._status = {"state": "failed", "error": f"{type(error).__name__}: {error}", "mixture": mixture}
+        self._status = {
+            "state": "failed",
+            "error": f"{type(error).__name__}: {error}",
+            "mixture": mixture,
+        }
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
         """Raises `TransferError` unless the blocks fit the engine's parameters and together fill each of them."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         places, filled = place_blocks(
-            plan, lambda name, extent: slices(name, extent, shape, self._rank, tp_size), live)
+            plan, lambda name, extent: slices(name, extent, shape, self._rank, tp_size), live
+        )
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
-            if count < wanted and not (parameter in EMBEDDINGS and count):  # their padding is nobody's
-                raise TransferError(f"the store's tensors fill {count} of {wanted} values of the engine's parameter "
-                                    f"{parameter}")
+            if count < wanted and not (
+                parameter in EMBEDDINGS and count
+            ):  # their padding is nobody's
+                raise TransferError(
+                    f"the store's tensors fill {count} of {wanted} values of the engine's parameter "
+                    f"{parameter}"
+                )
         return places

@@ -56,5 +56,7 @@ class WorkerExtension(KvWorker, InactiveWorker):
 
     def rose_checksum(self) -> dict[str, str]:
         """xxh3-128 of every live parameter of this rank, padding included."""
-        return {name: digest(p.detach().cpu().contiguous().view(torch.uint8).numpy())
-                for name, p in self.model_runner.get_model().named_parameters()}
+        return {
+            name: digest(p.detach().cpu().contiguous().view(torch.uint8).numpy())
+            for name, p in self.model_runner.get_model().named_parameters()
+        }

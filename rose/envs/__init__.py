@@ -18,7 +18,11 @@ from rose.envs.base import Environment
 
 def names() -> list[str]:
     """Every environment there is, by looking at the files."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(__path__)
+        if m.name != "base" and not m.name.startswith("_")
+    )
 
 
 def build(env: config.Env) -> Environment:
@@ -30,8 +34,10 @@ def build(env: config.Env) -> Environment:
     known = inspect.signature(cls).parameters
     for key, value in env.args.items():
         if key not in known:
-            raise ConfigError(f"env.args.{key}={value!r}: {env.name} takes no such argument; "
-                              f"it knows {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"env.args.{key}={value!r}: {env.name} takes no such argument; "
+                f"it knows {', '.join(known) or 'none'}"
+            )
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in env.args:
             raise ConfigError(f"env.args.{key}: missing; {env.name} needs it")
@@ -47,7 +53,9 @@ def check(env: config.Env | config.Mixture) -> None:
             if member is env:
                 raise
             # an environment doesn't know that it is one of several
-            raise ConfigError(f"{env.key_of(name)}.{str(error).removeprefix('env.')}") from error.__cause__
+            raise ConfigError(
+                f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
+            ) from error.__cause__
 
 
 def _find(name: str) -> type:
@@ -56,10 +64,13 @@ def _find(name: str) -> type:
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"env.name={name!r}: needs the Python package {error.name!r}, "
-                          "which is not installed") from error
+        raise ConfigError(
+            f"env.name={name!r}: needs the Python package {error.name!r}, which is not installed"
+        ) from error
     cls = name.title().replace("_", "")
     try:
         return getattr(module, cls)
     except AttributeError:
-        raise ConfigError(f"env.name={name!r}: {module.__file__} must define the class {cls}") from None
+        raise ConfigError(
+            f"env.name={name!r}: {module.__file__} must define the class {cls}"
+        ) from None

@@ -17,8 +17,13 @@ MAX_BITS = 512  # of a numerator or denominator
 MAX_EXPONENT = 64
 
 _BINARY = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -47,7 +52,9 @@ def parse(expression: str) -> ast.expr:
 
 def numbers(expression: str) -> list[Fraction]:
     """The numbers written in it, sorted. Raises `ArithmeticRefused`."""
-    return sorted(_number(node) for node in ast.walk(parse(expression)) if isinstance(node, ast.Constant))
+    return sorted(
+        _number(node) for node in ast.walk(parse(expression)) if isinstance(node, ast.Constant)
+    )
 
 
 def format_number(value: Fraction) -> str:
@@ -75,8 +82,12 @@ def _value(node: ast.expr) -> Fraction:
             return _UNARY[type(node.op)](_value(node.operand))
         case ast.BinOp() if type(node.op) in _BINARY:
             left, right = _value(node.left), _value(node.right)
-            if isinstance(node.op, ast.Pow) and (right.denominator != 1 or abs(right) > MAX_EXPONENT):
-                raise ArithmeticRefused(f"an exponent must be an integer from -{MAX_EXPONENT} to {MAX_EXPONENT}")
+            if isinstance(node.op, ast.Pow) and (
+                right.denominator != 1 or abs(right) > MAX_EXPONENT
+            ):
+                raise ArithmeticRefused(
+                    f"an exponent must be an integer from -{MAX_EXPONENT} to {MAX_EXPONENT}"
+                )
             try:
                 result = Fraction(_BINARY[type(node.op)](left, right))
             except ZeroDivisionError:

@@ -20,8 +20,15 @@ SYSTEM = "Work out the question with the tool calculate, then give the result wi
 
 
 def _tool(name: str, description: str, argument: str, kind: str | list[str]) -> dict:
-    parameters = {"type": "object", "properties": {argument: {"type": kind}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": kind}},
+        "required": [argument],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 TOOLS = [
@@ -42,22 +49,44 @@ class Calculator:
 
     requires_tool = True
 
-    def __init__(self, operations: int = 2, largest: int = 99, operators: str = OPERATORS, shaping: float = 0.0,
-                 examples: int = 0):
+    def __init__(
+        self,
+        operations: int = 2,
+        largest: int = 99,
+        operators: str = OPERATORS,
+        shaping: float = 0.0,
+        examples: int = 0,
+    ):
         if type(operations) is not int or not 1 <= operations <= 12:
             raise ConfigError(f"env.args.operations={operations!r}: an integer from 1 to 12")
         if type(largest) is not int or not 1 <= largest <= 10**6:
             raise ConfigError(f"env.args.largest={largest!r}: an integer from 1 to 1000000")
         if not isinstance(operators, str) or not operators or set(operators) - set(OPERATORS):
-            raise ConfigError(f"env.args.operators={operators!r}: some of the characters {OPERATORS}")
-        if isinstance(shaping, bool) or not isinstance(shaping, int | float) or not 0 <= shaping < 1:
-            raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0 up to, but less than, 1")
+            raise ConfigError(
+                f"env.args.operators={operators!r}: some of the characters {OPERATORS}"
+            )
+        if (
+            isinstance(shaping, bool)
+            or not isinstance(shaping, int | float)
+            or not 0 <= shaping < 1
+        ):
+            raise ConfigError(
+                f"env.args.shaping={shaping!r}: a number from 0 up to, but less than, 1"
+            )
         if type(examples) is not int or not 0 <= examples <= 8:
             raise ConfigError(f"env.args.examples={examples!r}: an integer from 0 to 8")
-        self.operations, self.largest, self.operators, self.shaping = operations, largest, operators, float(shaping)
+        self.operations, self.largest, self.operators, self.shaping = (
+            operations,
+            largest,
+            operators,
+            float(shaping),
+        )
         rng = random.Random(EXAMPLES_SEED)
         solved = [example(expression(rng, operations, largest, operators)) for _ in range(examples)]
-        self._opening = [{"role": "system", "content": SYSTEM}, *(message for turns in solved for message in turns)]
+        self._opening = [
+            {"role": "system", "content": SYSTEM},
+            *(message for turns in solved for message in turns),
+        ]
         self._answer = Fraction(0)
         self._paid = 0.0
 
@@ -74,7 +103,11 @@ class Calculator:
             return Step(observation=f"{named}: calculate or answer.", invalid=True)
         key = ARGUMENT[call.name]
         given = call.arguments.get(key)
-        if isinstance(given, bool) or not isinstance(given, str | int | float) or len(call.arguments) != 1:
+        if (
+            isinstance(given, bool)
+            or not isinstance(given, str | int | float)
+            or len(call.arguments) != 1
+        ):
             return Step(observation=f"{call.name} takes one argument, {key}.", invalid=True)
         try:  # str() of an int that long raises ValueError too
             value = _arithmetic.evaluate(str(given))
@@ -92,8 +125,12 @@ class Calculator:
 
     def _answered(self, value: Fraction) -> Step:
         right = value == self._answer
-        return Step(observation="Right." if right else "Wrong.", reward=1.0 - self._paid if right else 0.0,
-                    done=True, success=right)
+        return Step(
+            observation="Right." if right else "Wrong.",
+            reward=1.0 - self._paid if right else 0.0,
+            done=True,
+            success=right,
+        )
 
 
 def ask(question: str) -> dict[str, str]:
@@ -103,11 +140,18 @@ def ask(question: str) -> dict[str, str]:
 def example(question: str) -> list[dict[str, str]]:
     """The four messages of a solved question. Calls and responses are text, as templates that know tools write them."""
     value = _arithmetic.format_number(_arithmetic.evaluate(question))
-    texts = [f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',
-             f"<tool_response>\n{value}\n</tool_response>",
-             f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>']
-    return [ask(question), *({"role": role, "content": text}
-                             for role, text in zip(("assistant", "user", "assistant"), texts))]
+    texts = [
+        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',
+        f"<tool_response>\n{value}\n</tool_response>",
+        f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>',
+    ]
+    return [
+        ask(question),
+        *(
+            {"role": role, "content": text}
+            for role, text in zip(("assistant", "user", "assistant"), texts)
+        ),
+    ]
 
 
 def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:

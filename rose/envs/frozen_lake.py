@@ -20,8 +20,10 @@ from rose.envs.base import Action, Start, Step
 MOST_DRAWS = 100  # by then there is only one map (hole_probability 0, or size 2)
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
 
-SYSTEM = ("You are P on a frozen lake. F is ice, H is a hole. Reach G without falling into a hole: "
-          "call move each turn. The last line tells what is beside you.")
+SYSTEM = (
+    "You are P on a frozen lake. F is ice, H is a hole. Reach G without falling into a hole: "
+    "call move each turn. The last line tells what is beside you."
+)
 SLIPPERY = " The ice is slippery: you may slide to a side."
 
 MOVE_TOOL = {
@@ -50,10 +52,15 @@ class FrozenLake:
     def __init__(self, size: int = 4, hole_probability: float = 0.2, slippery: bool = False):
         if type(size) is not int or not 2 <= size <= 16:
             raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 16")
-        if isinstance(hole_probability, bool) or not isinstance(hole_probability, int | float) \
-                or not 0 <= hole_probability <= 0.5:
-            raise ConfigError(f"env.args.hole_probability={hole_probability!r}: a number from 0 to 0.5; "
-                              "beyond it hardly any map has a path")
+        if (
+            isinstance(hole_probability, bool)
+            or not isinstance(hole_probability, int | float)
+            or not 0 <= hole_probability <= 0.5
+        ):
+            raise ConfigError(
+                f"env.args.hole_probability={hole_probability!r}: a number from 0 to 0.5; "
+                "beyond it hardly any map has a path"
+            )
         if not isinstance(slippery, bool):
             raise ConfigError(f"env.args.slippery={slippery!r}: true or false")
         self.size, self.hole_probability, self.slippery = size, float(hole_probability), slippery
@@ -63,12 +70,22 @@ class FrozenLake:
 
     async def reset(self, seed: int) -> Start:
         self._rows = self._draw_map(seed)
-        self._lake = gymnasium.make("FrozenLake-v1", desc=self._rows, is_slippery=self.slippery,
-                                    max_episode_steps=-1, disable_env_checker=True)
+        self._lake = gymnasium.make(
+            "FrozenLake-v1",
+            desc=self._rows,
+            is_slippery=self.slippery,
+            max_episode_steps=-1,
+            disable_env_checker=True,
+        )
         self._cell = int(self._lake.reset(seed=seed)[0])
         system = SYSTEM + (SLIPPERY if self.slippery else "")
-        return Start(messages=[{"role": "system", "content": system}, {"role": "user", "content": self.render()}],
-                     tools=[MOVE_TOOL])
+        return Start(
+            messages=[
+                {"role": "system", "content": system},
+                {"role": "user", "content": self.render()},
+            ],
+            tools=[MOVE_TOOL],
+        )
 
     def _draw_map(self, seed: int) -> list[str]:
         """A random solvable map, drawn again until the parity of its hash is the seed's: small lakes are few
@@ -86,7 +103,9 @@ class FrozenLake:
         direction = DIRECTIONS.index(action.call.arguments["direction"])
         cell, reward, done, _, _ = self._lake.step(direction)
         self._cell = int(cell)
-        return Step(observation=self.render(), reward=float(reward), done=bool(done), success=reward > 0)
+        return Step(
+            observation=self.render(), reward=float(reward), done=bool(done), success=reward > 0
+        )
 
     async def close(self) -> None:
         if self._lake is not None:
@@ -99,9 +118,17 @@ class FrozenLake:
         grid = [list(row.replace("S", "F")) for row in self._rows]
         row, column = divmod(self._cell, self.size)
         grid[row][column] = "P"
-        beside = dict(zip(DIRECTIONS, ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column))))
+        beside = dict(
+            zip(
+                DIRECTIONS,
+                ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column)),
+            )
+        )
         inside = range(self.size)
-        words = [f"{d} {grid[r][c] if r in inside and c in inside else 'wall'}" for d, (r, c) in beside.items()]
+        words = [
+            f"{d} {grid[r][c] if r in inside and c in inside else 'wall'}"
+            for d, (r, c) in beside.items()
+        ]
         return "\n".join([*map(" ".join, grid), " ".join(words)])
 
 

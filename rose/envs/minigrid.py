@@ -30,7 +30,9 @@ SYSTEM = (
 
 
 def tasks() -> list[str]:
-    return [name for name in gymnasium.registry if name.startswith("MiniGrid-") and "-WFC-" not in name]
+    return [
+        name for name in gymnasium.registry if name.startswith("MiniGrid-") and "-WFC-" not in name
+    ]
 
 
 class Minigrid:
@@ -41,11 +43,20 @@ class Minigrid:
 
     requires_tool = True
 
-    def __init__(self, task: str = "MiniGrid-DoorKey-5x5-v0", actions_per_turn: int = 4, max_steps: int | None = None):
+    def __init__(
+        self,
+        task: str = "MiniGrid-DoorKey-5x5-v0",
+        actions_per_turn: int = 4,
+        max_steps: int | None = None,
+    ):
         if task not in tasks():
-            raise ConfigError(f"env.args.task={task!r}: no such task; there are {', '.join(tasks())}")
+            raise ConfigError(
+                f"env.args.task={task!r}: no such task; there are {', '.join(tasks())}"
+            )
         if type(actions_per_turn) is not int or not 1 <= actions_per_turn <= 50:
-            raise ConfigError(f"env.args.actions_per_turn={actions_per_turn!r}: an integer from 1 to 50")
+            raise ConfigError(
+                f"env.args.actions_per_turn={actions_per_turn!r}: an integer from 1 to 50"
+            )
         if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
             raise ConfigError(f"env.args.max_steps={max_steps!r}: an integer from 1, or null")
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
@@ -55,8 +66,13 @@ class Minigrid:
         limit = {} if self.max_steps is None else {"max_steps": self.max_steps}
         self._grid = gymnasium.make(self.task, disable_env_checker=True, **limit).unwrapped
         self._grid.reset(seed=seed)
-        return Start(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.render()}],
-                     tools=[self._tool()])
+        return Start(
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": self.render()},
+            ],
+            tools=[self._tool()],
+        )
 
     async def step(self, action: Action) -> Step:
         problem = self._problem(action)
@@ -65,7 +81,9 @@ class Minigrid:
         for name in action.call.arguments["actions"]:
             _, reward, terminated, truncated, _ = self._grid.step(ACTIONS.index(name))
             if terminated or truncated:
-                return Step(observation=self.render(), reward=float(reward), done=True, success=reward > 0)
+                return Step(
+                    observation=self.render(), reward=float(reward), done=True, success=reward > 0
+                )
         return Step(observation=self.render())
 
     async def close(self) -> None:
@@ -79,16 +97,26 @@ class Minigrid:
         cells = [_symbol(cell) for cell in state.grid.grid]
         x, y = (int(i) for i in state.agent_pos)
         cells[y * state.width + x] = HEADING[state.agent_dir]
-        rows = [" ".join(cells[i:i + state.width]) for i in range(0, len(cells), state.width)]
+        rows = [" ".join(cells[i : i + state.width]) for i in range(0, len(cells), state.width)]
         carried = f"{state.carrying.color} {state.carrying.type}" if state.carrying else "nothing"
         return "\n".join([f"Mission: {state.mission}.", f"You carry {carried}.", *rows])
 
     def _tool(self) -> dict:
-        actions = {"type": "array", "items": {"type": "string", "enum": list(ACTIONS)},
-                   "minItems": 1, "maxItems": self.actions_per_turn}
+        actions = {
+            "type": "array",
+            "items": {"type": "string", "enum": list(ACTIONS)},
+            "minItems": 1,
+            "maxItems": self.actions_per_turn,
+        }
         parameters = {"type": "object", "properties": {"actions": actions}, "required": ["actions"]}
-        return {"type": "function", "function": {"name": "act", "description": "Carry out actions in this order.",
-                                                 "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {
+                "name": "act",
+                "description": "Carry out actions in this order.",
+                "parameters": parameters,
+            },
+        }
 
     def _problem(self, action: Action) -> str | None:
         """Why this action cannot be carried out, in words for the policy; None if it can."""
@@ -98,8 +126,12 @@ class Minigrid:
         if call.name != "act":
             return f"There is no tool {call.name[:40]!r}, only act."
         actions = call.arguments.get("actions")
-        if not isinstance(actions, list) or len(call.arguments) != 1 or not 1 <= len(actions) <= self.actions_per_turn \
-                or any(name not in ACTIONS for name in actions):
+        if (
+            not isinstance(actions, list)
+            or len(call.arguments) != 1
+            or not 1 <= len(actions) <= self.actions_per_turn
+            or any(name not in ACTIONS for name in actions)
+        ):
             return f"act takes one argument, actions: a list of 1 to {self.actions_per_turn} of {', '.join(ACTIONS)}."
         return None
 

@@ -43,25 +43,39 @@ class Reasoning:
         rng = random.Random(seed)
         operations = self.size if self.task == "arithmetic" else self.size - 1
         self._solution = expression(rng, operations, self.largest, OPERATORS)
-        return Start(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": self._question(rng)}])
+        return Start(
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": self._question(rng)},
+            ]
+        )
 
     async def step(self, action: Action) -> Step:
         right = self.verify(action.text)
-        return Step(observation="Right." if right else "Wrong.", reward=float(right), done=True, success=right)
+        return Step(
+            observation="Right." if right else "Wrong.",
+            reward=float(right),
+            done=True,
+            success=right,
+        )
 
     async def close(self) -> None:
         """Nothing is held."""
 
     def verify(self, text: str) -> bool:
         """Whether this text ends in a right answer."""
-        answer = final_answer(text, NUMBER if self.task == "arithmetic" else re.compile(r"(?m)^.*\S.*$"))
+        answer = final_answer(
+            text, NUMBER if self.task == "arithmetic" else re.compile(r"(?m)^.*\S.*$")
+        )
         try:
             target = _arithmetic.evaluate(self._solution)
             if self.task == "arithmetic":
                 return _arithmetic.evaluate(answer.replace(",", "")) == target
             answer = answer.split("=")[0]
-            return (_arithmetic.numbers(answer) == _arithmetic.numbers(self._solution)
-                    and _arithmetic.evaluate(answer) == target)
+            return (
+                _arithmetic.numbers(answer) == _arithmetic.numbers(self._solution)
+                and _arithmetic.evaluate(answer) == target
+            )
         except _arithmetic.ArithmeticRefused:
             return False
 
@@ -70,8 +84,10 @@ class Reasoning:
             return f"What is {self._solution}?"
         given = [str(number) for number in _arithmetic.numbers(self._solution)]
         rng.shuffle(given)
-        return (f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and parentheses, "
-                f"write an expression that equals {_arithmetic.evaluate(self._solution)}.")
+        return (
+            f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and parentheses, "
+            f"write an expression that equals {_arithmetic.evaluate(self._solution)}."
+        )
 
 
 def final_answer(text: str, fallback: re.Pattern[str]) -> str:

@@ -35,4 +35,8 @@ def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
         ours = home.stat().st_uid == os.getuid()
     except OSError:
         ours = False
-    return {name: str(home / folder) for name, folder in FOLDERS.items() if name not in given} if ours else {}
+    return (
+        {name: str(home / folder) for name, folder in FOLDERS.items() if name not in given}
+        if ours
+        else {}
+    )

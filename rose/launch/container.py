@@ -24,9 +24,23 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
     mounts = [*map(str, _mounts(c, folders)), *box.mounts]
     if box.runtime == "pyxis":
         pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
-        return [f"--container-image={box.image}", f"--container-mounts={pairs}", *box.args, box.python]
+        return [
+            f"--container-image={box.image}",
+            f"--container-mounts={pairs}",
+            *box.args,
+            box.python,
+        ]
     nvidia = ["--nv"] if c.cluster.gpus else []
-    return [box.runtime, "exec", *nvidia, "--bind", ",".join(mounts), *box.args, box.image, box.python]
+    return [
+        box.runtime,
+        "exec",
+        *nvidia,
+        "--bind",
+        ",".join(mounts),
+        *box.args,
+        box.image,
+        box.python,
+    ]
 
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
@@ -54,13 +68,17 @@ def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
     if model is not None and Path(model).is_absolute():
         wanted[_whole(Path(model))] = "the model's folder"
     if c.rollout.replay is not None:
-        wanted[Path(c.rollout.replay).absolute().parent] = "rollout.replay"  # of a run, whose name may have commas
+        wanted[Path(c.rollout.replay).absolute().parent] = (
+            "rollout.replay"  # of a run, whose name may have commas
+        )
     if c.transfer.relay is not None:
         wanted[Path(c.transfer.relay_token_file).absolute()] = "transfer.relay_token_file"
     for path, key in wanted.items():
         if {",", ":"} & set(str(path)):
-            raise ConfigError(f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "
-                              f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without them")
+            raise ConfigError(
+                f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "
+                f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without them"
+            )
     return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
 
 

@@ -25,8 +25,10 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):
-        return (f"{error.override}: can't be read as key=value ({_first_line(error)}); put quotes around a value with "
-                "special characters, for example 'key=\"a b\"'")
+        return (
+            f"{error.override}: can't be read as key=value ({_first_line(error)}); put quotes around a value with "
+            "special characters, for example 'key=\"a b\"'"
+        )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, conf)
     text = str(error)
@@ -41,37 +43,49 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
 
 def _several_values(override: str) -> str:
     key, _, values = override.partition("=")
-    return (f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' for one text and "
-            f"{key}=[{values}] for a list")
+    return (
+        f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' for one text and "
+        f"{key}=[{values}] for a list"
+    )
 
 
 def value_of(key: str, arguments: list[str]) -> str:
     """What the command line gives for `key`, as typed, or ''."""
-    values = [a.split("=", 1)[1] for a in arguments if "=" in a and a.split("=", 1)[0].lstrip("+~") == key]
+    values = [
+        a.split("=", 1)[1] for a in arguments if "=" in a and a.split("=", 1)[0].lstrip("+~") == key
+    ]
     return values[-1] if values else ""
 
 
 def swept_keys(arguments: list[str]) -> list[str]:
     """Keys with several values on the command line (`a=1,2`, `range(...)`): those that tell sweep points apart."""
-    overrides = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and not a.startswith("-")])
+    overrides = OverridesParser.create().parse_overrides(
+        [a for a in arguments if "=" in a and not a.startswith("-")]
+    )
     return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
     group, _, option = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options or [])
-    if group and not options and (conf / group).is_dir():  # Hydra lists none where one of several was chosen
+    if (
+        group and not options and (conf / group).is_dir()
+    ):  # Hydra lists none where one of several was chosen
         options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
     if not group or not options:
         groups = sorted(str(p.relative_to(conf)) for p in conf.rglob("*") if p.is_dir())
         return f"{error.missing_cfg_file}: no such file in {conf}{_meant(group or option, groups)}"
-    return f"{group}={option}: no such option{_meant(option, options)}; there are {', '.join(options)}"
+    return (
+        f"{group}={option}: no such option{_meant(option, options)}; there are {', '.join(options)}"
+    )
 
 
 def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     value = value_of(key, arguments)
     if (conf / key).is_dir() and "No match in the defaults list" in text:
-        return f"{key}={value}: {key} is not in the default configuration; add it with +{key}={value}"
+        return (
+            f"{key}={value}: {key} is not in the default configuration; add it with +{key}={value}"
+        )
     typed = f"{key}={value}" if value else key
     if value.startswith("{"):  # Hydra merges dictionaries, and the key that isn't there is inside
         return f"{typed}: a dictionary with a key that is not in {conf}; new ones are added with '+{key}={value}'"
@@ -81,7 +95,9 @@ def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     section = key.rpartition(".")[0]
     there = f"{section} has {', '.join(beside)}" if beside else f"{section} is empty"
     new = f"; a new one is added with +{key}={value}" if value else ""
-    return f"{typed}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
+    return (
+        f"{typed}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
+    )
 
 
 def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None:
@@ -90,7 +106,11 @@ def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None
     section = key.rpartition(".")[0]
     if not section or any(known.startswith(f"{section}.") for known in configuration.keys()):
         return None
-    chosen = [a for a in arguments if (conf / re.split("[@=]", a.lstrip("+"))[0]).is_dir() and not set(",(") & set(a)]
+    chosen = [
+        a
+        for a in arguments
+        if (conf / re.split("[@=]", a.lstrip("+"))[0]).is_dir() and not set(",(") & set(a)
+    ]
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         found = OmegaConf.select(compose("config", chosen), section)
     return [str(name) for name in found] if isinstance(found, DictConfig) else None
@@ -101,7 +121,9 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _meant(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)  # itself: no key of conf/
+    near = difflib.get_close_matches(
+        word, sorted({*known} - {word}), n=3, cutoff=0.75
+    )  # itself: no key of conf/
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

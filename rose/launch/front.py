@@ -25,14 +25,38 @@ from rich.console import Console
 from rose import config as configuration
 from rose import envs, processes, scheduler
 from rose.config import Config, ConfigError
-from rose.launch import errors, gpus, local, logs, model, plan, resume, sbatch, slurm, state, supervise
+from rose.launch import (
+    errors,
+    gpus,
+    local,
+    logs,
+    model,
+    plan,
+    resume,
+    sbatch,
+    slurm,
+    state,
+    supervise,
+)
 from rose.observe import terminal, views
 from rose.observe.terminal import say
 from rose.rollout import replay
 from rose.study import front as study
 
-INSTEAD_OF_RUNNING = frozenset(("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i",
-                                "--shell-completion", "-sc"))  # Hydra's flags that compose no point
+INSTEAD_OF_RUNNING = frozenset(
+    (
+        "--help",
+        "-h",
+        "--hydra-help",
+        "--version",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+        "--shell-completion",
+        "-sc",
+    )
+)  # Hydra's flags that compose no point
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
 
 
@@ -60,7 +84,9 @@ def _signals_raise() -> Iterator[None]:
     def interrupt(number: int, _) -> None:
         raise KeyboardInterrupt(number)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -73,10 +99,15 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
     names = [str(tree["name"]) for tree in trees]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ConfigError(f"name={twice!r}: two points of the sweep have this name; give them different ones")
+        raise ConfigError(
+            f"name={twice!r}: two points of the sweep have this name; give them different ones"
+        )
     if any(tree["mode"] in study.MODES for tree in trees):
-        return study.main([model.known(configuration.from_dict(tree)) for tree in trees], console,
-                          study.command_of(arguments))
+        return study.main(
+            [model.known(configuration.from_dict(tree)) for tree in trees],
+            console,
+            study.command_of(arguments),
+        )
     plans = [check(tree) for tree in trees]
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
@@ -101,10 +132,16 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
     with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
-        os.environ["ROSE_HYDRA_SCRATCH"] = scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
+        os.environ["ROSE_HYDRA_SCRATCH"] = (
+            scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
+        )
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
     sys.argv = program
-    if swept and not trees and not INSTEAD_OF_RUNNING.intersection(a.split("=")[0] for a in arguments):
+    if (
+        swept
+        and not trees
+        and not INSTEAD_OF_RUNNING.intersection(a.split("=")[0] for a in arguments)
+    ):
         values = ", ".join(f"{key}={errors.value_of(key, arguments)}" for key in swept)
         raise ConfigError(f"{values}: a sweep over no values; range(1,4) is 1, 2, 3")
     return trees
@@ -120,7 +157,9 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
-    from rose.trainer import algorithms  # imports torch (2 s): worth the wait for the algorithm's own checks, here only
+    from rose.trainer import (
+        algorithms,
+    )  # imports torch (2 s): worth the wait for the algorithm's own checks, here only
 
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
@@ -145,9 +184,15 @@ def check(tree: dict) -> plan.Plan:
 def with_whole_paths(c: Config) -> Config:
     """What else ranks read, by its path from the root, links followed: in a container they may start in another folder,
     and that path is mounted."""
-    replayed, token = (path and str(Path(path).resolve()) for path in (c.rollout.replay, c.transfer.relay_token_file))
-    return msgspec.structs.replace(c, rollout=msgspec.structs.replace(c.rollout, replay=replayed),
-                                   transfer=msgspec.structs.replace(c.transfer, relay_token_file=token))
+    replayed, token = (
+        path and str(Path(path).resolve())
+        for path in (c.rollout.replay, c.transfer.relay_token_file)
+    )
+    return msgspec.structs.replace(
+        c,
+        rollout=msgspec.structs.replace(c.rollout, replay=replayed),
+        transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
+    )
 
 
 def check_domains(c: Config) -> None:
@@ -156,8 +201,10 @@ def check_domains(c: Config) -> None:
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
         if domain not in c.env.members:
-            raise ConfigError(f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this run; its "
-                              f"environments are {', '.join(c.env.members)}")
+            raise ConfigError(
+                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this run; its "
+                f"environments are {', '.join(c.env.members)}"
+            )
 
 
 def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -166,9 +213,11 @@ def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     if not staleness or corrects or c.algorithm.importance_cap is not None:
         return ()
     name = c.scheduler.batching.name
-    words = (f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and nothing corrects "
-             f"for their age: algorithm.name={c.algorithm.name!r} does not, and algorithm.importance_cap=null; take "
-             "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0")
+    words = (
+        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and nothing corrects "
+        f"for their age: algorithm.name={c.algorithm.name!r} does not, and algorithm.importance_cap=null; take "
+        "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0"
+    )
     if name == "one_step_off":
         return (words,)
     raise ConfigError(words)
@@ -184,7 +233,11 @@ def launch(made: plan.Plan, console: Console) -> int:
             print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
         return 0
     if c.cluster.kind == "slurm" and (job := state.submitted(c.run_dir)) and state.is_active(job):
-        say(console, f"{c.name} is job {job} already; " + (state.cannot_start(job) or f"to end it: scancel {job}"))
+        say(
+            console,
+            f"{c.name} is job {job} already; "
+            + (state.cannot_start(job) or f"to end it: scancel {job}"),
+        )
         state.show(c.run_dir, console)
         return 0
     if c.fresh and c.run_dir.exists():
@@ -192,12 +245,17 @@ def launch(made: plan.Plan, console: Console) -> int:
             say(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     with local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c.trainer.steps):
-            say(console, f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
-                         "fresh=true to start over")
+            say(
+                console,
+                f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
+                "fresh=true to start over",
+            )
             terminal.final_table(c.run_dir, console)
             return 0
         c = model.fetch(c, c.run_dir / "config.json")
-        if c.model != made.config.model:  # what a hub has, and not what conf/ says of it, is what is planned
+        if (
+            c.model != made.config.model
+        ):  # what a hub has, and not what conf/ says of it, is what is planned
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
         if c.cluster.kind == "slurm":
@@ -212,8 +270,13 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     local.write_config(c, c.run_dir)
     say(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
     processes.adopt_orphans()
-    job = supervise.Job(local.start(c, made.ranks, c.run_dir.resolve(), attempt), made.ranks, c.run_dir, attempt,
-                        c.cluster)
+    job = supervise.Job(
+        local.start(c, made.ranks, c.run_dir.resolve(), attempt),
+        made.ranks,
+        c.run_dir,
+        attempt,
+        c.cluster,
+    )
     outcome = _follow(job, c, console)
     views.build(c.observe, c.run_dir)
     if outcome.failure:
@@ -230,7 +293,9 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
     if not c.observe.terminal:
         return job.wait()
     stop = threading.Event()
-    shown = threading.Thread(target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True)
+    shown = threading.Thread(
+        target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True
+    )
     shown.start()
     try:
         return job.wait()

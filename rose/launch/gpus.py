@@ -55,10 +55,14 @@ def installed() -> tuple[Device, ...] | None:
     if smi is None:
         return None if DRIVER.exists() else ()
     try:
-        done = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+        done = subprocess.run(
+            [smi, "-L"], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"nvidia-smi -L gave no answer within {COMMAND_DEADLINE_S:g} s: the driver hangs; "
-                          "`dmesg` may tell of an Xid error, and the node wants a restart") from None
+        raise ConfigError(
+            f"nvidia-smi -L gave no answer within {COMMAND_DEADLINE_S:g} s: the driver hangs; "
+            "`dmesg` may tell of an Xid error, and the node wants a restart"
+        ) from None
     return parse(done.stdout)
 
 
@@ -70,7 +74,9 @@ def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...
     silently end its list there.
     """
     if variable is None:
-        return tuple(name for device in here or () for name in device.slices or (str(device.index),))
+        return tuple(
+            name for device in here or () for name in device.slices or (str(device.index),)
+        )
     if variable.strip() in NONE_GIVEN:
         return ()
     words = [word.strip() for word in variable.split(",")]
@@ -79,7 +85,9 @@ def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...
     names = [_name(word, here, variable) for word in words]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ConfigError(f"{VARIABLE}={variable}: names {twice} twice; CUDA then sees no GPU at all")
+        raise ConfigError(
+            f"{VARIABLE}={variable}: names {twice} twice; CUDA then sees no GPU at all"
+        )
     return tuple(names)
 
 
@@ -89,14 +97,18 @@ def _name(word: str, here: Sequence[Device] | None, variable: str) -> str:
         return word
     if word.isdigit():
         found = [word] if any(device.index == int(word) for device in here) else []
-    elif word.startswith("MIG-GPU-"):  # the driver's older way: MIG-GPU-<uuid>/<instance>/<compute instance>
+    elif word.startswith(
+        "MIG-GPU-"
+    ):  # the driver's older way: MIG-GPU-<uuid>/<instance>/<compute instance>
         found = [word] if any(device.uuid and device.uuid in word for device in here) else []
     else:
         names = [name for device in here for name in (device.uuid, *device.slices)]
         found = [name for name in names if word and name.startswith(word)]
     if len(found) != 1:
         what = f"{len(found)} GPUs begin with {word}" if found else f"no GPU is called {word!r}"
-        raise ConfigError(f"{VARIABLE}={variable}: {what}; nvidia-smi -L lists here {_listed(here)}")
+        raise ConfigError(
+            f"{VARIABLE}={variable}: {what}; nvidia-smi -L lists here {_listed(here)}"
+        )
     return found[0]
 
 
@@ -112,14 +124,21 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     here, variable = installed(), os.environ.get(VARIABLE)
     names = given(here, variable)
     if len(names) < c.cluster.gpus:
-        raise ConfigError(f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together with "
-                          "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true")
-    together = {"trainer.ranks": c.trainer.ranks, "rollout.tensor_parallel": c.rollout.tensor_parallel}
-    sliced = next((name for name in names[:c.cluster.gpus] if name.startswith("MIG-")), None)
+        raise ConfigError(
+            f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together with "
+            "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true"
+        )
+    together = {
+        "trainer.ranks": c.trainer.ranks,
+        "rollout.tensor_parallel": c.rollout.tensor_parallel,
+    }
+    sliced = next((name for name in names[: c.cluster.gpus] if name.startswith("MIG-")), None)
     for key, count in together.items():
         if sliced and count > 1:
-            raise ConfigError(f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give whole "
-                              f"GPUs, or {key}=1")
+            raise ConfigError(
+                f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give whole "
+                f"GPUs, or {key}=1"
+            )
     return names
 
 
@@ -149,9 +168,11 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
         return own(places, names)
     if len(names) == len(places):
         return variable
-    raise RuntimeError(f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step shows "
-                       f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the nodes "
-                       "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer")
+    raise RuntimeError(
+        f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step shows "
+        f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the nodes "
+        "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer"
+    )
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -164,7 +185,9 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
     names = given(installed(), variable)
     at, total = int(environ.get("SLURM_LOCALID", "0")), environ.get("SLURM_GPUS_ON_NODE", "")
     shared = total.isdigit() and len(names) >= int(total) and at > 0
-    if len(names) >= count and (_all_its_own(len(names), environ) or len(names) == count and not shared):
+    if len(names) >= count and (
+        _all_its_own(len(names), environ) or len(names) == count and not shared
+    ):
         return {}
     if len(names) >= (at + 1) * count:
         return {VARIABLE: own(range(at * count, (at + 1) * count), names)}
@@ -172,7 +195,8 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
     raise ConfigError(
         f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} (SLURM_LOCALID), sees "
         f"{len(names)} in all ({seen}; {VARIABLE}={variable!r}){', as the tasks before it do' if shared else ''}; "
-        f"submit it with --gpus-per-task={count}")
+        f"submit it with --gpus-per-task={count}"
+    )
 
 
 def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
@@ -182,7 +206,11 @@ def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
     if "SLURM_LOCALID" not in environ:
         return True
     total = environ.get("SLURM_GPUS_ON_NODE", "")
-    words = (_TASKS.fullmatch(word) for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","))
-    tasks = [int(word[1]) for word in words if word for _ in range(int(word[2] or 1))]  # "2(x3),1": of each node
+    words = (
+        _TASKS.fullmatch(word) for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
+    )
+    tasks = [
+        int(word[1]) for word in words if word for _ in range(int(word[2] or 1))
+    ]  # "2(x3),1": of each node
     node = int(environ.get("SLURM_NODEID", "0"))
-    return total.isdigit() and count < int(total) or tasks[node:node + 1] == [1]
+    return total.isdigit() and count < int(total) or tasks[node : node + 1] == [1]

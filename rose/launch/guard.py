@@ -32,7 +32,9 @@ def world_rank() -> int:
     for name in RANK_VARIABLES:
         if name in os.environ:
             return int(os.environ[name])
-    raise RuntimeError(f"not started by mpiexec or srun: none of {', '.join(RANK_VARIABLES)} is set")
+    raise RuntimeError(
+        f"not started by mpiexec or srun: none of {', '.join(RANK_VARIABLES)} is set"
+    )
 
 
 def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
@@ -46,7 +48,9 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     me = layout(config)[number]
     logs.redirect(run_dir, attempt, me.role, number)
     processes.die_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec sends it to the others when a rank has ended
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # MPICH's mpiexec sends it to the others when a rank has ended
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -62,7 +66,9 @@ def _use(me: Rank, cluster: Cluster) -> None:
     if me.gpus:
         os.environ.update(caches.variables(cluster, os.environ))
     if me.gpus and cluster.kind == "slurm":
-        who = f"rank {me.rank} ({me.role.value} {me.index}, component {me.component}, node {me.node})"
+        who = (
+            f"rank {me.rank} ({me.role.value} {me.index}, component {me.component}, node {me.node})"
+        )
         os.environ[gpus.VARIABLE] = gpus.of_step(me.gpus, os.environ.get(gpus.VARIABLE), who)
 
 
@@ -71,16 +77,26 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which gets its own
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
-    if path.exists():  # not if it died within its first instructions; the launcher then misses the file
+    if (
+        path.exists()
+    ):  # not if it died within its first instructions; the launcher then misses the file
         last = rank_status.read(run_dir, attempt, rank)
         state = "done" if code == 0 else "failed"
         _tell(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
     return code if code >= 0 else 128 - code
 
 
-def _body(run_dir: Path, attempt: int, me: Rank, cluster: Cluster, body: Callable[[Rank], None]) -> int:
-    status = rank_status.RankStatus(rank=me.rank, role=me.role, index=me.index, pid=os.getpid(),
-                                    host=socket.gethostname(), state="running")
+def _body(
+    run_dir: Path, attempt: int, me: Rank, cluster: Cluster, body: Callable[[Rank], None]
+) -> int:
+    status = rank_status.RankStatus(
+        rank=me.rank,
+        role=me.role,
+        index=me.index,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        state="running",
+    )
     code = 0
     try:
         rank_status.write(run_dir, attempt, status)
@@ -88,7 +104,9 @@ def _body(run_dir: Path, attempt: int, me: Rank, cluster: Cluster, body: Callabl
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:  # the process ends here whatever it was: say so where it will be looked for
+    except (
+        BaseException
+    ) as error:  # the process ends here whatever it was: say so where it will be looked for
         traceback.print_exc()
         # still "running": the guard alone says that it ended, so that its exit code is there too
         text = f"{type(error).__name__}: {error}"
@@ -105,4 +123,8 @@ def _tell(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
     try:
         rank_status.write(run_dir, attempt, status)
     except OSError as error:
-        print(f"rank {status.rank}: how it ended could not be written: {error}", file=sys.stderr, flush=True)
+        print(
+            f"rank {status.rank}: how it ended could not be written: {error}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -37,12 +37,19 @@ def layout(c: Config) -> tuple[Rank, ...]:
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
-    rolls = int(c.rollout.replay is None)  # a run that trains from saved trajectories needs no engine
+    rolls = int(
+        c.rollout.replay is None
+    )  # a run that trains from saved trajectories needs no engine
     roles = (
         (Role.COORDINATOR, 1, 1, 0),
         (Role.ENVIRONMENT, rolls * c.rollout.environment_hosts, 1, 0),
         (Role.TRAINER, c.trainer.ranks, c.trainer.threads, int(on_gpu)),
-        (Role.ROLLOUT, rolls * c.rollout.workers, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0),
+        (
+            Role.ROLLOUT,
+            rolls * c.rollout.workers,
+            c.rollout.threads,
+            c.rollout.tensor_parallel if on_gpu else 0,
+        ),
     )
     return tuple(_number(roles, shared=c.shares_devices))
 
@@ -64,7 +71,9 @@ def _on_slurm(c: Config) -> Iterator[Rank]:
 
     def place(role: Role, threads: int | None, gpus: range, component: int, node: int) -> Rank:
         nonlocal rank
-        made = Rank(rank, role, counts[role], threads, tuple(gpus) if on_gpu else (), component, node)
+        made = Rank(
+            rank, role, counts[role], threads, tuple(gpus) if on_gpu else (), component, node
+        )
         rank += 1
         counts[role] += 1
         return made

@@ -63,7 +63,9 @@ def cancel_all(run_dir: Path) -> None:
     jobs = list(noted(run_dir).values())
     if not jobs:
         return
-    done = subprocess.run(["scancel", *jobs], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    done = subprocess.run(
+        ["scancel", *jobs], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S
+    )
     print(f"scancel {' '.join(jobs)}: {done.stderr.strip() or 'done'}", flush=True)
     note(run_dir, {})
 

@@ -29,12 +29,27 @@ from rose.models import REPOSITORY
 
 RANK_COMMAND = (sys.executable, "-m", "rose.main")
 # Ours decides what a dead rank means, on this host only, even when started inside a Slurm allocation.
-MPIEXEC_OPTIONS = ("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user", "-hosts", "localhost")
+MPIEXEC_OPTIONS = (
+    "-disable-auto-cleanup",
+    "-launcher",
+    "fork",
+    "-rmk",
+    "user",
+    "-hosts",
+    "localhost",
+)
 
 
-def mpiexec_argv(mpiexec: str, ranks: Sequence[Rank], run_dir: Path, attempt: int,
-                 rank_command: Sequence[str] = RANK_COMMAND, given: Sequence[str] = ()) -> list[str]:
+def mpiexec_argv(
+    mpiexec: str,
+    ranks: Sequence[Rank],
+    run_dir: Path,
+    attempt: int,
+    rank_command: Sequence[str] = RANK_COMMAND,
+    given: Sequence[str] = (),
+) -> list[str]:
     """One block per stretch of ranks with the same environment; `given` names the GPUs to hand out. Pure."""
+
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
         return rank.environment | mine
@@ -54,16 +69,28 @@ def find_mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise ConfigError(f"cluster.kind='local': no mpiexec beside {sys.executable} or on PATH; "
-                          "pip install mpich into this environment (or run `make train`)")
+        raise ConfigError(
+            f"cluster.kind='local': no mpiexec beside {sys.executable} or on PATH; "
+            "pip install mpich into this environment (or run `make train`)"
+        )
     return found
 
 
 def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    threads = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy loads before a rank knows its own share of the cores
-    return os.environ | {"PYTHONPATH": path} | threads | hub.OFFLINE | c.cluster.of_interface | c.cluster.env | c.cluster.mpi.env
+    threads = {
+        "OPENBLAS_NUM_THREADS": "1"
+    }  # NumPy loads before a rank knows its own share of the cores
+    return (
+        os.environ
+        | {"PYTHONPATH": path}
+        | threads
+        | hub.OFFLINE
+        | c.cluster.of_interface
+        | c.cluster.env
+        | c.cluster.mpi.env
+    )
 
 
 @contextmanager
@@ -75,8 +102,10 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ConfigError(f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
-                              f"{file.read().strip()}); wait for it, stop it, or give another name") from None
+            raise ConfigError(
+                f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
+                f"{file.read().strip()}); wait for it, stop it, or give another name"
+            ) from None
         except OSError as error:  # a file system without locks
             raise _unusable(run_dir, error) from None
         if refused := storage.refusal(run_dir):
@@ -96,22 +125,37 @@ def _lock_file(run_dir: Path) -> IO[str]:
 
 
 def _unusable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made, locked or written "
-                       f"({error.strerror}); give a folder that you may write, with room, on a file system with locks")
+    return ConfigError(
+        f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made, locked or written "
+        f"({error.strerror}); give a folder that you may write, with room, on a file system with locks"
+    )
 
 
 def write_config(c: Config, run_dir: Path) -> None:
     configuration.save(c, run_dir / "config.json")
-    storage.write_whole(run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode())
+    storage.write_whole(
+        run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode()
+    )
 
 
-def start(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
-          rank_command: Sequence[str] = RANK_COMMAND) -> subprocess.Popen:
+def start(
+    c: Config,
+    ranks: Sequence[Rank],
+    run_dir: Path,
+    attempt: int,
+    rank_command: Sequence[str] = RANK_COMMAND,
+) -> subprocess.Popen:
     """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone; it dies with
     this process. Its own words go to mpiexec.log beside the ranks' logs."""
     argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT,
-                                env=environment(c), start_new_session=True,
-                                preexec_fn=lambda: processes.die_with_parent(launcher))
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env=environment(c),
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(launcher),
+        )

@@ -22,7 +22,9 @@ def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
 
 def new_attempt(run_dir: Path) -> int:
     """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, return its number."""
-    done = [int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()]
+    done = [
+        int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()
+    ]
     attempt = max(done, default=0) + 1
     folder = attempt_folder(run_dir, attempt)
     folder.mkdir(parents=True)
@@ -44,7 +46,11 @@ def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
         getattr(sys, name).flush()
         os.dup2(descriptor, number)
         words = io.BufferedWriter(Lossy(number, "wb", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(words, "utf-8", errors="backslashreplace", line_buffering=True))
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(words, "utf-8", errors="backslashreplace", line_buffering=True),
+        )
     os.close(descriptor)
 
 

@@ -67,11 +67,16 @@ class Estimate:
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
     resting, states = _resting(c, shape), ("weights", "gradients", "optimizer")
-    worst = max((_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values()))
+    worst = max(
+        (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
+    )
     size, share = BYTES[c.trainer.dtype], shape.parameters / c.trainer.ranks
     host = {"last published version": size * share, "offloaded optimizer": _offloaded(c, shape)}
-    return Estimate(_gib(c, resting | worst), sum(resting[name] for name in states) / GIB,
-                    host={name: nbytes / GIB for name, nbytes in host.items() if nbytes})
+    return Estimate(
+        _gib(c, resting | worst),
+        sum(resting[name] for name in states) / GIB,
+        host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
+    )
 
 
 def moments(c: Config, shape: ModelShape) -> Items:
@@ -79,8 +84,11 @@ def moments(c: Config, shape: ModelShape) -> Items:
     items = _resting(c, shape)
     resting = sum(items.values())
     freed = items["gradients"] if c.trainer.zero_stage == 2 else 0.0
-    return {"forward and backward": resting + sum(_in_a_pass(c, shape).values()),
-            "update": resting + sum(_at_the_update(c, shape).values()), "between steps": resting - freed}
+    return {
+        "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
+        "update": resting + sum(_at_the_update(c, shape).values()),
+        "between steps": resting - freed,
+    }
 
 
 def _shared(c: Config, stage: int) -> int:
@@ -97,7 +105,9 @@ def _resting(c: Config, shape: ModelShape) -> Items:
         "weights": size * p / _shared(c, 3),
         "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
         "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
-        "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS)) if t.zero_stage == 3 else 0.0,
+        "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS))
+        if t.zero_stage == 3
+        else 0.0,
     }
 
 
@@ -121,14 +131,20 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     chunk = min(tokens, max(1, logits // shape.vocab))
     copies = 2 if chunk < tokens else 1
     work = {
-        "a layer at work": size * tokens * (layer + 3 * shape.intermediate + 2 * shape.hidden) + bucket,
+        "a layer at work": size * tokens * (layer + 3 * shape.intermediate + 2 * shape.hidden)
+        + bucket,
         "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab + copies * size * largest,
         "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
     }
     worst = max(work, key=work.__getitem__)
-    gathered = size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
-    return {"gathered parameters": float(gathered), "activations": float(size * tokens * kept),
-            worst: float(work[worst])}
+    gathered = (
+        size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
+    )
+    return {
+        "gathered parameters": float(gathered),
+        "activations": float(size * tokens * kept),
+        worst: float(work[worst]),
+    }
 
 
 def _elements(shape: ModelShape, size: int) -> int:
@@ -165,8 +181,13 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
         items["trainers' NCCL"] = second
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    host = {"mirror of new versions": c.transfer.mirror_gib, "staged blocks": tp * c.transfer.stage_gib}
-    return Estimate(items, firm, int(cache * GIB / per_token), {name: gib for name, gib in host.items() if gib})
+    host = {
+        "mirror of new versions": c.transfer.mirror_gib,
+        "staged blocks": tp * c.transfer.stage_gib,
+    }
+    return Estimate(
+        items, firm, int(cache * GIB / per_token), {name: gib for name, gib in host.items() if gib}
+    )
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:

@@ -23,8 +23,10 @@ def shape(c: Config) -> ModelShape | None:
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
             return read_shape(folder)
         if c.model.shape is None:
-            raise ConfigError(f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its shape: "
-                              f"copy it from its config.json, or run `hf download {c.model.path}` first")
+            raise ConfigError(
+                f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its shape: "
+                f"copy it from its config.json, or run `hf download {c.model.path}` first"
+            )
         return c.model.shape
     if c.model.source in models.RECIPES:
         models.check_recipe(c.model.source, c.model.recipe)

@@ -52,23 +52,33 @@ def _check_threads(c: Config) -> Iterator[str]:
     """Ranks of a Slurm job have the CPUs that their component asks for, and no others."""
     if c.cluster.kind != "slurm":
         return
-    wanted = {"trainer.threads": c.trainer.threads, "rollout.threads": c.rollout.threads,
-              "transfer.threads": c.transfer.threads}
-    for name, keys in (("trainer", ("trainer.threads", "transfer.threads")), ("rollout", ("rollout.threads", "transfer.threads"))):
+    wanted = {
+        "trainer.threads": c.trainer.threads,
+        "rollout.threads": c.rollout.threads,
+        "transfer.threads": c.transfer.threads,
+    }
+    for name, keys in (
+        ("trainer", ("trainer.threads", "transfer.threads")),
+        ("rollout", ("rollout.threads", "transfer.threads")),
+    ):
         cpus = cpus_of(getattr(c.cluster.slurm, name), c.rollout)
         for key in keys:
             if (wanted[key] or 0) > cpus:
-                yield (f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank (cluster.slurm.{name}.cpus_per_task): "
-                       f"threads wait for each other; {key}={cpus}, or more CPUs")
+                yield (
+                    f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank (cluster.slurm.{name}.cpus_per_task): "
+                    f"threads wait for each other; {key}={cpus}, or more CPUs"
+                )
 
 
 def _check_container(c: Config) -> Iterator[str]:
     """Doubts about what a run's ranks find inside."""
     box = c.cluster.slurm.container if c.cluster.kind == "slurm" else None
     if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
-        yield (f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from inside "
-               f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel with the site's slurm.conf and "
-               "munge socket (cluster.slurm.container.mounts)")
+        yield (
+            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from inside "
+            f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel with the site's slurm.conf and "
+            "munge socket (cluster.slurm.container.mounts)"
+        )
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
@@ -83,11 +93,16 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         raise ConfigError(
             f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone take "
             f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or set "
-            "trainer.offload_optimizer=true")
+            "trainer.offload_optimizer=true"
+        )
     if Role.ROLLOUT in estimates:
-        _check_engines(c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization)
+        _check_engines(
+            c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization
+        )
     if trainer.total > limit:
-        yield (f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; {' or '.join(_less_memory(c))}")
+        yield (
+            f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; {' or '.join(_less_memory(c))}"
+        )
 
 
 def _less_memory(c: Config) -> Iterator[str]:
@@ -101,7 +116,11 @@ def _less_memory(c: Config) -> Iterator[str]:
         yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with model.max_context={c.model.max_context}"
     if t.zero_stage < 3 and t.ranks > 1:
         yield f"raise trainer.zero_stage={t.zero_stage}"
-    yield "raise trainer.ranks" if t.offload_optimizer else "raise trainer.ranks, or set trainer.offload_optimizer=true"
+    yield (
+        "raise trainer.ranks"
+        if t.offload_optimizer
+        else "raise trainer.ranks, or set trainer.offload_optimizer=true"
+    )
 
 
 def _check_share(c: Config) -> None:
@@ -111,7 +130,8 @@ def _check_share(c: Config) -> None:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true leaves an engine "
             f"{most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the trainer's process keeps "
-            f"{memory.ASLEEP_GIB:g} GiB there in the engine's turn")
+            f"{memory.ASLEEP_GIB:g} GiB there in the engine's turn"
+        )
 
 
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
@@ -120,7 +140,8 @@ def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} GiB) and the KV cache "
             f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into {budget:.1f} GiB of "
-            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or model.max_context")
+            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or model.max_context"
+        )
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -134,19 +155,35 @@ def show(plan: Plan, console: Console) -> None:
         members = [rank for rank in plan.ranks if rank.role == role]
         if not members:
             continue  # a replay has no environment hosts and no engines
-        table.add_row(role.value, _span(members), str(members[0].threads or "library's choice"),
-                      str(len(members[0].gpus)), _memory_cell(plan.memory.get(role)))
+        table.add_row(
+            role.value,
+            _span(members),
+            str(members[0].threads or "library's choice"),
+            str(len(members[0].gpus)),
+            _memory_cell(plan.memory.get(role)),
+        )
     console.print(table)
-    source = (f"{c.rollout.workers} engines with tensor parallel {c.rollout.tensor_parallel}"
-              if c.rollout.replay is None else f"trajectories saved in {c.rollout.replay}")
-    say(console, f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
-                 f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
-                 f"ZeRO stage {c.trainer.zero_stage}, {source}")
+    source = (
+        f"{c.rollout.workers} engines with tensor parallel {c.rollout.tensor_parallel}"
+        if c.rollout.replay is None
+        else f"trajectories saved in {c.rollout.replay}"
+    )
+    say(
+        console,
+        f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
+        f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
+        f"ZeRO stage {c.trainer.zero_stage}, {source}",
+    )
     if c.shares_devices and plan.memory:
-        states, weights = memory.waiting_gib(c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT])
-        say(console, f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; in host "
-                     f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} GiB of the "
-                     "engines' weights while the trainer trains")
+        states, weights = memory.waiting_gib(
+            c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT]
+        )
+        say(
+            console,
+            f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; in host "
+            f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} GiB of the "
+            "engines' weights while the trainer trains",
+        )
     if plan.gpus:
         say(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
     if c.cluster.kind == "slurm":
@@ -176,9 +213,17 @@ def _nodes(plan: Plan) -> Iterator[str]:
             continue
         component, nodes = getattr(c.cluster.slurm, name), 1 + max(rank.node for rank in members)
         each, cpus = len(members) // nodes, cpus_of(component, c.rollout)
-        memory_words = "the site's default" if component.mem is None else "all" if str(component.mem) == "0" else component.mem
-        yield (f"{name}: {nodes} node{'s' * (nodes > 1)} with {each} ranks x {cpus} CPUs = {each * cpus} CPUs and {memory_words} of "
-               "the memory")
+        memory_words = (
+            "the site's default"
+            if component.mem is None
+            else "all"
+            if str(component.mem) == "0"
+            else component.mem
+        )
+        yield (
+            f"{name}: {nodes} node{'s' * (nodes > 1)} with {each} ranks x {cpus} CPUs = {each * cpus} CPUs and {memory_words} of "
+            "the memory"
+        )
 
 
 def _host(plan: Plan) -> Iterator[str]:

@@ -32,7 +32,11 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     def how_it_ended(self) -> str:
         if self.exit_code is not None and self.exit_code < 0:
             return f"killed by {signal.Signals(-self.exit_code).name}"
-        ended = "vanished (its process is gone)" if self.exit_code is None else f"exited with code {self.exit_code}"
+        ended = (
+            "vanished (its process is gone)"
+            if self.exit_code is None
+            else f"exited with code {self.exit_code}"
+        )
         return f"{ended}: {self.error}" if self.error else ended
 
 
@@ -44,7 +48,9 @@ def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
     """Atomic: a reader sees the old file or the new one. Sets `since` to now. Raises OSError on a full disk."""
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
+    storage.write_whole(
+        path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time()))
+    )
 
 
 def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
@@ -53,11 +59,15 @@ def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:
-    return msgspec.json.decode((folder(run_dir, attempt) / f"rank-{rank}.json").read_bytes(), type=RankStatus)
+    return msgspec.json.decode(
+        (folder(run_dir, attempt) / f"rank-{rank}.json").read_bytes(), type=RankStatus
+    )
 
 
 def read_all(run_dir: Path, attempt: int) -> dict[int, RankStatus]:
     """Every rank that has reported, by rank."""
-    found = (msgspec.json.decode(path.read_bytes(), type=RankStatus)
-             for path in folder(run_dir, attempt).glob("rank-*.json"))
+    found = (
+        msgspec.json.decode(path.read_bytes(), type=RankStatus)
+        for path in folder(run_dir, attempt).glob("rank-*.json")
+    )
     return {status.rank: status for status in found}

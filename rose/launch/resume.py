@@ -17,35 +17,68 @@ from rose.config import Cluster, Config, ConfigError, Slurm
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
 MAY_CHANGE = (
-    "trainer.steps", "trainer.threads", "trainer.checkpoint_*", "observe.*", "cluster.*", "eval.episodes",
-    "eval.every", "fresh", "colocate", "output_dir", "transfer.*", "serving.*", "rollout.workers", "rollout.threads",
-    "rollout.environment_hosts", "rollout.engine_*", "rollout.turn_timeout_s", "rollout.kv_cache_gib",
-    "rollout.gpu_memory_utilization", "rollout.stream_interval", "env.step_timeout_s", "env.max_failures_in_row",
-    "env.members.*.step_timeout_s", "env.members.*.max_failures_in_row",
-    "model.shape", "model.shape.*", "model.snapshot", "sim", "sim.*",
+    "trainer.steps",
+    "trainer.threads",
+    "trainer.checkpoint_*",
+    "observe.*",
+    "cluster.*",
+    "eval.episodes",
+    "eval.every",
+    "fresh",
+    "colocate",
+    "output_dir",
+    "transfer.*",
+    "serving.*",
+    "rollout.workers",
+    "rollout.threads",
+    "rollout.environment_hosts",
+    "rollout.engine_*",
+    "rollout.turn_timeout_s",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.stream_interval",
+    "env.step_timeout_s",
+    "env.max_failures_in_row",
+    "env.members.*.step_timeout_s",
+    "env.members.*.max_failures_in_row",
+    "model.shape",
+    "model.shape.*",
+    "model.snapshot",
+    "sim",
+    "sim.*",
 )
 # A save may have begun when a run is stopped, and the last step is saved after it: twice what the last one took, and a
 # quarter more on a busy file system. Half of the time to stop is the limit for both.
 SAVE_SHARE = 1 / 5
 WARNING_SAVES = 3.0
-RECIPES_MAY_CHANGE = ("model.path",)  # where the cache is; the model is named by the recipe's arguments
+RECIPES_MAY_CHANGE = (
+    "model.path",
+)  # where the cache is; the model is named by the recipe's arguments
 
 
 def check(stored: Path, new: Config) -> None:
     """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued with `new`."""
-    before, now = _flatten(json.loads(Path(stored).read_text())), _flatten(configuration.to_dict(new))
+    before, now = (
+        _flatten(json.loads(Path(stored).read_text())),
+        _flatten(configuration.to_dict(new)),
+    )
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
         now["model.path"] = str(models.resolve(new.model).resolve())  # as it is stored
     for flat in (before, now):  # earlier launchers stored it as it was given
         if replayed := flat.get("rollout.replay"):
             flat["rollout.replay"] = str(Path(replayed).resolve())
-    changed = [key for key in sorted(before.keys() | now.keys())
-               if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in rules)]
+    changed = [
+        key
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in rules)
+    ]
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
-        raise ConfigError(f"name={new.name!r}: {Path(stored).parent} holds a run with another configuration:\n{lines}\n"
-                          "Keep these values to continue it, set fresh=true to start over, or give another name.")
+        raise ConfigError(
+            f"name={new.name!r}: {Path(stored).parent} holds a run with another configuration:\n{lines}\n"
+            "Keep these values to continue it, set fresh=true to start over, or give another name."
+        )
 
 
 def mark_finished(run_dir: Path, steps: int) -> None:
@@ -102,5 +135,8 @@ def _mark(run_dir: Path) -> Path:
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    return {key: value for name, branch in tree.items()
-            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else name).items()}
+    return {
+        key: value
+        for name, branch in tree.items()
+        for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else name).items()
+    }

@@ -38,11 +38,21 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
         lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
     lines += _setup(c)
     return submitit_slurm._make_sbatch_string(
-        command=_submitted([sys.executable], run_dir), folder=str(folder(run_dir)),
-        job_name=c.name, wckey=None, use_srun=False, stderr_to_stdout=True, setup=lines, time=None,
-        additional_parameters=_options(c, first) | {
-            "output": str(Path(run_dir) / "logs" / "slurm-%j.out"), "requeue": True,
-            "signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}"})
+        command=_submitted([sys.executable], run_dir),
+        folder=str(folder(run_dir)),
+        job_name=c.name,
+        wckey=None,
+        use_srun=False,
+        stderr_to_stdout=True,
+        setup=lines,
+        time=None,
+        additional_parameters=_options(c, first)
+        | {
+            "output": str(Path(run_dir) / "logs" / "slurm-%j.out"),
+            "requeue": True,
+            "signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}",
+        },
+    )
 
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
@@ -50,10 +60,21 @@ def lend_script(c: Config, run_dir: Path, name: str) -> str:
     options = _component_options(c, c.cluster.slurm.borrowed, 1, 1, c.rollout.tensor_parallel)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
-        command=_submitted(python, run_dir), folder=str(folder(run_dir)),
-        job_name=f"{c.name}-{name}", wckey=None, use_srun=False, stderr_to_stdout=True, setup=_setup(c), time=None,
-        additional_parameters=options | {"output": str(Path(run_dir) / "logs" / f"{name}-%j.out"), "requeue": True,
-                                         "open-mode": "append"})
+        command=_submitted(python, run_dir),
+        folder=str(folder(run_dir)),
+        job_name=f"{c.name}-{name}",
+        wckey=None,
+        use_srun=False,
+        stderr_to_stdout=True,
+        setup=_setup(c),
+        time=None,
+        additional_parameters=options
+        | {
+            "output": str(Path(run_dir) / "logs" / f"{name}-%j.out"),
+            "requeue": True,
+            "open-mode": "append",
+        },
+    )
 
 
 def _submitted(python: Sequence[str], run_dir: Path) -> str:
@@ -61,8 +82,9 @@ def _submitted(python: Sequence[str], run_dir: Path) -> str:
     return f"exec {shlex.join([*python, *SUBMITIT, str(folder(run_dir))])}"
 
 
-def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
-              rank_command: Sequence[str] = ()) -> list[str]:
+def srun_argv(
+    c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int, rank_command: Sequence[str] = ()
+) -> list[str]:
     """One srun over all components, whose ranks find their roles by their number."""
     # not the run's folder, which may have commas in its name (a point of a sweep): they part mounts from each other
     rank_command = rank_command or (*container.command(c, [run_dir.parent]), "-m", "rose.main")
@@ -71,10 +93,21 @@ def srun_argv(c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int,
     for number, members in enumerate(components):
         argv += [":"] if number else []
         argv += [f"--het-group={number}"] if len(components) > 1 else []
-        argv += [f"--nodes={_nodes(members)}", f"--ntasks={len(members)}",
-                 f"--ntasks-per-node={len(members) // _nodes(members)}", "--distribution=block", "--kill-on-bad-exit=0",
-                 "--wait=0", "--export=ALL",  # whatever a site's settings say: ranks end one after the other
-                 *_step_options(c, members), *rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
+        argv += [
+            f"--nodes={_nodes(members)}",
+            f"--ntasks={len(members)}",
+            f"--ntasks-per-node={len(members) // _nodes(members)}",
+            "--distribution=block",
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--export=ALL",  # whatever a site's settings say: ranks end one after the other
+            *_step_options(c, members),
+            *rank_command,
+            "--run",
+            str(run_dir),
+            "--attempt",
+            str(attempt),
+        ]
     return argv
 
 
@@ -95,8 +128,14 @@ def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
     """What srun does not take over from its component of the job (Slurm 22.05 and later)."""
     taken = _options(c, members)
     if c.cluster.gpus:
-        taken["gpu-bind"] = "none"  # every rank finds its GPUs among all of the node's (rose/launch/gpus.py)
-    return [f"--{name}={taken[name]}" for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem") if name in taken]
+        taken["gpu-bind"] = (
+            "none"  # every rank finds its GPUs among all of the node's (rose/launch/gpus.py)
+        )
+    return [
+        f"--{name}={taken[name]}"
+        for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem")
+        if name in taken
+    ]
 
 
 def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
@@ -107,10 +146,15 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
     return _component_options(c, component, _nodes(members), len(members) // _nodes(members), gpus)
 
 
-def _component_options(c: Config, component: Component, nodes: int, ranks_per_node: int, gpus: int) -> dict[str, Any]:
+def _component_options(
+    c: Config, component: Component, nodes: int, ranks_per_node: int, gpus: int
+) -> dict[str, Any]:
     """`gpus`: that ranks use on a node, the fullest one. No more are asked for: others may have the rest, or its price."""
-    options: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": ranks_per_node,
-                               "cpus-per-task": cpus_of(component, c.rollout)}
+    options: dict[str, Any] = {
+        "nodes": nodes,
+        "ntasks-per-node": ranks_per_node,
+        "cpus-per-task": cpus_of(component, c.rollout),
+    }
     if c.cluster.gpus:
         options["gpus-per-node"] = gpus
     for name in ("partition", "account", "qos", "constraint", "mem", "time"):

@@ -34,19 +34,45 @@ from rose.observe.terminal import say
 COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
 ANSWER_S = 20.0  # for squeue, of which the next look asks again
-OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # how the variables begin that Slurm puts into a job's processes
-OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # by which its commands find it
+OF_A_JOB = (
+    "SLURM_",
+    "SLURMD_",
+    "PMI_",
+    "PMIX_",
+)  # how the variables begin that Slurm puts into a job's processes
+OF_THE_SITE = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+)  # by which its commands find it
 # srun would apply these to all components: what sbatch set for the first one, or what the shell had that submitted
-OF_ONE_COMPONENT = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_GPU_BIND", "SLURM_GPUS", "SLURM_TRES_PER_TASK",
-                    "SLURM_NTASKS_PER_", "SLURM_CPUS_PER_", "SLURM_MEM_PER_", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV")
+OF_ONE_COMPONENT = (
+    "SLURM_CPU_BIND",
+    "SLURM_MEM_BIND",
+    "SLURM_GPU_BIND",
+    "SLURM_GPUS",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NTASKS_PER_",
+    "SLURM_CPUS_PER_",
+    "SLURM_MEM_PER_",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+)
 
 
 def check_programs() -> None:
     """Raises `ConfigError` when this machine cannot submit."""
-    missing = [program for program in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(program) is None]
+    missing = [
+        program
+        for program in ("sbatch", "srun", "squeue", "scontrol")
+        if shutil.which(program) is None
+    ]
     if missing:
-        raise ConfigError(f"cluster.kind='slurm': no {', '.join(missing)} on PATH; run this where your site has "
-                          "Slurm's commands (a login node), or look at the job's text with cluster.dry_run=true")
+        raise ConfigError(
+            f"cluster.kind='slurm': no {', '.join(missing)} on PATH; run this where your site has "
+            "Slurm's commands (a login node), or look at the job's text with cluster.dry_run=true"
+        )
 
 
 class Executor(submitit.SlurmExecutor):
@@ -69,8 +95,11 @@ def _as_outside_a_job() -> Iterator[None]:
     """sbatch hands this process's variables on to the job. Those of another job, in whose shell somebody submits, would
     there bind the ranks to the CPUs and GPUs of that one. Outside a job they are the user's or the site's own."""
     inside = "SLURM_JOB_ID" in os.environ
-    theirs = {name: value for name, value in os.environ.items()
-              if inside and name.startswith(OF_A_JOB) and name not in OF_THE_SITE}
+    theirs = {
+        name: value
+        for name, value in os.environ.items()
+        if inside and name.startswith(OF_A_JOB) and name not in OF_THE_SITE
+    }
     for name in theirs:
         del os.environ[name]
     try:
@@ -89,13 +118,19 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
         text = sbatch.script(c, ranks, run_dir, resume.warning_s(run_dir, c.cluster.slurm))
         job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
-        raise ConfigError(f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}") from None
+        raise ConfigError(
+            f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}"
+        ) from None
     state.remember(run_dir, job.job_id)
     say(console, f"submitted {c.name} as job {job.job_id}")
     log = run_dir / "logs" / f"slurm-{job.job_id}.out"
-    for what, command in (("log", f"tail -F {log}"), ("ranks' logs", f"ls {run_dir}/logs/latest/"),
-                          ("state of every component and rank", f"python -m rose.launch.state {run_dir}"),
-                          ("queue", f"squeue --job {job.job_id}"), ("end it", f"scancel {job.job_id}")):
+    for what, command in (
+        ("log", f"tail -F {log}"),
+        ("ranks' logs", f"ls {run_dir}/logs/latest/"),
+        ("state of every component and rank", f"python -m rose.launch.state {run_dir}"),
+        ("queue", f"squeue --job {job.job_id}"),
+        ("end it", f"scancel {job.job_id}"),
+    ):
         console.print(f"  {what + ':':35} {command}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -130,30 +165,52 @@ class Run:
         _end_old_steps()
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
-        print(f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
-              flush=True)
+        print(
+            f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
+            flush=True,
+        )
         processes.adopt_orphans()
         with open(logs.attempt_folder(self.run_dir, attempt) / "srun.log", "wb") as words:
-            srun = subprocess.Popen(sbatch.srun_argv(c, ranks, self.run_dir, attempt), stdin=subprocess.DEVNULL,
-                                    stdout=words, stderr=subprocess.STDOUT, env=_environment(c), start_new_session=True)
+            srun = subprocess.Popen(
+                sbatch.srun_argv(c, ranks, self.run_dir, attempt),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                env=_environment(c),
+                start_new_session=True,
+            )
         with _warned_in_time(self.run_dir, c.cluster.slurm):
-            outcome = supervise.Job(srun, ranks, self.run_dir, attempt, c.cluster, starter="srun").wait()
+            outcome = supervise.Job(
+                srun, ranks, self.run_dir, attempt, c.cluster, starter="srun"
+            ).wait()
         views.build(c.observe, self.run_dir)
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
         """Ask Slurm for another go, which continues from the last checkpoint; it ends this process."""
-        why = "Slurm's warning: preempted, or near the time limit" if not outcome.failure else outcome.failure
+        why = (
+            "Slurm's warning: preempted, or near the time limit"
+            if not outcome.failure
+            else outcome.failure
+        )
         done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if done >= c.cluster.slurm.requeues:
-            raise RunFailed(f"given up after {done} requeues (cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
-                            f"last end: {why}")
+            raise RunFailed(
+                f"given up after {done} requeues (cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
+                f"last end: {why}"
+            )
         print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
-        asked = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True,
-                               timeout=COMMAND_DEADLINE_S)
+        asked = subprocess.run(
+            ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+        )
         if asked.returncode:
-            raise RunFailed(f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm "
-                            "has requeued it already, else the same launch.py command continues it")
+            raise RunFailed(
+                f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm "
+                "has requeued it already, else the same launch.py command continues it"
+            )
         return "requeued"
 
 
@@ -171,8 +228,11 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
                 continue  # Slurm's own comes in time
             end = _end_time() if end is None else end
             if end is not None and time.time() > end - needed:
-                print(f"{needed} s are left, which saving may take: the last checkpoint took "
-                      f"{resume.last_save_s(run_dir):.0f} s", flush=True)
+                print(
+                    f"{needed} s are left, which saving may take: the last checkpoint took "
+                    f"{resume.last_save_s(run_dir):.0f} s",
+                    flush=True,
+                )
                 os.kill(os.getpid(), signal.SIGUSR2)
                 return
 
@@ -190,9 +250,13 @@ def _end_time() -> float | None:
     if said := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
         return float(said)
     try:
-        asked = subprocess.run(["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
-                               env=os.environ | {"SLURM_TIME_FORMAT": "standard"}, capture_output=True, text=True,
-                               timeout=ANSWER_S)
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
+            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S,
+        )
     except subprocess.TimeoutExpired:
         return None
     # of every component, local time; other words (N/A) where there is no limit
@@ -208,39 +272,59 @@ def _refuse_shared_nodes() -> None:
     nodes: dict[str, str] = {}
     for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
         listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
-        asked = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True,
-                               timeout=COMMAND_DEADLINE_S, check=True)
+        asked = subprocess.run(
+            ["scontrol", "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=True,
+        )
         shared = nodes.keys() & asked.stdout.split()
         if shared:
             other = nodes[min(shared)]
-            raise RunFailed(f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, and srun "
-                            "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or give "
-                            "them partitions without a common node")
+            raise RunFailed(
+                f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, and srun "
+                "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or give "
+                "them partitions without a common node"
+            )
         nodes |= dict.fromkeys(asked.stdout.split(), listed)
 
 
 def _end_old_steps() -> None:
     """When the first node is lost, Slurm requeues its component only: on the others the last attempt's step lives on,
     and srun can't start ours beside it. Raises `RunFailed` when it won't end."""
-    jobs = [os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
-            for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))]
+    jobs = [
+        os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
+        for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
+    ]
     end = time.monotonic() + COMMAND_DEADLINE_S
     while old := _numbered_steps(jobs):
         if time.monotonic() > end:
-            raise RunFailed(f"steps {' '.join(old)} of an earlier attempt did not end within {COMMAND_DEADLINE_S:g} s")
+            raise RunFailed(
+                f"steps {' '.join(old)} of an earlier attempt did not end within {COMMAND_DEADLINE_S:g} s"
+            )
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        subprocess.run(["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S)  # one may be gone: look again
+        subprocess.run(
+            ["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S
+        )  # one may be gone: look again
         time.sleep(1.0)
 
 
 def _numbered_steps(jobs: Sequence[str]) -> list[str]:
     """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is."""
-    asked = subprocess.run(["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)],
-                           capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    asked = subprocess.run(
+        ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_DEADLINE_S,
+    )
     return [step for step in asked.stdout.split() if step.rpartition(".")[2].isdigit()]
 
 
 def _environment(c: Config) -> dict[str, str]:
     """srun's; what cluster.env says goes for all ranks."""
-    return {name: value for name, value in local.environment(c).items()
-            if not name.startswith(OF_ONE_COMPONENT) or name in c.cluster.env}
+    return {
+        name: value
+        for name, value in local.environment(c).items()
+        if not name.startswith(OF_ONE_COMPONENT) or name in c.cluster.env
+    }

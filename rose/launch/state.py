@@ -20,8 +20,18 @@ from rich.table import Table
 from rose.launch import rank_status
 
 COMMAND_DEADLINE_S = 30.0
-ACTIVE = {"PENDING", "RUNNING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING",
-          "SIGNALING", "STAGE_OUT"}  # a PREEMPTED job that comes back is PENDING
+ACTIVE = {
+    "PENDING",
+    "RUNNING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "RESIZING",
+    "SUSPENDED",
+    "COMPLETING",
+    "CONFIGURING",
+    "SIGNALING",
+    "STAGE_OUT",
+}  # a PREEMPTED job that comes back is PENDING
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
@@ -58,9 +68,26 @@ def components(job: str) -> list[JobState]:
     The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment later but knows
     it for longer.
     """
-    found = {row.job: row for row in (
-        *_rows(["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS), "--jobs", job]),
-        *_rows(["squeue", "--noheader", "--states=all", "--format=%i|%T||%r|%N|%M", "--jobs", job]))}
+    found = {
+        row.job: row
+        for row in (
+            *_rows(
+                [
+                    "sacct",
+                    "--noheader",
+                    "--parsable2",
+                    "--allocations",
+                    "--format",
+                    ",".join(FIELDS),
+                    "--jobs",
+                    job,
+                ]
+            ),
+            *_rows(
+                ["squeue", "--noheader", "--states=all", "--format=%i|%T||%r|%N|%M", "--jobs", job]
+            ),
+        )
+    }
     return [found[name] for name in sorted(found)]
 
 
@@ -76,8 +103,10 @@ def cannot_start(job: str) -> str:
     over = [name for name, found in states.items() if found not in ACTIVE]
     if "PENDING" not in states.values() or not over:
         return ""
-    return (f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel {job}`, and the "
-            "same launch.py command continues the run")
+    return (
+        f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel {job}`, and the "
+        "same launch.py command continues the run"
+    )
 
 
 def _any_active(found: list[JobState]) -> bool:
@@ -104,19 +133,31 @@ def show(run_dir: Path, console: Console) -> bool:
         ranks = rank_status.read_all(run_dir, attempt)
         # nobody is left to write how a rank ended that Slurm ended together with its guard
         running = "running" if _any_active(found) else "ended with the job"
-        states = [running if status.state == "running" else status.state for status in ranks.values()]
-        console.print(f"attempt {attempt}: {len(ranks)} ranks; " + ", ".join(
-            f"{states.count(name)} {name}" for name in (running, "done", "failed") if name in states))
+        states = [
+            running if status.state == "running" else status.state for status in ranks.values()
+        ]
+        console.print(
+            f"attempt {attempt}: {len(ranks)} ranks; "
+            + ", ".join(
+                f"{states.count(name)} {name}"
+                for name in (running, "done", "failed")
+                if name in states
+            )
+        )
         for status in ranks.values():
             if status.state == "failed":
-                console.print(f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
-                              f"{status.how_it_ended()}", markup=False, soft_wrap=True)
+                console.print(
+                    f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
+                    f"{status.how_it_ended()}",
+                    markup=False,
+                    soft_wrap=True,
+                )
     return True
 
 
 def _rows(command: list[str]) -> list[JobState]:
     rows = [line.split("|") for line in (_ask(command) or "").splitlines()]
-    found = [JobState(*row[:len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
+    found = [JobState(*row[: len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
     return [row._replace(state=row.state.split(" by ")[0]) for row in found]
 
 
@@ -136,11 +177,16 @@ def _note(run_dir: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="the run's folder")
     run_dir = parser.parse_args().run
     try:
-        if show(run_dir, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))):
+        if show(
+            run_dir,
+            Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120))),
+        ):
             return 0
     except RuntimeError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)

@@ -42,7 +42,9 @@ class Outcome:
 
     failure: str = ""
     interrupted: int = 0
-    lost_rank: bool = False  # the failure: a rank was killed or vanished, which another attempt may survive
+    lost_rank: bool = (
+        False  # the failure: a rank was killed or vanished, which another attempt may survive
+    )
 
     @property
     def code(self) -> int:
@@ -73,8 +75,10 @@ class Job:
 
     def wait(self) -> Outcome:
         """Until the job ends. Takes over its signals meanwhile."""
-        before = {number: signal.signal(number, lambda got, _: self.signals.append(got))
-                  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+        before = {
+            number: signal.signal(number, lambda got, _: self.signals.append(got))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+        }
         try:
             return self._watch()
         finally:
@@ -93,7 +97,9 @@ class Job:
                 self._end_ranks(FAILURE_GRACE_S)
                 return outcome
             states = self.statuses()
-            if len(states) == len(self.ranks) and all(status.state == "done" for status in states.values()):
+            if len(states) == len(self.ranks) and all(
+                status.state == "done" for status in states.values()
+            ):
                 self._await_starter()
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
@@ -104,7 +110,9 @@ class Job:
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
-                    return Outcome(interrupted=self._interrupted())  # all is saved; the laggards are ended
+                    return Outcome(
+                        interrupted=self._interrupted()
+                    )  # all is saved; the laggards are ended
             time.sleep(self._poll_s)
 
     def _interrupted(self) -> int:
@@ -114,15 +122,20 @@ class Job:
         """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could handle it and had
         anything to save. How the others end no longer matters: they may be slow, or miss it."""
         coordinator = self.statuses().get(0)
-        return bool(self.signals) and coordinator is not None and coordinator.exit_code in (0, -signal.SIGTERM)
+        return (
+            bool(self.signals)
+            and coordinator is not None
+            and coordinator.exit_code in (0, -signal.SIGTERM)
+        )
 
     def _failure(self, deadlines: dict[str, float]) -> str:
         states, now = self.statuses(), time.monotonic()
         if self._dead(states):
             time.sleep(SETTLE_S)
             return self._first(self._dead(self.statuses()))
-        if self.process.poll() is not None and any(states.get(r.rank) is None or states[r.rank].state != "done"
-                                                   for r in self.ranks):
+        if self.process.poll() is not None and any(
+            states.get(r.rank) is None or states[r.rank].state != "done" for r in self.ranks
+        ):
             time.sleep(SETTLE_S)  # a guard may still be writing
             dead = self._dead(self.statuses(), starter_gone=True)
             return self._first(dead) if dead else self._starter_failure(states)
@@ -141,14 +154,23 @@ class Job:
     def _late(self, states: dict[int, RankStatus]) -> str:
         """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever, the first one too."""
         within = f"within cluster.start_timeout_s={self.cluster.start_timeout_s:g}"
-        missing = [f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states]
+        missing = [
+            f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states
+        ]
         if missing:
-            return f"{', '.join(missing)} did not start {within}\n{self._words(self.starter + '.log')}"
-        out = [f"{status.role.value} rank {status.rank} on {status.host}" for rank, status in sorted(states.items())
-               if not status.joined]
-        return (f"{', '.join(out)} did not join the MPI world {within}: MPI may have taken a network by which hosts do "
-                f"not reach each other; name one that they share (cluster.interface={self.cluster.interface!r})\n"
-                f"{self._words(self.starter + '.log')}")
+            return (
+                f"{', '.join(missing)} did not start {within}\n{self._words(self.starter + '.log')}"
+            )
+        out = [
+            f"{status.role.value} rank {status.rank} on {status.host}"
+            for rank, status in sorted(states.items())
+            if not status.joined
+        ]
+        return (
+            f"{', '.join(out)} did not join the MPI world {within}: MPI may have taken a network by which hosts do "
+            f"not reach each other; name one that they share (cluster.interface={self.cluster.interface!r})\n"
+            f"{self._words(self.starter + '.log')}"
+        )
 
     def _explained(self, failure: str) -> Outcome:
         """A rank that dies of a disk that takes no more may not be able to say so: it then looks lost, and isn't."""
@@ -174,8 +196,12 @@ class Job:
         """Ranks that failed, and ranks whose process is gone without a word (their guard died too), once they
         have been so at two looks in a row: a guard needs a moment to write. Those on other hosts are believed
         while the starter, which watches them, lives."""
-        gone = {s.rank for s in states.values() if s.state == "running"
-                and (not psutil.pid_exists(s.pid) if _is_here(s) else starter_gone)}
+        gone = {
+            s.rank
+            for s in states.values()
+            if s.state == "running"
+            and (not psutil.pid_exists(s.pid) if _is_here(s) else starter_gone)
+        }
         sure, self.vanished = gone & self.vanished if not starter_gone else gone, gone
         return [s for s in states.values() if s.state == "failed" or s.rank in sure]
 
@@ -189,18 +215,24 @@ class Job:
 
     def _describe(self, status: RankStatus) -> str:
         log = logs.rank_log(self.run_dir, self.attempt, status.role, status.rank)
-        return (f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on {status.host}) "
-                f"{status.how_it_ended()}\n{self._words(log.name)}")
+        return (
+            f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on {status.host}) "
+            f"{status.how_it_ended()}\n{self._words(log.name)}"
+        )
 
     def _starter_failure(self, states: dict[int, RankStatus]) -> str:
         missing = [rank.rank for rank in self.ranks if rank.rank not in states]
         without = f"; ranks {missing} never started" if missing else ""
-        return (f"{self.starter} exited with code {self.process.returncode}{without}\n"
-                f"{self._words(self.starter + '.log')}")
+        return (
+            f"{self.starter} exited with code {self.process.returncode}{without}\n"
+            f"{self._words(self.starter + '.log')}"
+        )
 
     def _words(self, name: str) -> str:
         path = logs.attempt_folder(self.run_dir, self.attempt) / name
-        return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in logs.tail(path, TAIL_LINES))])
+        return "\n".join(
+            [f"last lines of {path}:", *(f"  {line}" for line in logs.tail(path, TAIL_LINES))]
+        )
 
     def _end_ranks(self, grace_s: float) -> None:
         """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then `grace_s`. To
@@ -235,7 +267,9 @@ def end_all(process: subprocess.Popen) -> None:
             if child.pid != process.pid:
                 _reap(child.pid)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {[child.pid for child in left]} survive SIGKILL; see dmesg")
+            raise RuntimeError(
+                f"processes {[child.pid for child in left]} survive SIGKILL; see dmesg"
+            )
         time.sleep(0.05)
     process.wait(timeout=KILL_S)
 

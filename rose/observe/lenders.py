@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 LENT = "lent.json"
-LATENCIES = (("ttft_p50_s", "TTFT P50"), ("ttft_p99_s", "TTFT P99"), ("tpot_p50_s", "TPOT P50"), ("tpot_p99_s", "TPOT P99"))
+LATENCIES = (
+    ("ttft_p50_s", "TTFT P50"),
+    ("ttft_p99_s", "TTFT P99"),
+    ("tpot_p50_s", "TPOT P50"),
+    ("tpot_p99_s", "TPOT P99"),
+)
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -34,12 +39,23 @@ def html(run_dir: Path) -> str:
     rows = "".join(_row(Path(run_dir).resolve(), folder, told) for folder, told in read(run_dir))
     if not rows:
         return ""
-    titles = "".join(f"<th scope=col>{name}</th>" for name in (
-        "Online server beside a lent engine", "Attainment while lending", "otherwise", *(name for _, name in LATENCIES),
-        "Preempted", "Tokens lent", "Handed back"))
-    return (f"<h3>What serving kept</h3><div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>"
-            "</table></div><p class=muted>Attainment: online requests within both P99 targets. Latencies: measured, and the "
-            "target. A server may have served longer than this run lasted.</p>")
+    titles = "".join(
+        f"<th scope=col>{name}</th>"
+        for name in (
+            "Online server beside a lent engine",
+            "Attainment while lending",
+            "otherwise",
+            *(name for _, name in LATENCIES),
+            "Preempted",
+            "Tokens lent",
+            "Handed back",
+        )
+    )
+    return (
+        f"<h3>What serving kept</h3><div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>"
+        "</table></div><p class=muted>Attainment: online requests within both P99 targets. Latencies: measured, and the "
+        "target. A server may have served longer than this run lasted.</p>"
+    )
 
 
 def _row(run_dir: Path, folder: Path, told: dict[str, Any]) -> str:
@@ -50,8 +66,11 @@ def _row(run_dir: Path, folder: Path, told: dict[str, Any]) -> str:
         measured, target = told["measured"].get(key), told["slo"].get(key)
         cells.append(f"{_ms(measured)} <span class=muted>of {_ms(target)}</span>")
     cells += [f"{told['preempted']:,.0f}", f"{told['made_tokens']:,.0f}", f"{told['evicted']:,.0f}"]
-    return (f'<tr><th scope=row><a href="{link}">{escape(told["device"])}</a> <span class=muted>{at}</span></th>'
-            + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return (
+        f'<tr><th scope=row><a href="{link}">{escape(told["device"])}</a> <span class=muted>{at}</span></th>'
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
+    )
 
 
 def _share(met: float, finished: float) -> str:
@@ -59,4 +78,10 @@ def _share(met: float, finished: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+    return (
+        "–"
+        if seconds is None
+        else f"{1000 * seconds:,.0f} ms"
+        if seconds >= 0.01
+        else f"{1000 * seconds:.1f} ms"
+    )

@@ -52,7 +52,9 @@ class MetricsWriter:
         """
         self._file.close()
         rows = read_metrics(self.path.parent)
-        _replace(self.path, [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step])
+        _replace(
+            self.path, [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step]
+        )
         self._file = self.path.open("ab")
         if self._board:
             self._board.restart(after_step + 1)
@@ -67,7 +69,10 @@ class TensorBoard:
     """Numbers as TensorBoard scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
 
     def __init__(self, folder: Path):
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # half a second: only where it is wanted
+        from tensorboard.compat.proto import (
+            event_pb2,
+            summary_pb2,
+        )  # half a second: only where it is wanted
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summary = event_pb2, summary_pb2
@@ -78,14 +83,22 @@ class TensorBoard:
             return
         prefix = "train" if row["kind"] == "step" else row["kind"]
         value = self._summary.Summary.Value
-        scalars = [value(tag=f"{prefix}/{key.removeprefix('eval_')}", simple_value=float(number))
-                   for key, number in row.items() if key not in ("step", "time") and _is_number(number)]
-        self._add(step=row["step"], wall_time=row["time"], summary=self._summary.Summary(value=scalars))
+        scalars = [
+            value(tag=f"{prefix}/{key.removeprefix('eval_')}", simple_value=float(number))
+            for key, number in row.items()
+            if key not in ("step", "time") and _is_number(number)
+        ]
+        self._add(
+            step=row["step"], wall_time=row["time"], summary=self._summary.Summary(value=scalars)
+        )
 
     def restart(self, step: int) -> None:
         """TensorBoard's own way to say that everything from `step` on is made again."""
-        self._add(step=step, wall_time=time.time(),
-                  session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+        self._add(
+            step=step,
+            wall_time=time.time(),
+            session_log=self._events.SessionLog(status=self._events.SessionLog.START),
+        )
 
     def close(self) -> None:
         self._writer.close()
@@ -106,11 +119,15 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Rows of `kind` by step, the last one written for each step."""
-    return [row for _, row in sorted({row["step"]: row for row in rows if row["kind"] == kind}.items())]
+    return [
+        row for _, row in sorted({row["step"]: row for row in rows if row["kind"] == kind}.items())
+    ]
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"  # numpy scalars and arrays
+    return (
+        msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"
+    )  # numpy scalars and arrays
 
 
 def _is_number(value: Any) -> bool:

@@ -19,11 +19,19 @@ from rose.storage import write_whole
 
 FILE = "report.html"
 MAX_TABLE_ROWS = 200
-COLUMNS = (("step", "Step", "{:.0f}"), ("success", "Success", "{:.1%}"), ("reward_mean", "Reward", "{:.3f}"),
-           ("response_tokens_mean", "Response tokens", "{:.1f}"), ("tokens_per_s", "Tokens/s", "{:,.0f}"),
-           ("time_step", "Step, s", "{:.2f}"), ("time_rollout", "Rollout, s", "{:.2f}"),
-           ("time_train", "Train, s", "{:.2f}"), ("time_sync", "Sync, s", "{:.2f}"),
-           ("loss", "Loss", "{:.4g}"), ("mismatch_kl", "Mismatch KL, nats", "{:.2e}"))
+COLUMNS = (
+    ("step", "Step", "{:.0f}"),
+    ("success", "Success", "{:.1%}"),
+    ("reward_mean", "Reward", "{:.3f}"),
+    ("response_tokens_mean", "Response tokens", "{:.1f}"),
+    ("tokens_per_s", "Tokens/s", "{:,.0f}"),
+    ("time_step", "Step, s", "{:.2f}"),
+    ("time_rollout", "Rollout, s", "{:.2f}"),
+    ("time_train", "Train, s", "{:.2f}"),
+    ("time_sync", "Sync, s", "{:.2f}"),
+    ("loss", "Loss", "{:.4g}"),
+    ("mismatch_kl", "Mismatch KL, nats", "{:.2e}"),
+)
 
 
 def build_report(run_dir: Path | str) -> Path:
@@ -31,26 +39,49 @@ def build_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
     steps, faults = rows_of(rows, "step"), [row for row in rows if row["kind"] == "fault"]
-    borrowed = [row for row in rows if row["kind"] == "worker" or row.get("what") == "borrowed rank lost"]
+    borrowed = [
+        row for row in rows if row["kind"] == "worker" or row.get("what") == "borrowed rank lost"
+    ]
     evals = series.evaluations(rows_of(rows, "eval"))
     config = _config(run_dir)
     timeline = build_timeline(run_dir)
-    data = {"curves": series.curves(steps), "engines": series.curves_by(steps, "tokens_per_s"),
-            "members": series.curves_by(steps, "success"), "phases": series.phase_bars(steps), "evals": evals,
-            "lengths": series.length_histogram(steps), "timeline": timeline}
-    body = "\n\n".join((
-        section("Result", _result(evals) + members.html(rows_of(rows, "eval"), steps)),
-        section("Learning", figures("success", "reward")),
-        section("Where the time goes", figure("phases") + figure("timeline") + figure("throughput")),
-        section("Responses", figures("lengths", "tokens")),
-        section("Optimisation", figures("mismatch", "ratio", "entropy", "grad")),
-        section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
-        section("Faults", _faults(faults, steps)),
-        section("Details", _details(steps, config))))
-    scripts = [(files("rose.observe") / "page" / name).read_text() for name in ("figures.js", "timeline.js")]
+    data = {
+        "curves": series.curves(steps),
+        "engines": series.curves_by(steps, "tokens_per_s"),
+        "members": series.curves_by(steps, "success"),
+        "phases": series.phase_bars(steps),
+        "evals": evals,
+        "lengths": series.length_histogram(steps),
+        "timeline": timeline,
+    }
+    body = "\n\n".join(
+        (
+            section("Result", _result(evals) + members.html(rows_of(rows, "eval"), steps)),
+            section("Learning", figures("success", "reward")),
+            section(
+                "Where the time goes", figure("phases") + figure("timeline") + figure("throughput")
+            ),
+            section("Responses", figures("lengths", "tokens")),
+            section("Optimisation", figures("mismatch", "ratio", "entropy", "grad")),
+            section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
+            section("Faults", _faults(faults, steps)),
+            section("Details", _details(steps, config)),
+        )
+    )
+    scripts = [
+        (files("rose.observe") / "page" / name).read_text()
+        for name in ("figures.js", "timeline.js")
+    ]
     path = run_dir / FILE
-    html = shell.page("training", run_dir.resolve().name, _subtitle(config, rows), _facts(steps, timeline), body, data,
-                      scripts)
+    html = shell.page(
+        "training",
+        run_dir.resolve().name,
+        _subtitle(config, rows),
+        _facts(steps, timeline),
+        body,
+        data,
+        scripts,
+    )
     write_whole(path, html.encode())
     return path
 
@@ -74,11 +105,13 @@ def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> list
     """The few numbers to know first."""
     tokens, busy = series.mean_of(steps, "tokens_per_s"), series.mean_of(steps, "time_step")
     engines = sum(row["role"] == "rollout" for row in timeline["rows"]) if timeline else 0
-    return [("Steps", f"{len(steps):,}"),
-            ("Time in steps", _duration(sum(row.get("time_step") or 0.0 for row in steps))),
-            ("Per step", "–" if busy is None else f"{busy:.1f} s"),
-            ("Throughput", "–" if tokens is None else f"{tokens:,.0f} tokens/s"),
-            ("Engines", f"{engines}" if engines else "–")]
+    return [
+        ("Steps", f"{len(steps):,}"),
+        ("Time in steps", _duration(sum(row.get("time_step") or 0.0 for row in steps))),
+        ("Per step", "–" if busy is None else f"{busy:.1f} s"),
+        ("Throughput", "–" if tokens is None else f"{tokens:,.0f} tokens/s"),
+        ("Engines", f"{engines}" if engines else "–"),
+    ]
 
 
 def _duration(seconds: float) -> str:
@@ -92,19 +125,27 @@ def _result(evals: list[dict[str, Any]]) -> str:
     """Held-out success before and after, with intervals."""
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
-    chosen = [("Before training", evals[0])] + ([("After training", evals[-1])] if len(evals) > 1 else [])
+    chosen = [("Before training", evals[0])] + (
+        [("After training", evals[-1])] if len(evals) > 1 else []
+    )
     body = "".join(
         f"<tr><th scope=row>{label} <span class=muted>(step {e['step']})</span></th><td>{e['rate']:.1%}</td>"
         f"<td>{e['low']:.1%} to {e['high']:.1%}</td><td>{e['successes']} of {e['n']}</td>"
-        f"<td>{_number(e['reward'], '{:.3f}')}</td></tr>" for label, e in chosen)
+        f"<td>{_number(e['reward'], '{:.3f}')}</td></tr>"
+        for label, e in chosen
+    )
     if len(chosen) == 2:
         (a, b) = evals[0], evals[-1]
         low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
-        body += (f"<tr class=total><th scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
-                 f"<td>{_points(low)} to {_points(high)}</td><td></td><td></td></tr>")
-    return ("<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th scope=col>Success</th>"
-            "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean reward</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>")
+        body += (
+            f"<tr class=total><th scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
+            f"<td>{_points(low)} to {_points(high)}</td><td></td><td></td></tr>"
+        )
+    return (
+        "<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th scope=col>Success</th>"
+        "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean reward</th></tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def _points(difference: float) -> str:
@@ -117,12 +158,21 @@ def _number(value: Any, form: str) -> str:
 
 def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     """Counters of the steps in one sentence, then each fault with its time."""
-    counted = (("engine restarts", "engine_restarts"), ("turns continued on another engine", "migrations"),
-               ("of them given back by an engine that serves others, too", "returned_turns"),
-               ("trajectories failed and replaced", "failed_trajectories"), ("invalid tool calls", "invalid_calls"),
-               ("truncated responses", "truncated"))
-    text = "<p>Over all steps: " + "; ".join(
-        f"{name} {int(sum(row.get(key) or 0 for row in steps)):,}" for name, key in counted) + ".</p>"
+    counted = (
+        ("engine restarts", "engine_restarts"),
+        ("turns continued on another engine", "migrations"),
+        ("of them given back by an engine that serves others, too", "returned_turns"),
+        ("trajectories failed and replaced", "failed_trajectories"),
+        ("invalid tool calls", "invalid_calls"),
+        ("truncated responses", "truncated"),
+    )
+    text = (
+        "<p>Over all steps: "
+        + "; ".join(
+            f"{name} {int(sum(row.get(key) or 0 for row in steps)):,}" for name, key in counted
+        )
+        + ".</p>"
+    )
     return text + (_happened(faults) or '<p class="empty">No fault was recorded.</p>')
 
 
@@ -130,8 +180,11 @@ def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     """What borrowed ranks gave, then each that came or went."""
     if not rows:
         return '<p class="empty">No serving rank joined this run.</p>'
-    tokens = [(row.get("tokens_per_s") or 0) * ((row.get("time_rollout") or 0) + (row.get("time_idle") or 0))
-              for row in steps]
+    tokens = [
+        (row.get("tokens_per_s") or 0)
+        * ((row.get("time_rollout") or 0) + (row.get("time_idle") or 0))
+        for row in steps
+    ]
     lent = sum(n * (row.get("borrowed_token_share") or 0) for n, row in zip(tokens, steps))
     share = lent / sum(tokens) if sum(tokens) else 0.0
     return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
@@ -144,24 +197,37 @@ def _happened(rows: list[dict[str, Any]]) -> str:
     body = "".join(
         f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
         f"<td>{escape(str(f.get('what', '')))}</td><td class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
-        for f in rows[-MAX_TABLE_ROWS:])
+        for f in rows[-MAX_TABLE_ROWS:]
+    )
     more = len(rows) - MAX_TABLE_ROWS
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
-    return ("<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
-            f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}")
+    return (
+        "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
+        f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}"
+    )
 
 
 def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:
-    tree = escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else "No config.json in the folder."
-    return (f"<details><summary>Numbers of every step</summary>{_step_table(steps)}</details>\n"
-            f"<details><summary>Resolved configuration</summary><pre>{tree}</pre></details>")
+    tree = (
+        escape(json.dumps(config, indent=2, ensure_ascii=False))
+        if config
+        else "No config.json in the folder."
+    )
+    return (
+        f"<details><summary>Numbers of every step</summary>{_step_table(steps)}</details>\n"
+        f"<details><summary>Resolved configuration</summary><pre>{tree}</pre></details>"
+    )
 
 
 def _step_table(steps: list[dict[str, Any]]) -> str:
     """The figures' numbers for those who prefer a table; evenly thinned in long runs."""
     stride = max(1, -(-len(steps) // MAX_TABLE_ROWS))
     head = "".join(f"<th scope=col>{title}</th>" for _, title, _ in COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{_number(row.get(key), form)}</td>" for key, _, form in COLUMNS) + "</tr>"
-                   for row in steps[::stride])
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{_number(row.get(key), form)}</td>" for key, _, form in COLUMNS)
+        + "</tr>"
+        for row in steps[::stride]
+    )
     note = f"<p class=muted>Every {stride}th step; metrics.jsonl has all.</p>" if stride > 1 else ""
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"

@@ -9,8 +9,20 @@ from rose.observe.stats import wilson_interval
 MAX_POINTS = 400  # of a curve: more than a figure of 600 px can show
 MAX_BARS = 120
 MAX_BINS = 24
-CURVES = ("success", "reward_mean", "response_tokens_mean", "response_tokens_max", "turns_mean", "tokens_per_s",
-          "loss", "grad_norm", "entropy", "mismatch_kl", "mismatch_max_ratio", "staleness_mean")
+CURVES = (
+    "success",
+    "reward_mean",
+    "response_tokens_mean",
+    "response_tokens_max",
+    "turns_mean",
+    "tokens_per_s",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "mismatch_kl",
+    "mismatch_max_ratio",
+    "staleness_mean",
+)
 PHASES = ("rollout", "train", "sync", "idle")
 
 
@@ -23,7 +35,7 @@ def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
 def buckets(rows: list[dict[str, Any]], limit: int) -> list[list[dict[str, Any]]]:
     """At most `limit` runs of neighbouring rows, all equally long except the last."""
     size = max(1, -(-len(rows) // limit))
-    return [rows[i:i + size] for i in range(0, len(rows), size)]
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -31,17 +43,22 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
     parts = buckets(steps, MAX_POINTS)
     found = {key: [mean_of(part, key) for part in parts] for key in CURVES}
     return {"x": [mean_of(part, "step") for part in parts]} | {
-        key: values for key, values in found.items() if any(value is not None for value in values)}
+        key: values for key, values in found.items() if any(value is not None for value in values)
+    }
 
 
 def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
     """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine, success of each member of
     a mixture."""
-    names = sorted({each for row in steps for each in row if each.startswith(f"{key}/")}, key=_natural)
+    names = sorted(
+        {each for row in steps for each in row if each.startswith(f"{key}/")}, key=_natural
+    )
     parts = buckets(steps, max(50, min(MAX_POINTS, 40_000 // max(1, len(names)))))
-    return {"x": [mean_of(part, "step") for part in parts],
-            "names": [name.split("/", 1)[1] for name in names],
-            "y": [[mean_of(part, name) for part in parts] for name in names]}
+    return {
+        "x": [mean_of(part, "step") for part in parts],
+        "names": [name.split("/", 1)[1] for name in names],
+        "y": [[mean_of(part, name) for part in parts] for name in names],
+    }
 
 
 def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,8 +80,17 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         successes = int(row.get("eval_successes", round((row.get("eval_success") or 0.0) * n)))
         low, high = wilson_interval(successes, n)
-        result.append({"step": row["step"], "n": n, "successes": successes, "rate": successes / n,
-                       "low": low, "high": high, "reward": row.get("eval_reward")})
+        result.append(
+            {
+                "step": row["step"],
+                "n": n,
+                "successes": successes,
+                "rate": successes / n,
+                "low": low,
+                "high": high,
+                "reward": row.get("eval_reward"),
+            }
+        )
     return result
 
 
@@ -76,8 +102,13 @@ def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
     fifth = max(1, len(rows) // 5)
     edges = _edges(rows)
     sides = [rows[:fifth], rows[-fifth:]] if len(rows) > 1 else [rows]
-    return {"edges": edges, "sides": [
-        {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)} for side in sides]}
+    return {
+        "edges": edges,
+        "sides": [
+            {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)}
+            for side in sides
+        ],
+    }
 
 
 def _edges(rows: list[dict[str, Any]]) -> list[float]:
@@ -107,4 +138,4 @@ def _shares(rows: list[dict[str, Any]], edges: list[float]) -> list[float]:
 
 def _natural(name: str) -> tuple:
     stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem):] or 0)
+    return stem, int(name[len(stem) :] or 0)

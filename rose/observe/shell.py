@@ -15,8 +15,15 @@ from typing import Any
 import msgspec
 
 
-def page(kind: str, title: str, subtitle: str, facts: Sequence[tuple[str, str]], body: str, data: Any,
-         scripts: Sequence[str]) -> str:
+def page(
+    kind: str,
+    title: str,
+    subtitle: str,
+    facts: Sequence[tuple[str, str]],
+    body: str,
+    data: Any,
+    scripts: Sequence[str],
+) -> str:
     """The file's content.
 
     `kind`: of report, such as "training". `title` and `facts` (name, value) are plain text; `subtitle` and `body` are
@@ -24,15 +31,30 @@ def page(kind: str, title: str, subtitle: str, facts: Sequence[tuple[str, str]],
     find what charts.js defines.
     """
     own = files("rose.observe") / "page"
-    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    listed = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
+    )
     return Template((own / "shell.html").read_text()).substitute(
-        kind=escape(kind), title=escape(title), subtitle=subtitle, facts=listed, body=body, data=embed(data),
-        style=(own / "report.css").read_text(), scripts="\n".join([(own / "charts.js").read_text(), *scripts]))
+        kind=escape(kind),
+        title=escape(title),
+        subtitle=subtitle,
+        facts=listed,
+        body=body,
+        data=embed(data),
+        style=(own / "report.css").read_text(),
+        scripts="\n".join([(own / "charts.js").read_text(), *scripts]),
+    )
 
 
 def embed(data: Any) -> str:
     """JSON that can stand inside a <script> whatever strings are in it."""
-    return msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+    return (
+        msgspec.json.encode(data)
+        .decode()
+        .replace("<", "\\u003c")
+        .replace("\u2028", " ")
+        .replace("\u2029", " ")
+    )
 
 
 def section(title: str, body: str) -> str:

@@ -23,7 +23,9 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     return low, 1.0 if successes == n else center + half
 
 
-def difference_interval(before: tuple[int, int], after: tuple[int, int], z: float = Z_95) -> tuple[float, float]:
+def difference_interval(
+    before: tuple[int, int], after: tuple[int, int], z: float = Z_95
+) -> tuple[float, float]:
     """Interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998, method 10)."""
     p1, p2 = before[0] / before[1], after[0] / after[1]
     (l1, u1), (l2, u2) = wilson_interval(*before, z), wilson_interval(*after, z)

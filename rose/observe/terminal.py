@@ -26,7 +26,12 @@ POLL_SECONDS = 0.25
 MAX_TABLE_WIDTH = 1000  # characters
 ETA_STEPS = 10  # the newest steps, whose mean duration the rest is expected to take
 PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "bright_black"}
-BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of dot (row, column) of a cell
+BRAILLE = (
+    (0x01, 0x08),
+    (0x02, 0x10),
+    (0x04, 0x20),
+    (0x40, 0x80),
+)  # bit of dot (row, column) of a cell
 
 
 def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
@@ -88,12 +93,24 @@ def describe(row: dict[str, Any], steps: int) -> str:
         return f"step {row['step']}: {row.get('what', '')}: {row.get('detail', '')}"
     if row["kind"] == "eval":
         found = series.evaluations([row])
-        return f"step {row['step']}: held-out " + (f"success {_rate(found[0])}" if found else "set is empty")
-    parts = [f"{name} {form.format(row[key])}" for name, key, form in (
-        ("success", "success", "{:.1%}"), ("reward", "reward_mean", "{:.3f}"), ("tokens/s", "tokens_per_s", "{:,.0f}"),
-        ("step", "time_step", "{:.1f} s"), ("rollout", "time_rollout", "{:.1f} s"), ("train", "time_train", "{:.1f} s"),
-        ("sync", "time_sync", "{:.1f} s"), ("idle", "time_idle", "{:.1f} s"), ("KL", "mismatch_kl", "{:.1e}"),
-    ) if isinstance(row.get(key), (int, float))]
+        return f"step {row['step']}: held-out " + (
+            f"success {_rate(found[0])}" if found else "set is empty"
+        )
+    parts = [
+        f"{name} {form.format(row[key])}"
+        for name, key, form in (
+            ("success", "success", "{:.1%}"),
+            ("reward", "reward_mean", "{:.3f}"),
+            ("tokens/s", "tokens_per_s", "{:,.0f}"),
+            ("step", "time_step", "{:.1f} s"),
+            ("rollout", "time_rollout", "{:.1f} s"),
+            ("train", "time_train", "{:.1f} s"),
+            ("sync", "time_sync", "{:.1f} s"),
+            ("idle", "time_idle", "{:.1f} s"),
+            ("KL", "mismatch_kl", "{:.1e}"),
+        )
+        if isinstance(row.get(key), (int, float))
+    ]
     return f"step {row['step']}/{steps or '?'}: " + ", ".join(parts)
 
 
@@ -107,7 +124,10 @@ def _follow_live(run_dir: Path, stop: Callable[[], bool], console: Console) -> N
         stopped = False
         while not stopped:
             stopped = stop()
-            live.update(screen(run_dir.name, read_status(run_dir) or Status(), read_metrics(run_dir)), refresh=True)
+            live.update(
+                screen(run_dir.name, read_status(run_dir) or Status(), read_metrics(run_dir)),
+                refresh=True,
+            )
             if not stopped:
                 time.sleep(POLL_SECONDS)
 
@@ -124,19 +144,34 @@ def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
         parts += [Text(), *map(Text, curve(values, 56, 4))]
-    parts += [Text(describe(row, status.steps), style="red") for row in rows if row["kind"] == "fault"][-3:]
-    return Panel(Group(*parts), title=Text(f" ROSE · {name} ", style="bold"), title_align="left", border_style="blue",
-                 padding=(0, 1))
+    parts += [
+        Text(describe(row, status.steps), style="red") for row in rows if row["kind"] == "fault"
+    ][-3:]
+    return Panel(
+        Group(*parts),
+        title=Text(f" ROSE · {name} ", style="bold"),
+        title_align="left",
+        border_style="blue",
+        padding=(0, 1),
+    )
 
 
 def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
     elapsed = max(0.0, time.time() - status.started) if status.started else 0.0
     per_step = series.mean_of(steps[-ETA_STEPS:], "time_step")
     done = steps[-1]["step"] if steps else 0
-    eta = f"{_clock(per_step * (status.steps - done))} left" if per_step and status.steps > done else ""
+    eta = (
+        f"{_clock(per_step * (status.steps - done))} left"
+        if per_step and status.steps > done
+        else ""
+    )
     line = Table.grid(padding=(0, 2))
-    line.add_row(Text(f"step {status.step}/{status.steps or '?'}", style="bold"),
-                 ProgressBar(total=max(1, status.steps), completed=done, width=30), f"{_clock(elapsed)} elapsed", eta)
+    line.add_row(
+        Text(f"step {status.step}/{status.steps or '?'}", style="bold"),
+        ProgressBar(total=max(1, status.steps), completed=done, width=30),
+        f"{_clock(elapsed)} elapsed",
+        eta,
+    )
     return line
 
 
@@ -155,7 +190,9 @@ def _engines(status: Status) -> Table:
     for title in ("tokens/s", "running", "waiting", "version"):
         table.add_column(title, justify="right")
     for name, w in list(status.workers.items())[:16]:
-        table.add_row(Text(name), f"{w.tokens_per_s:,.0f}", str(w.running), str(w.waiting), str(w.version))
+        table.add_row(
+            Text(name), f"{w.tokens_per_s:,.0f}", str(w.running), str(w.waiting), str(w.version)
+        )
     if len(status.workers) > 16:
         total = sum(w.tokens_per_s for w in status.workers.values())
         table.add_row(f"all {len(status.workers)}", f"{total:,.0f}", "", "", "")
@@ -173,7 +210,9 @@ def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    )
 
 
 def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
@@ -194,8 +233,10 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
             cells[dot // 4][x // 2] |= BRAILLE[dot % 4][x % 2]
         previous = y
     labels = {0: "100% ┤", height - 1: "  0% ┤"}
-    lines = [labels.get(i, "     │") + "".join(chr(0x2800 + c) if dots else " *"[c > 0] for c in row)
-             for i, row in enumerate(cells)]
+    lines = [
+        labels.get(i, "     │") + "".join(chr(0x2800 + c) if dots else " *"[c > 0] for c in row)
+        for i, row in enumerate(cells)
+    ]
     return lines if dots else [line.replace("┤", "+").replace("│", "|") for line in lines]
 
 
@@ -208,10 +249,17 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
         utf = "utf" in (console.encoding or "").lower()
-        for line in ["", "Success of the training episodes", *curve(values, min(60, console.width - 8), 6, dots=utf)]:
+        for line in [
+            "",
+            "Success of the training episodes",
+            *curve(values, min(60, console.width - 8), 6, dots=utf),
+        ]:
             say(console, line, style="blue" if "│" in line or "┤" in line else None)
         first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
-        console.print(f"      {first}{last:>{max(1, min(60, console.width - 8) - len(first))}}", highlight=False)
+        console.print(
+            f"      {first}{last:>{max(1, min(60, console.width - 8) - len(first))}}",
+            highlight=False,
+        )
     path = Path(run_dir) / report.FILE
     if path.exists():
         say(console, f"\nReport: {path}")
@@ -225,11 +273,22 @@ def _result(evals: list[dict[str, Any]]) -> Table:
     before, after = evals[0], evals[-1]
     chosen = [("before", before), ("after", after)] if len(evals) > 1 else [("before", before)]
     for label, e in chosen:
-        table.add_row(f"{label} (step {e['step']})", f"{e['rate']:.1%}", f"{e['low']:.1%} to {e['high']:.1%}",
-                      f"{e['successes']} of {e['n']}")
+        table.add_row(
+            f"{label} (step {e['step']})",
+            f"{e['rate']:.1%}",
+            f"{e['low']:.1%} to {e['high']:.1%}",
+            f"{e['successes']} of {e['n']}",
+        )
     if len(chosen) == 2:
-        low, high = difference_interval((before["successes"], before["n"]), (after["successes"], after["n"]))
+        low, high = difference_interval(
+            (before["successes"], before["n"]), (after["successes"], after["n"])
+        )
         gain = after["rate"] - before["rate"]
-        table.add_row("difference", f"{100 * gain:+.1f} pp", f"{100 * low:+.1f} to {100 * high:+.1f} pp", "",
-                      style="bold")
+        table.add_row(
+            "difference",
+            f"{100 * gain:+.1f} pp",
+            f"{100 * low:+.1f} to {100 * high:+.1f} pp",
+            "",
+            style="bold",
+        )
     return table

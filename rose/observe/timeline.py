@@ -19,9 +19,11 @@ MAX_MARKS = 20_000  # at about 60 bytes each: 1.2 MB of the report
 MAX_ROWS = 300
 MAX_STEPS = 5_000  # in the page's step list; of longer runs those with single turns
 OCCUPANCY_NUMBERS = 120_000  # over all engines
-SHOWN = {"coordinator": ("rollout", "train", "sync", "evaluate", "checkpoint"),
-         "trainer": ("train_step", "forward_backward", "optimizer", "publish"),
-         "rollout": ("turn", "load_version")}
+SHOWN = {
+    "coordinator": ("rollout", "train", "sync", "evaluate", "checkpoint"),
+    "trainer": ("train_step", "forward_backward", "optimizer", "publish"),
+    "rollout": ("turn", "load_version"),
+}
 
 
 @dataclass
@@ -51,20 +53,32 @@ def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
         steps = [step for step in steps if any(step["start"] == start for start, _ in kept)]
     shown = shown[:MAX_ROWS]
     return {
-        "t0": t0 / 1e6, "end": _ms(end - t0),
+        "t0": t0 / 1e6,
+        "end": _ms(end - t0),
         "rows": _row_table(shown, t0, end),
-        "steps": [{"step": s["step"], "attempt": s["attempt"], "start": _ms(s["start"] - t0),
-                   "end": _ms(s["end"] - t0)} for s in steps],
+        "steps": [
+            {
+                "step": s["step"],
+                "attempt": s["attempt"],
+                "start": _ms(s["start"] - t0),
+                "end": _ms(s["end"] - t0),
+            }
+            for s in steps
+        ],
         "kept": None if kept is None else [[_ms(a - t0), _ms(b - t0)] for a, b in kept],
-        "marks": _marks(shown, t0, kept)}
+        "marks": _marks(shown, t0, kept),
+    }
 
 
 def _collect(rank: RankEvents, rows: dict[str, Row], steps: list[dict[str, Any]]) -> None:
     if rank.role not in SHOWN:
         return
     spans = spans_of(rank)
-    steps += [{"step": s.args.get("step", 0), "attempt": rank.attempt, "start": s.start, "end": s.end}
-              for s in spans if rank.role == "coordinator" and s.name == "step"]
+    steps += [
+        {"step": s.args.get("step", 0), "attempt": rank.attempt, "start": s.start, "end": s.end}
+        for s in spans
+        if rank.role == "coordinator" and s.name == "step"
+    ]
     spans = [span for span in spans if span.name in SHOWN[rank.role]]
     row = rows.setdefault(rank.name, Row(rank.name, rank.role))
     row.spans += spans
@@ -73,7 +87,7 @@ def _collect(rank: RankEvents, rows: dict[str, Row], steps: list[dict[str, Any]]
 
 def _row_order(row: Row) -> tuple:
     stem = row.name.rstrip("0123456789")
-    return list(SHOWN).index(row.role), stem, int(row.name[len(stem):] or 0)
+    return list(SHOWN).index(row.role), stem, int(row.name[len(stem) :] or 0)
 
 
 def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
@@ -98,8 +112,15 @@ def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[
 def _row_table(rows: list[Row], t0: int, end: int) -> list[dict[str, Any]]:
     engines = sum(row.role == "rollout" for row in rows)
     bins = max(100, min(1500, OCCUPANCY_NUMBERS // max(1, engines)))
-    return [{"name": row.name, "role": row.role, "lanes": max(row.lanes) + 1,
-             "occupancy": occupancy(row.spans, t0, end, bins) if row.role == "rollout" else []} for row in rows]
+    return [
+        {
+            "name": row.name,
+            "role": row.role,
+            "lanes": max(row.lanes) + 1,
+            "occupancy": occupancy(row.spans, t0, end, bins) if row.role == "rollout" else [],
+        }
+        for row in rows
+    ]
 
 
 def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
@@ -120,23 +141,33 @@ def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
 
 def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict[str, list]:
     """The drawn spans as columns; `kind` and `finish` index `kinds` and `finishes`."""
-    columns: dict[str, list] = {key: [] for key in ("row", "lane", "start", "length", "kind", "id", "tokens",
-                                                    "version", "finish")}
+    columns: dict[str, list] = {
+        key: []
+        for key in ("row", "lane", "start", "length", "kind", "id", "tokens", "version", "finish")
+    }
     kinds: list[str] = []
     finishes: list[str] = []
     windows = np.array(kept if kept is not None else [(t0, np.iinfo(np.int64).max)])
     for number, row in enumerate(rows):
-        whole = row.role == "coordinator" and len(row.spans) <= MAX_MARKS  # the phases, for the overview
+        whole = (
+            row.role == "coordinator" and len(row.spans) <= MAX_MARKS
+        )  # the phases, for the overview
         for span, lane in zip(row.spans, row.lanes):
             i = np.searchsorted(windows[:, 0], span.start, side="right") - 1
             if not whole and (i < 0 or span.start > windows[i, 1]):
                 continue
             args = span.args
-            for key, value in (("row", number), ("lane", lane), ("start", _ms(span.start - t0)),
-                               ("length", _ms(span.end - span.start)), ("kind", _index(kinds, span.name)),
-                               ("id", str(args.get("turn", args.get("step", "")))[:64]),
-                               ("tokens", args.get("tokens")), ("version", args.get("version")),
-                               ("finish", _index(finishes, str(args.get("finish", ""))[:32]))):
+            for key, value in (
+                ("row", number),
+                ("lane", lane),
+                ("start", _ms(span.start - t0)),
+                ("length", _ms(span.end - span.start)),
+                ("kind", _index(kinds, span.name)),
+                ("id", str(args.get("turn", args.get("step", "")))[:64]),
+                ("tokens", args.get("tokens")),
+                ("version", args.get("version")),
+                ("finish", _index(finishes, str(args.get("finish", ""))[:32])),
+            ):
                 columns[key].append(value)
     return columns | {"kinds": kinds, "finishes": finishes}
 

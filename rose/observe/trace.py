@@ -33,8 +33,17 @@ class Span(NamedTuple):
 
 def spans_of(rank: RankEvents) -> list[Span]:
     """The rank's spans, by start, the outer one first."""
-    spans = [Span(round(e["start"] * 1e6), max(round(e["start"] * 1e6), round(e["end"] * 1e6)), e["name"],
-                  e["args"].get("trajectory"), e["args"]) for e in rank.events if e["kind"] == "span"]
+    spans = [
+        Span(
+            round(e["start"] * 1e6),
+            max(round(e["start"] * 1e6), round(e["end"] * 1e6)),
+            e["name"],
+            e["args"].get("trajectory"),
+            e["args"],
+        )
+        for e in rank.events
+        if e["kind"] == "span"
+    ]
     return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
@@ -69,14 +78,23 @@ def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
 def _fits(stack: list[Span], span: Span) -> bool:
     while stack and stack[-1].end <= span.start:
         stack.pop()
-    return bool(stack) and stack[0].key == span.key and span.end <= stack[-1].end and span.name != stack[-1].name
+    return (
+        bool(stack)
+        and stack[0].key == span.key
+        and span.end <= stack[-1].end
+        and span.name != stack[-1].name
+    )
 
 
 def build_trace(run_dir: Path | str) -> Path:
     """Write the trace of all attempts and return its path; one rank at a time in memory."""
     path = Path(run_dir) / FILE
-    flows: dict[str, list[tuple[int, str, int, int]]] = {}  # trajectory -> (microseconds, span name, pid, tid)
-    pids: dict[str, int] = {}  # by name: a rank that comes back in a later attempt is the same process
+    flows: dict[
+        str, list[tuple[int, str, int, int]]
+    ] = {}  # trajectory -> (microseconds, span name, pid, tid)
+    pids: dict[
+        str, int
+    ] = {}  # by name: a rank that comes back in a later attempt is the same process
     with whole(path) as part, gzip.open(part, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
@@ -96,23 +114,51 @@ def _write(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
 
 
 def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{rank.name} (rank {rank.rank})"}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": pid,
+        "args": {"name": f"{rank.name} (rank {rank.rank})"},
+    }
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}}
     spans = spans_of(rank)
     lanes = assign_lanes(spans)
     for lane in range(max(lanes, default=-1) + 1):
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": f"lane {lane}"}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": pid,
+            "tid": lane,
+            "args": {"name": f"lane {lane}"},
+        }
     for span, lane in zip(spans, lanes):
-        yield {"ph": "X", "cat": rank.role, "name": span.name, "pid": pid, "tid": lane, "ts": span.start,
-               "dur": span.end - span.start, "args": span.args | {"run_attempt": rank.attempt}}
+        yield {
+            "ph": "X",
+            "cat": rank.role,
+            "name": span.name,
+            "pid": pid,
+            "tid": lane,
+            "ts": span.start,
+            "dur": span.end - span.start,
+            "args": span.args | {"run_attempt": rank.attempt},
+        }
         if span.key is not None and span.name in ("trajectory", "turn"):
             flows.setdefault(span.key, []).append((span.start, span.name, pid, lane))
     for event in rank.events:
         common = {"name": event["name"], "pid": pid, "tid": 0}
         if event["kind"] == "instant":
-            yield common | {"ph": "i", "s": "p", "ts": round(event["time"] * 1e6), "args": event["args"]}
+            yield common | {
+                "ph": "i",
+                "s": "p",
+                "ts": round(event["time"] * 1e6),
+                "args": event["args"],
+            }
         elif event["kind"] == "counter":
-            yield common | {"ph": "C", "ts": round(event["time"] * 1e6), "args": {"value": event["value"]}}
+            yield common | {
+                "ph": "C",
+                "ts": round(event["time"] * 1e6),
+                "args": {"value": event["value"]},
+            }
 
 
 def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
@@ -123,5 +169,13 @@ def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
         stops.sort(key=lambda stop: (stop[1] != "trajectory", stop[0]))
         for i, (time, _, pid, tid) in enumerate(stops):
             phase = "s" if i == 0 else "f" if i == len(stops) - 1 else "t"
-            yield {"ph": phase, "bp": "e", "cat": "trajectory", "name": key, "id": number,
-                   "pid": pid, "tid": tid, "ts": time}
+            yield {
+                "ph": phase,
+                "bp": "e",
+                "cat": "trajectory",
+                "name": key,
+                "id": number,
+                "pid": pid,
+                "tid": tid,
+                "ts": time,
+            }

@@ -29,8 +29,19 @@ LATE_S = 0.5  # a look that comes so late says nothing about others: this rank i
 BEAT_S = 2.0  # between two signs of life in the endpoint's file
 FAREWELL_S = 0.3  # for the last word to pass the porter
 HELLO_S = 5.0  # from the connection to a rank's first words
-SAYS = (p.WorkerReady, p.WorkerDown, p.WorkerLoad, p.WorkerCapacity, p.TurnProgress, p.TurnFinished, p.TurnReturned,
-        p.VersionLoaded, p.VersionFailed, p.WorkerLeaving, p.WorkerLeft)
+SAYS = (
+    p.WorkerReady,
+    p.WorkerDown,
+    p.WorkerLoad,
+    p.WorkerCapacity,
+    p.TurnProgress,
+    p.TurnFinished,
+    p.TurnReturned,
+    p.VersionLoaded,
+    p.VersionFailed,
+    p.WorkerLeaving,
+    p.WorkerLeft,
+)
 
 
 @dataclass
@@ -50,8 +61,16 @@ class _Rank:
 class Borrowed:
     """`world_size`: the ranks' addresses begin there. `on_change(what, detail)`: one came or went in order."""
 
-    def __init__(self, config: Config, run_dir: Path, attempt: int, world_size: int, hub: Callable[[], TurnHub],
-                 on_fault: Callable[[str, str], None], on_change: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        world_size: int,
+        hub: Callable[[], TurnHub],
+        on_fault: Callable[[str, str], None],
+        on_change: Callable[[str, str], None],
+    ) -> None:
         self._config, self._hub = config.serving, hub
         cluster = config.cluster
         self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
@@ -67,7 +86,12 @@ class Borrowed:
     async def run(self) -> None:
         """For ever. The door's files may lie on a slow file system, so another thread looks at them."""
         self._tasks = Tasks()
-        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")  # not every site's MPI has one
+        self._launcher = (
+            local.find_mpiexec(),
+            *local.MPIEXEC_OPTIONS,
+            "-n",
+            "1",
+        )  # not every site's MPI has one
         await asyncio.to_thread(self._door.open)
         try:
             await self._tasks.run_until(self._attend())
@@ -119,13 +143,17 @@ class Borrowed:
             self._on_fault("join refused", f"{id}: {ask}")
             answer = {"reason": ask}
         elif len(self._ranks) >= self._config.max_ranks:
-            answer = {"reason": f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)",
-                      "temporary": True}
+            answer = {
+                "reason": f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)",
+                "temporary": True,
+            }
         if answer:
             await asyncio.to_thread(self._door.answer, id, **answer)
             return
         address, self._next = self._next, self._next + 1
-        rank = self._ranks[address] = _Rank(f"borrowed-{address - self._first + 1}", ask, id, time.monotonic())
+        rank = self._ranks[address] = _Rank(
+            f"borrowed-{address - self._first + 1}", ask, id, time.monotonic()
+        )
         self._tasks.spawn(self._attend_to(address, rank))
 
     async def _attend_to(self, address: int, rank: _Rank) -> None:
@@ -137,7 +165,9 @@ class Borrowed:
             self._show_out(address, str(error))
             return
         try:
-            await asyncio.to_thread(self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port)
+            await asyncio.to_thread(
+                self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port
+            )
             async with asyncio.timeout(self._patience_s):
                 await rank.comes.wait()
             await rank.guest.accept()
@@ -147,7 +177,9 @@ class Borrowed:
                 self._hear(address, rank, await rank.guest.receive())
         except (GuestGone, TimeoutError) as error:
             never = "" if rank.connected else "before it had joined: "
-            self._show_out(address, never + (str(error) or f"it did not come within {self._patience_s:g} s"))
+            self._show_out(
+                address, never + (str(error) or f"it did not come within {self._patience_s:g} s")
+            )
         finally:
             await asyncio.to_thread(self._door.forget, rank.id)
             await rank.guest.close()
@@ -178,12 +210,17 @@ class Borrowed:
         if not self._door.is_token(message.token):
             self._show_out(address, "its token is not the run's")
         elif message.worker != rank.worker:
-            self._show_out(address, f"calls itself {message.worker}, and was admitted as {rank.worker}")
+            self._show_out(
+                address, f"calls itself {message.worker}, and was admitted as {rank.worker}"
+            )
         else:
             rank.greeted = True
-            self._on_change("joined", f"{rank.worker}: process {rank.ask.pid} on {rank.ask.host}"
-                            + (f", job {rank.ask.job}" if rank.ask.job else "")
-                            + f", {time.monotonic() - rank.asked_at:.1f} s after it asked")
+            self._on_change(
+                "joined",
+                f"{rank.worker}: process {rank.ask.pid} on {rank.ask.host}"
+                + (f", job {rank.ask.job}" if rank.ask.job else "")
+                + f", {time.monotonic() - rank.asked_at:.1f} s after it asked",
+            )
 
     def _listen(self, address: int, rank: _Rank, message: p.Message) -> None:
         try:
@@ -200,22 +237,33 @@ class Borrowed:
     def _check(self, message: p.Message) -> None:
         """Raises `ValueError` on values that no engine of this run sends, and that would stop somebody further on."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
-            raise ValueError(f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens")
+            raise ValueError(
+                f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens"
+            )
         if isinstance(message, p.WorkerCapacity) and not (
-                min(message.max_sequences, message.kv_tokens) >= 0 and -1 <= message.expected_s < float("inf")):
-            raise ValueError(f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV tokens, "
-                             f"more in {message.expected_s:g} s")
+            min(message.max_sequences, message.kv_tokens) >= 0
+            and -1 <= message.expected_s < float("inf")
+        ):
+            raise ValueError(
+                f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV tokens, "
+                f"more in {message.expected_s:g} s"
+            )
         if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
             return
         if len(message.tokens) % 4 or len(message.logprobs) % 4:
             return  # the ledger refuses them
         tokens, logprobs = p.unpack_tokens(message.tokens), p.unpack_floats(message.logprobs)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
-            raise ValueError(f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
-                             f"{self._vocabulary}")
+            raise ValueError(
+                f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
+                f"{self._vocabulary}"
+            )
         if not np.isfinite(logprobs).all() or (logprobs > 0).any():
             raise ValueError(f"turn {message.turn}: log-probabilities that are none")
-        if message.version > self._hub().version or getattr(message, "finish", None) is p.FinishReason.ABORT:
+        if (
+            message.version > self._hub().version
+            or getattr(message, "finish", None) is p.FinishReason.ABORT
+        ):
             raise ValueError(f"turn {message.turn}: of version {message.version}, or aborted")
 
     # ----------------------------------------------------------------- out
@@ -224,8 +272,11 @@ class Borrowed:
         for address, rank in list(self._ranks.items()):
             silent = now - rank.guest.heard_at if rank.greeted else 0.0
             if silent > self._config.lost_after_s:
-                self._show_out(address, f"silent for {silent:.1f} s (serving.lost_after_s="
-                                        f"{self._config.lost_after_s:g})")
+                self._show_out(
+                    address,
+                    f"silent for {silent:.1f} s (serving.lost_after_s="
+                    f"{self._config.lost_after_s:g})",
+                )
 
     def _show_out(self, address: int, why: str) -> None:
         """It may be alive: it is told, and may ask again."""
@@ -233,7 +284,10 @@ class Borrowed:
         if rank is None:
             return
         held = self._hub().lose(rank.worker, why)
-        self._on_fault("borrowed rank lost", f"{rank.worker}: {why}" + (f"; {held} turns go elsewhere" if held else ""))
+        self._on_fault(
+            "borrowed rank lost",
+            f"{rank.worker}: {why}" + (f"; {held} turns go elsewhere" if held else ""),
+        )
         if rank.guest is not None:
             rank.guest.send(p.Shutdown(f"shown out: {why}"))
             self._tasks.spawn(rank.guest.close())  # which ends `_attend_to`, too

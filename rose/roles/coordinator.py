@@ -49,9 +49,21 @@ class Stopped(Exception):
 
 
 class Coordinator:
-    def __init__(self, config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, recorder: NullRecorder,
-                 resume_from: Path | None) -> None:
-        self.config, self.run_dir, self.mailbox, self.recorder = config, Path(run_dir), mailbox, recorder
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        mailbox: Mailbox,
+        recorder: NullRecorder,
+        resume_from: Path | None,
+    ) -> None:
+        self.config, self.run_dir, self.mailbox, self.recorder = (
+            config,
+            Path(run_dir),
+            mailbox,
+            recorder,
+        )
         state = checkpoint.read_state(resume_from) if resume_from else {}
         self.step: int = state.get("step", 0)
         scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
@@ -62,16 +74,29 @@ class Coordinator:
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
         self.live = LiveStatus(run_dir)
-        self.journal = Journal(self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot())
-        self.borrowed = Borrowed(config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault,
-                                 self._change)
-        self.hub = TurnHub(scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size)
-        self.provisioner = Provisioner(config, self.run_dir, self.hub.feed, self._fault, self._change)
-        self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}  # role -> index -> rank
-        self.rollouts = Rollouts(config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault)
+        self.journal = Journal(
+            self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot()
+        )
+        self.borrowed = Borrowed(
+            config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change
+        )
+        self.hub = TurnHub(
+            scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size
+        )
+        self.provisioner = Provisioner(
+            config, self.run_dir, self.hub.feed, self._fault, self._change
+        )
+        self.ranks: dict[p.Role, dict[int, int]] = {
+            role: {} for role in p.Role
+        }  # role -> index -> rank
+        self.rollouts = Rollouts(
+            config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault
+        )
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
-        self._costs: p.Costs | None = None  # of prefix trees, once the trainer says that its model can have some
+        self._costs: p.Costs | None = (
+            None  # of prefix trees, once the trainer says that its model can have some
+        )
         self.trained: dict[int, p.TrainDone] = {}
         self.saving: checkpoint.Save | None = None  # what the trainer ranks were told to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
@@ -107,8 +132,10 @@ class Coordinator:
                 async with asyncio.timeout(deadline_s):
                     await self._save_if_idle(deadline_s)
             except TimeoutError:
-                raise RunFailed(f"step {self.step} was not saved within {deadline_s:g} s, half of the time to stop "
-                                "(cluster.stop_timeout_s)") from None
+                raise RunFailed(
+                    f"step {self.step} was not saved within {deadline_s:g} s, half of the time to stop "
+                    "(cluster.stop_timeout_s)"
+                ) from None
             raise
         finally:
             if self._committing is not None:
@@ -150,22 +177,39 @@ class Coordinator:
         wanted = {role: planned.count(role) for role in p.Role if role is not p.Role.COORDINATOR}
         self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
         until = self._changed.until
-        await until(lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
-                    c.cluster.start_timeout_s, lambda: "ranks to say hello: " + ", ".join(
-                        f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()))
-        await until(lambda: len(self.trainers) == c.trainer.ranks, c.cluster.start_timeout_s,
-                    lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}")
+        await until(
+            lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
+            c.cluster.start_timeout_s,
+            lambda: (
+                "ranks to say hello: "
+                + ", ".join(
+                    f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()
+                )
+            ),
+        )
+        await until(
+            lambda: len(self.trainers) == c.trainer.ranks,
+            c.cluster.start_timeout_s,
+            lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}",
+        )
         await self.device.to(p.Role.ROLLOUT)
         engines = wanted[p.Role.ROLLOUT]
-        await until(lambda: len(self.hub.dedicated()) >= engines, c.rollout.engine_start_timeout_s,
-                    lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up")
+        await until(
+            lambda: len(self.hub.dedicated()) >= engines,
+            c.rollout.engine_start_timeout_s,
+            lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up",
+        )
         first = self.trainers[0]
         if first.step != self.step:
-            raise RunFailed(f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
-                            "the checkpoint folder changed while the job started")
+            raise RunFailed(
+                f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
+                "the checkpoint folder changed while the job started"
+            )
         self._costs = first.costs if c.trainer.share_prefixes and not first.no_trees else None
         if c.trainer.share_prefixes and first.no_trees:
-            print(f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True)
+            print(
+                f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True
+            )
         self.hub.publish(first.version, first.store)
         await self._workers_loaded()
 
@@ -187,8 +231,13 @@ class Coordinator:
         """One training step; the word of every trainer rank."""
         trajectories = [t for group in groups for t in group]
         c = self.config.trainer
-        plan, trees = plan_batch([p.unpack_tokens(t.tokens) for t in trajectories], c.ranks, c.micro_batch_tokens,
-                                 c.updates_per_step, self._costs)
+        plan, trees = plan_batch(
+            [p.unpack_tokens(t.tokens) for t in trajectories],
+            c.ranks,
+            c.micro_batch_tokens,
+            c.updates_per_step,
+            self._costs,
+        )
         summary = replay.summarise(groups)
         self.at_boundary = False
         self.trained.clear()
@@ -196,11 +245,17 @@ class Coordinator:
         await self.device.to(p.Role.TRAINER)
         with self.recorder.timed("train", step=self.step + 1):
             for index in range(c.ranks):
-                for message in train_messages(self.step + 1, summary, plan[index], trees, trajectories):
+                for message in train_messages(
+                    self.step + 1, summary, plan[index], trees, trajectories
+                ):
                     self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
             await self._changed.until(
-                lambda: len(self.trained) == c.ranks, c.step_timeout_s,
-                lambda: f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}")
+                lambda: len(self.trained) == c.ranks,
+                c.step_timeout_s,
+                lambda: (
+                    f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}"
+                ),
+            )
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
@@ -209,22 +264,34 @@ class Coordinator:
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
-            await self.device.to(p.Role.ROLLOUT)  # an engine that wakes loads it before its KV cache is there
+            await self.device.to(
+                p.Role.ROLLOUT
+            )  # an engine that wakes loads it before its KV cache is there
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
 
     def _state(self) -> dict[str, Any]:
         """Rollouts go on while it is written, so it shares nothing with them."""
-        return {"step": self.step, "scheduler": copy.deepcopy(self.scheduler.snapshot()),
-                "failed_trajectories": self.rollouts.groups.failed, "engine_restarts": self.hub.engine_restarts}
+        return {
+            "step": self.step,
+            "scheduler": copy.deepcopy(self.scheduler.snapshot()),
+            "failed_trajectories": self.rollouts.groups.failed,
+            "engine_restarts": self.hub.engine_restarts,
+        }
 
     def _evaluation_due(self) -> bool:
         """Before the first step, after the last, and each `eval.every`; not if a run that was interrupted
         right afterwards has it already."""
         every = self.config.eval.every
-        due = self.step == 0 or self.step >= self.config.trainer.steps or (every > 0 and self.step % every == 0)
-        return due and self.step not in [row["step"] for row in rows_of(read_metrics(self.run_dir), "eval")]
+        due = (
+            self.step == 0
+            or self.step >= self.config.trainer.steps
+            or (every > 0 and self.step % every == 0)
+        )
+        return due and self.step not in [
+            row["step"] for row in rows_of(read_metrics(self.run_dir), "eval")
+        ]
 
     async def _evaluate(self) -> None:
         """Success on the held-out tasks, each once."""
@@ -235,9 +302,14 @@ class Coordinator:
         names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
         with self.recorder.timed("evaluate", step=self.step):
             self.rollouts.evaluate(names, c.eval.seed)
-            await self._rollouts_until(lambda: all(name in self.rollouts.finished for name in names))
+            await self._rollouts_until(
+                lambda: all(name in self.rollouts.finished for name in names)
+            )
         trajectories = [group[0] for group in self.rollouts.take(names)]
-        self.metrics.write(self.step, evaluation_row(trajectories) | evaluation_by_member(self.members, trajectories))
+        self.metrics.write(
+            self.step,
+            evaluation_row(trajectories) | evaluation_by_member(self.members, trajectories),
+        )
 
     def _checkpoint_due(self, step: int) -> bool:
         return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
@@ -259,14 +331,18 @@ class Coordinator:
         for rank in self.ranks[p.Role.TRAINER].values():
             self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
 
-    async def _commit(self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float) -> None:
+    async def _commit(
+        self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
+    ) -> None:
         """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after `deadline_s`."""
         wanted = self.config.trainer.ranks
         with self.recorder.timed("checkpoint", step=saving.step):
             while (found := checkpoint.saved(saving.folder)) < wanted:
                 if time.monotonic() - saving.began > deadline_s:
-                    raise RunFailed(f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: {found} of "
-                                    f"{wanted} saved")
+                    raise RunFailed(
+                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: {found} of "
+                        f"{wanted} saved"
+                    )
                 await asyncio.sleep(SAVED_S)
             keep = self.config.trainer.checkpoint_keep
             await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep)
@@ -279,17 +355,32 @@ class Coordinator:
             if self._committing is task:  # the steps and a stop may both wait here
                 self._committing = None
 
-    def _record(self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], began: float, rolled_out: float,
-                busy_s: float, trained: float, synced: float) -> None:
+    def _record(
+        self,
+        groups: list[list[p.Trajectory]],
+        done: dict[int, p.TrainDone],
+        began: float,
+        rolled_out: float,
+        busy_s: float,
+        trained: float,
+        synced: float,
+    ) -> None:
         """`busy_s`: of the average dedicated engine until `rolled_out`."""
         if self.config.observe.save_trajectories and self.config.rollout.replay is None:
             replay.save(self.run_dir, self.step, groups)
         idle = max(0.0, rolled_out - began - busy_s) if self.hub.dedicated() else 0.0
-        times = {"rollout": rolled_out - began - idle, "train": trained - rolled_out, "sync": synced - trained,
-                 "idle": idle}
+        times = {
+            "rollout": rolled_out - began - idle,
+            "train": trained - rolled_out,
+            "sync": synced - trained,
+            "idle": idle,
+        }
         trained_on = done[0].metrics | self.device.take_figures()
-        self.metrics.write(self.step, step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
-                           | by_member(self.members, [t for group in groups for t in group]))
+        self.metrics.write(
+            self.step,
+            step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
+            | by_member(self.members, [t for group in groups for t in group]),
+        )
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
 
@@ -301,17 +392,28 @@ class Coordinator:
         await self._changed.until(
             lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
             self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
-            lambda: f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}")
+            lambda: (
+                f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}"
+            ),
+        )
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
         """Wait for the rollouts as long as any of them makes progress."""
         c = self.config
-        patience = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s) + 30.0
+        patience = (
+            max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s)
+            + 30.0
+        )
         self.hub.heard_at = time.time()
         await self._changed.while_heard(
-            ready, lambda: time.time() - self.hub.heard_at, patience,
-            lambda: f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns are open, "
-                    f"{self.scheduler.waiting} of them unassigned")
+            ready,
+            lambda: time.time() - self.hub.heard_at,
+            patience,
+            lambda: (
+                f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns are open, "
+                f"{self.scheduler.waiting} of them unassigned"
+            ),
+        )
 
     async def _ended(self) -> None:
         await asyncio.wait({self._stepping})
@@ -325,7 +427,11 @@ class Coordinator:
         await self._committed()
         newest = checkpoint.latest(self.run_dir)
         saved = checkpoint.step_of(newest) if newest else 0
-        if self.at_boundary and self.step > saved and len(self.trainers) == self.config.trainer.ranks:
+        if (
+            self.at_boundary
+            and self.step > saved
+            and len(self.trainers) == self.config.trainer.ranks
+        ):
             if self.saving is None:
                 await self.device.to(p.Role.TRAINER)
             await self._checkpoint(deadline_s)
@@ -344,12 +450,19 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
-            workers = {name: WorkerStatus(tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
-                                          running=w.running, waiting=w.waiting, version=w.version)
-                       for name, w in self.hub.workers.items()}
+            workers = {
+                name: WorkerStatus(
+                    tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
+                    running=w.running,
+                    waiting=w.waiting,
+                    version=w.version,
+                )
+                for name, w in self.hub.workers.items()
+            }
             self._tokens = {name: w.total_tokens for name, w in self.hub.workers.items()}
-            self.live.update(workers=workers, finished=self.rollouts.progress[0],
-                             total=self.rollouts.progress[1])
+            self.live.update(
+                workers=workers, finished=self.rollouts.progress[0], total=self.rollouts.progress[1]
+            )
 
     def _send(self, address: int, message: p.Message) -> None:
         if address < self.mailbox.size:

@@ -20,9 +20,14 @@ ANSWER_S = 60.0  # for a word to get through, beside what the work itself may ta
 class DeviceTurns:
     """`ranks`: role -> index -> rank. `until(ready, deadline_s, what)` waits, see `Changes.until`."""
 
-    def __init__(self, config: Config, ranks: dict[p.Role, dict[int, int]],
-                 send: Callable[[int, p.Message], None],
-                 until: Callable[..., Awaitable[None]], recorder: NullRecorder) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: dict[p.Role, dict[int, int]],
+        send: Callable[[int, p.Message], None],
+        until: Callable[..., Awaitable[None]],
+        recorder: NullRecorder,
+    ) -> None:
         self.shared = config.shares_devices
         self._config = config
         self._ranks = ranks
@@ -67,9 +72,13 @@ class DeviceTurns:
             for rank in ranks.values():
                 self._send(rank, order(self._turn))
             await self._until(
-                lambda: len(self._answers) == len(ranks), self._deadline_s(role),
-                lambda: f"{role.value} ranks to {what}: no word of "
-                        + ", ".join(str(i) for i, rank in ranks.items() if rank not in self._answers))
+                lambda: len(self._answers) == len(ranks),
+                self._deadline_s(role),
+                lambda: (
+                    f"{role.value} ranks to {what}: no word of "
+                    + ", ".join(str(i) for i, rank in ranks.items() if rank not in self._answers)
+                ),
+            )
         self._count(role, name)
 
     def _deadline_s(self, role: p.Role) -> float:

@@ -16,7 +16,9 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator says `Shutdown`."""
     chat = ChatFormat(resolve(config.model), config.model.chat_template_args)
     tasks = Tasks()
-    host = TrajectoryHost(config, chat, lambda message: mailbox.send(COORDINATOR, message), tasks.spawn, recorder)
+    host = TrajectoryHost(
+        config, chat, lambda message: mailbox.send(COORDINATOR, message), tasks.spawn, recorder
+    )
 
     async def receive() -> None:
         while not isinstance(message := (await mailbox.receive())[1], p.Shutdown):
@@ -25,4 +27,6 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     try:
         await tasks.run_until(receive())
     finally:
-        await tasks.close(config.env.step_timeout_s)  # cancelled trajectories close their environments
+        await tasks.close(
+            config.env.step_timeout_s
+        )  # cancelled trajectories close their environments

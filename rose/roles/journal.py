@@ -58,6 +58,8 @@ def replay(path: Path, scheduler: Scheduler) -> int:
     for count, entry in enumerate(entries, start=1):
         actions = scheduler.handle(entry.event)
         if actions != entry.actions:
-            raise ValueError(f"{path}, line {count + 1}: on {entry.event} the live run did {entry.actions}, "
-                             f"the replay does {actions}")
+            raise ValueError(
+                f"{path}, line {count + 1}: on {entry.event} the live run did {entry.actions}, "
+                f"the replay does {actions}"
+            )
     return count

@@ -33,8 +33,14 @@ class _Job:
 class Provisioner:
     """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt finds them."""
 
-    def __init__(self, config: Config, run_dir: Path, feed: Callable[[ev.Event], None],
-                 on_fault: Callable[[str, str], None], on_change: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        feed: Callable[[ev.Event], None],
+        on_fault: Callable[[str, str], None],
+        on_change: Callable[[str, str], None],
+    ) -> None:
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
@@ -127,7 +133,9 @@ class Provisioner:
             job.ran, job.since = True, time.monotonic()
         elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
             await self._cancel(request, "it waited too long in the queue")
-            reason = f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
+            reason = (
+                f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
+            )
             self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
 
     def _over(self, request: str, what: str) -> None:
@@ -146,9 +154,13 @@ class Provisioner:
 
 async def _command(*command: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of it; 124 after `COMMAND_S`."""
-    process = await asyncio.create_subprocess_exec(*command, env=singleton.environment({}),
-                                                   stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                                                   stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=singleton.environment({}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
         async with asyncio.timeout(COMMAND_S):
             out, err = await process.communicate()

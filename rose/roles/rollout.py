@@ -30,8 +30,13 @@ from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
-PROGRESS_S = 0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
-BEGINS_S, ARRIVES_S = 0.2, 30.0  # for a broadcast to begin, and to end, after the word that it was sent
+PROGRESS_S = (
+    0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
+)
+BEGINS_S, ARRIVES_S = (
+    0.2,
+    30.0,
+)  # for a broadcast to begin, and to end, after the word that it was sent
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -58,8 +63,15 @@ class RolloutWorker:
     heartbeat_s = HEARTBEAT_S
     dedicated = True
 
-    def __init__(self, config: Config, name: str, mailbox: Mailbox | None, recorder: NullRecorder,
-                 broadcast: Broadcast | None = None, mirror: Mirror | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        mailbox: Mailbox | None,
+        recorder: NullRecorder,
+        broadcast: Broadcast | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
         self._broadcast, self._mirror = broadcast, mirror
         self.folder = resolve(config.model)
@@ -70,12 +82,16 @@ class RolloutWorker:
         self._has_device = asyncio.Event()  # clear while it is the trainer's
         self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
         self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
-        self._up = asyncio.Event()  # the coordinator knows the engine, which lives as far as we know
+        self._up = (
+            asyncio.Event()
+        )  # the coordinator knows the engine, which lives as far as we know
         self._load_tasks: set[asyncio.Task] = set()
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()
         self._ends = False
-        self._hands_back = False  # an ended turn's last tokens are still wanted: it goes on elsewhere
+        self._hands_back = (
+            False  # an ended turn's last tokens are still wanted: it goes on elsewhere
+        )
         self._returned = 0  # turns that the engine gave back
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
@@ -94,7 +110,13 @@ class RolloutWorker:
 
     def _services(self) -> list[Coroutine]:
         received = [self._broadcast.receive(self._mirror)] if self._broadcast else []
-        return [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device(), *received]
+        return [
+            self._receive(),
+            self._keep_engine(),
+            self._heartbeat(),
+            self._share_device(),
+            *received,
+        ]
 
     # ----------------------------------------------------------------- the engine's life
 
@@ -104,9 +126,14 @@ class RolloutWorker:
         if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
-        self.engine = await Engine.start(self.folder, rollout, self.config.model,
-                                         deterministic=self.config.deterministic, gpus=self.config.cluster.gpus > 0,
-                                         seed=seed_of(self.config.seed, self.name, self.incarnation))
+        self.engine = await Engine.start(
+            self.folder,
+            rollout,
+            self.config.model,
+            deterministic=self.config.deterministic,
+            gpus=self.config.cluster.gpus > 0,
+            seed=seed_of(self.config.seed, self.name, self.incarnation),
+        )
         self.incarnation += 1
 
     async def _keep_engine(self) -> None:
@@ -119,11 +146,19 @@ class RolloutWorker:
             # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just ended it
             if self._hands_back or self._ends:
                 await asyncio.Event().wait()
-            self._send(p.WorkerDown(self.name, self.incarnation, f"engine process {self.engine.pid} died",
-                                    restarts_left > 0))
+            self._send(
+                p.WorkerDown(
+                    self.name,
+                    self.incarnation,
+                    f"engine process {self.engine.pid} died",
+                    restarts_left > 0,
+                )
+            )
             await self.engine.shutdown()
-        raise EngineDied(f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
-                         "rollout.engine_restarts allows no more")
+        raise EngineDied(
+            f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
+            "rollout.engine_restarts allows no more"
+        )
 
     async def _bring_engine_up(self) -> None:
         """Unless it is up: in its turn."""
@@ -145,9 +180,20 @@ class RolloutWorker:
             began = time.time()
             awake = isinstance(order, p.Wake)
             moved = await (self._wake() if awake else self._sleep())
-            self.recorder.span("engine_wake" if awake else "engine_sleep", began, time.time(), freed_gib=moved.gib)
-            self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, time.time() - began, abs(moved.gib),
-                                       moved.free_gib, moved.total_gib))
+            self.recorder.span(
+                "engine_wake" if awake else "engine_sleep", began, time.time(), freed_gib=moved.gib
+            )
+            self._send(
+                p.DeviceChanged(
+                    self.mailbox.rank,
+                    order.turn,
+                    awake,
+                    time.time() - began,
+                    abs(moved.gib),
+                    moved.free_gib,
+                    moved.total_gib,
+                )
+            )
 
     async def _sleep(self) -> Moved:
         """An engine that is being started gets up first; one that is dead has given everything back."""
@@ -183,8 +229,16 @@ class RolloutWorker:
         return moved
 
     def _ready(self) -> p.WorkerReady:
-        return p.WorkerReady(self.name, self.incarnation, self.engine.pid, self._max_sequences, self.engine.kv_tokens,
-                             self.engine.version, self.engine.hardware, self.config.serving.kind)
+        return p.WorkerReady(
+            self.name,
+            self.incarnation,
+            self.engine.pid,
+            self._max_sequences,
+            self.engine.kv_tokens,
+            self.engine.version,
+            self.engine.hardware,
+            self.config.serving.kind,
+        )
 
     async def _heartbeat(self) -> None:
         while True:
@@ -192,8 +246,18 @@ class RolloutWorker:
             if self.engine is None or not self.engine.alive:
                 continue
             s = self.engine.stats()
-            self._send(p.WorkerLoad(self.name, self.incarnation, s.running, s.waiting, s.kv_usage, s.generated_tokens,
-                                    s.prompt_tokens, s.cached_tokens))
+            self._send(
+                p.WorkerLoad(
+                    self.name,
+                    self.incarnation,
+                    s.running,
+                    s.waiting,
+                    s.kv_usage,
+                    s.generated_tokens,
+                    s.prompt_tokens,
+                    s.cached_tokens,
+                )
+            )
 
     # ----------------------------------------------------------------- messages
 
@@ -250,12 +314,35 @@ class RolloutWorker:
                 else:
                     if delta.finish is p.FinishReason.ABORT:
                         self._returned += 1
-                        self._send(p.TurnReturned(m.turn, m.attempt, *word.packed(), "evicted by the engine"))
+                        self._send(
+                            p.TurnReturned(
+                                m.turn, m.attempt, *word.packed(), "evicted by the engine"
+                            )
+                        )
                     else:
-                        self._send(p.TurnFinished(m.turn, m.attempt, *word.packed(), delta.finish, cached,
-                                                  ttft_s=first - began, started=began, finished=now))
-                    self.recorder.span("turn", began, now, turn=m.turn, trajectory=m.turn.rpartition(".")[0],
-                                       tokens=made, version=delta.version, attempt=m.attempt, finish=delta.finish.value)
+                        self._send(
+                            p.TurnFinished(
+                                m.turn,
+                                m.attempt,
+                                *word.packed(),
+                                delta.finish,
+                                cached,
+                                ttft_s=first - began,
+                                started=began,
+                                finished=now,
+                            )
+                        )
+                    self.recorder.span(
+                        "turn",
+                        began,
+                        now,
+                        turn=m.turn,
+                        trajectory=m.turn.rpartition(".")[0],
+                        tokens=made,
+                        version=delta.version,
+                        attempt=m.attempt,
+                        finish=delta.finish.value,
+                    )
         except asyncio.CancelledError:
             if word.tokens and self._hands_back:
                 self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
@@ -272,30 +359,56 @@ class RolloutWorker:
         began = time.time()
         try:
             mirror = await self._mirrored(edge_name(m.version, engine.version))
-            loaded = await engine.load_version(m.version, self._store(m.store), self.config.transfer, mirror)
-        except Exception as error:  # whatever the engine process raised; the coordinator ends the run with it
+            loaded = await engine.load_version(
+                m.version, self._store(m.store), self.config.transfer, mirror
+            )
+        except (
+            Exception
+        ) as error:  # whatever the engine process raised; the coordinator ends the run with it
             if await self._died(engine):
                 print(f"{self.name}: version {m.version}: {error}", flush=True)
                 return
-            self._send(p.VersionFailed(self.name, incarnation, m.version, f"{type(error).__name__}: {error}"))
+            self._send(
+                p.VersionFailed(
+                    self.name, incarnation, m.version, f"{type(error).__name__}: {error}"
+                )
+            )
             return
         seconds = time.time() - began
         if self._mirror is not None:
             self._mirror.keep([])
-        self.recorder.span("load_version", began, time.time(), version=m.version, nbytes=loaded.nbytes,
-                           route=" ".join(loaded.route), mirrored=loaded.mirrored, pause_s=loaded.pause_s)
-        self._send(p.VersionLoaded(self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes))
+        self.recorder.span(
+            "load_version",
+            began,
+            time.time(),
+            version=m.version,
+            nbytes=loaded.nbytes,
+            route=" ".join(loaded.route),
+            mirrored=loaded.mirrored,
+            pause_s=loaded.pause_s,
+        )
+        self._send(
+            p.VersionLoaded(
+                self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes
+            )
+        )
 
     async def _mirrored(self, edge: str) -> str | None:
         """The mirror's folder, once the edge is complete in it or won't be."""
         if self._mirror is None:
             return None
         began = time.monotonic()
-        while self._mirror.find(edge) is None and edge not in self._mirror.failures \
-                and time.monotonic() - began < (ARRIVES_S if self._mirror.comes(edge) else BEGINS_S):
+        while (
+            self._mirror.find(edge) is None
+            and edge not in self._mirror.failures
+            and time.monotonic() - began < (ARRIVES_S if self._mirror.comes(edge) else BEGINS_S)
+        ):
             await asyncio.sleep(0.002)
         if edge in self._mirror.failures:
-            print(f"{self.name} reads {edge} from the store: {self._mirror.failures[edge]}", flush=True)
+            print(
+                f"{self.name} reads {edge} from the store: {self._mirror.failures[edge]}",
+                flush=True,
+            )
         return str(self._mirror.path)
 
     def _store(self, folder: str) -> str:

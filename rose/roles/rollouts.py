@@ -23,15 +23,33 @@ from rose.scheduler import events as ev
 class Rollouts:
     """`hosts`: the environment hosts' ranks by index, complete before the first group."""
 
-    def __init__(self, config: Config, hub: TurnHub, send: Callable[[int, p.Message], None], hosts: dict[int, int],
-                 on_fault: Callable[[str, str], None]) -> None:
-        self._config, self._hub, self._send, self._hosts, self._on_fault = config, hub, send, hosts, on_fault
-        limits = {name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
-                  for name, member in config.env.members.items()}
+    def __init__(
+        self,
+        config: Config,
+        hub: TurnHub,
+        send: Callable[[int, p.Message], None],
+        hosts: dict[int, int],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._hub, self._send, self._hosts, self._on_fault = (
+            config,
+            hub,
+            send,
+            hosts,
+            on_fault,
+        )
+        limits = {
+            name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
+            for name, member in config.env.members.items()
+        }
         self.groups = control.Groups(config.seed, limits, config.deterministic)
-        self.finished: dict[str, list[p.Trajectory]] = {}  # groups whose trajectories are all in, until they are taken
+        self.finished: dict[
+            str, list[p.Trajectory]
+        ] = {}  # groups whose trajectories are all in, until they are taken
         self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
-        self.staleness_max = 0  # of the groups last taken: newest version then, minus newest at their admission
+        self.staleness_max = (
+            0  # of the groups last taken: newest version then, minus newest at their admission
+        )
         self.progress = (0, 0)  # trajectories in, and wanted, of what is waited for
         self._host_of: dict[str, int] = {}  # running trajectory -> rank of its environment host
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
@@ -43,7 +61,10 @@ class Rollouts:
     def begin_step(self, trajectories: int) -> None:
         """Counters start anew; the step waits for so many trajectories, of which some may be in."""
         self.dropped_groups = self.dropped_tokens = 0
-        self._waited_for, self.progress = p.Phase.TRAIN, (sum(map(len, self.finished.values())), trajectories)
+        self._waited_for, self.progress = (
+            p.Phase.TRAIN,
+            (sum(map(len, self.finished.values())), trajectories),
+        )
 
     def evaluate(self, names: list[str], seed: int) -> None:
         """Start held-out tasks 0, 1, ..., one trajectory each, under these names."""
@@ -77,7 +98,9 @@ class Rollouts:
         self._admitted[name] = self._hub.version
         task = control.train_task(self._config.seed, index, self._config.env.weights)
         size = self._config.rollout.group_size
-        self._start(self.groups.open(name, p.Phase.TRAIN, task, size, math.ceil((1 + spare) * size) - size))
+        self._start(
+            self.groups.open(name, p.Phase.TRAIN, task, size, math.ceil((1 + spare) * size) - size)
+        )
 
     def drop(self, name: str) -> None:
         running, done = self.groups.drop(name)
@@ -120,7 +143,10 @@ class Rollouts:
 
     def _finished(self, trajectory: p.Trajectory) -> None:
         del self._host_of[trajectory.id]
-        self.progress = (self.progress[0] + (trajectory.phase is self._waited_for), self.progress[1])
+        self.progress = (
+            self.progress[0] + (trajectory.phase is self._waited_for),
+            self.progress[1],
+        )
         group = self.groups.finished(trajectory)
         if group is not None:
             self.finished[trajectory.group] = group
@@ -129,7 +155,9 @@ class Rollouts:
         self._hub.end(trajectory)  # which may have dropped the group
         if trajectory.group in self.finished and trajectory.phase is p.Phase.TRAIN:
             accepted = teaches(group, self._config.algorithm.dynamic_sampling)
-            self._hub.feed(ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted))
+            self._hub.feed(
+                ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted)
+            )
 
     def _failed(self, m: p.TrajectoryFailed) -> None:
         """Another member takes its place. Raises `RunFailed` when environments fail one after the other."""

@@ -12,8 +12,14 @@ from rose.roles.rollouts import Rollouts
 from rose.roles.turn_hub import TurnHub
 
 
-def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: dict[str, float], hub: TurnHub,
-             rollouts: Rollouts, at: float) -> dict[str, Any]:
+def step_row(
+    groups: list[list[Trajectory]],
+    trained: dict[str, float],
+    times: dict[str, float],
+    hub: TurnHub,
+    rollouts: Rollouts,
+    at: float,
+) -> dict[str, Any]:
     """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are in tokens/s of the
     rollout phase, or of the time up to the step's last token where rollouts go on while the trainer trains. `time_idle`
     is the part of the rollout phase in which an engine, on average, had no turn; `time_rollout` is the rest of it.
@@ -34,31 +40,44 @@ def step_row(groups: list[list[Trajectory]], trained: dict[str, float], times: d
         "time_step": sum(times.values()),
         "reward_mean": float(np.mean([t.reward for t in all_of])),
         "success": float(np.mean([t.success for t in all_of])),
-        "response_tokens_mean": float(lengths.mean()), "response_tokens_max": int(lengths.max()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": int(lengths.max()),
         "turns_mean": float(np.mean([t.turns for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
         "failed_trajectories": rollouts.groups.failed,
-        "groups_dropped": rollouts.dropped_groups, "tokens_dropped": rollouts.dropped_tokens,
-        "tokens_per_s": made / rollout_s, "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
+        "groups_dropped": rollouts.dropped_groups,
+        "tokens_dropped": rollouts.dropped_tokens,
+        "tokens_per_s": made / rollout_s,
+        "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
         "borrowed_token_share": borrowed / made if made else 0.0,
         **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
         "engine_utilisation": hub.busy_s(at) / max(sum(times.values()), 1e-9),
-        "staleness_mean": float(stale.mean()), "staleness_max": int(stale.max()),
+        "staleness_mean": float(stale.mean()),
+        "staleness_max": int(stale.max()),
         "group_staleness_max": rollouts.staleness_max,
-        "version": hub.version, "sync_bytes": hub.sync_bytes, "sync_pause_s": hub.sync_pause_s,
-        "migrations": hub.ledger.migrations, "returned_turns": hub.returned, "engine_restarts": hub.engine_restarts,
-        "response_hist": _histogram(lengths), **trained,
+        "version": hub.version,
+        "sync_bytes": hub.sync_bytes,
+        "sync_pause_s": hub.sync_pause_s,
+        "migrations": hub.ledger.migrations,
+        "returned_turns": hub.returned,
+        "engine_restarts": hub.engine_restarts,
+        "response_hist": _histogram(lengths),
+        **trained,
     }
 
 
 def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
     successes = sum(t.success for t in trajectories)
-    return {"kind": "eval", "eval_n": len(trajectories), "eval_successes": successes,
-            "eval_success": successes / len(trajectories),
-            "eval_reward": float(np.mean([t.reward for t in trajectories])),
-            "eval_turns": float(np.mean([t.turns for t in trajectories])),
-            "eval_invalid_calls": sum(t.invalid_calls for t in trajectories)}
+    return {
+        "kind": "eval",
+        "eval_n": len(trajectories),
+        "eval_successes": successes,
+        "eval_success": successes / len(trajectories),
+        "eval_reward": float(np.mean([t.reward for t in trajectories])),
+        "eval_turns": float(np.mean([t.turns for t in trajectories])),
+        "eval_invalid_calls": sum(t.invalid_calls for t in trajectories),
+    }
 
 
 def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
@@ -69,19 +88,26 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
         own = [t for t in trajectories if t.domain == name]
         row[f"trajectories/{name}"] = len(own)
         if own:
-            row |= {f"success/{name}": float(np.mean([t.success for t in own])),
-                    f"reward_mean/{name}": float(np.mean([t.reward for t in own])),
-                    f"turns_mean/{name}": float(np.mean([t.turns for t in own])),
-                    f"response_tokens_mean/{name}": float(np.mean([t.response_tokens for t in own])),
-                    f"invalid_calls/{name}": sum(t.invalid_calls for t in own),
-                    f"truncated/{name}": sum(t.truncated for t in own)}
+            row |= {
+                f"success/{name}": float(np.mean([t.success for t in own])),
+                f"reward_mean/{name}": float(np.mean([t.reward for t in own])),
+                f"turns_mean/{name}": float(np.mean([t.turns for t in own])),
+                f"response_tokens_mean/{name}": float(np.mean([t.response_tokens for t in own])),
+                f"invalid_calls/{name}": sum(t.invalid_calls for t in own),
+                f"truncated/{name}": sum(t.truncated for t in own),
+            }
     return row
 
 
 def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
     """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as `eval_success/<member>`."""
-    return {f"{key}/{name}": value for name in members if (own := [t for t in trajectories if t.domain == name])
-            for key, value in evaluation_row(own).items() if key != "kind"}
+    return {
+        f"{key}/{name}": value
+        for name in members
+        if (own := [t for t in trajectories if t.domain == name])
+        for key, value in evaluation_row(own).items()
+        if key != "kind"
+    }
 
 
 def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
@@ -96,5 +122,7 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     edges = [8]
     while edges[-1] < lengths.max():
         edges.append(int(edges[-1] * 1.25) + 1)
-    counts, _ = np.histogram(lengths, bins=[-1, *(edge + 0.5 for edge in edges)])  # responses of up to `edge` tokens
+    counts, _ = np.histogram(
+        lengths, bins=[-1, *(edge + 0.5 for edge in edges)]
+    )  # responses of up to `edge` tokens
     return [[edge, int(n)] for edge, n in zip(edges, counts)]

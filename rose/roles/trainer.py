@@ -24,21 +24,39 @@ from rose.transfer.broadcast import Broadcast
 FLUSH_S = 5.0
 
 
-def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MPI.Comm, broadcast: Broadcast | None,
-        recorder: NullRecorder, resume_from: Path | None) -> None:
+def run(
+    config: Config,
+    run_dir: Path,
+    attempt: int,
+    mailbox: Mailbox,
+    peers: MPI.Comm,
+    broadcast: Broadcast | None,
+    recorder: NullRecorder,
+    resume_from: Path | None,
+) -> None:
     """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
     its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another: no fault of the network's.
-    gather_texts(peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)")
-    place = address.meet(lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"), index,
-                         config.cluster.interface)
+    gather_texts(
+        peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)"
+    )
+    place = address.meet(
+        lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"),
+        index,
+        config.cluster.interface,
+    )
     model = resolve(config.model)
     trainer = Trainer(config, index, world, place, model, recorder)
     store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
     if index == 0:
-        shutil.rmtree(store.parent, ignore_errors=True)  # versions of earlier attempts: no engine holds them
-    shape, degrees = read_shape(model), {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
+        shutil.rmtree(
+            store.parent, ignore_errors=True
+        )  # versions of earlier attempts: no engine holds them
+    shape, degrees = (
+        read_shape(model),
+        {*config.transfer.tensor_parallel, config.rollout.tensor_parallel},
+    )
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0
     if resume_from is not None:
@@ -48,7 +66,9 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
     trainer.publish(step, begin)
     if config.shares_devices:
         trainer.share_device(run_dir)
-    mailbox.send(COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs))
+    mailbox.send(
+        COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
+    )
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts, untidy = 0, False
@@ -77,9 +97,14 @@ def run(config: Config, run_dir: Path, attempt: int, mailbox: Mailbox, peers: MP
         if incoming is not None and parts == incoming.parts:
             metrics = trainer.train(incoming, rows, publish_as=incoming.step)
             published = trainer.publish(incoming.step, begin)
-            metrics |= {"publish_bytes": float(published.nbytes), "seconds_encode": published.encode_s,
-                        "seconds_publish": published.encode_s + published.write_s}
-            mailbox.send(COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store)))
+            metrics |= {
+                "publish_bytes": float(published.nbytes),
+                "seconds_encode": published.encode_s,
+                "seconds_publish": published.encode_s + published.write_s,
+            }
+            mailbox.send(
+                COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
+            )
             mailbox.flush(FLUSH_S)
             incoming, untidy = None, config.shares_devices
             if not untidy:
@@ -91,6 +116,16 @@ def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -
     began, before = time.time(), device_memory.look(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()
-    mailbox.send(COORDINATOR, p.DeviceChanged(mailbox.rank, order.turn, awake, time.time() - began,
-                                              abs(now.given_since(before)), now.free, now.total))
+    mailbox.send(
+        COORDINATOR,
+        p.DeviceChanged(
+            mailbox.rank,
+            order.turn,
+            awake,
+            time.time() - began,
+            abs(now.given_since(before)),
+            now.free,
+            now.total,
+        ),
+    )
     mailbox.flush(FLUSH_S)

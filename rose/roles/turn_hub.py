@@ -58,15 +58,31 @@ class Worker:
 
     def restarts(self, before: Worker) -> None:
         """What its earlier process did in this step still counts."""
-        self.tokens, self.total_tokens, self._busy_s = before.tokens, before.total_tokens, before._busy_s
+        self.tokens, self.total_tokens, self._busy_s = (
+            before.tokens,
+            before.total_tokens,
+            before._busy_s,
+        )
 
 
 class TurnHub:
-    def __init__(self, scheduler: Scheduler, send: Callable[[int, p.Message], None], journal: Journal,
-                 recorder: NullRecorder, on_action: Callable[[ev.Action], None],
-                 on_fault: Callable[[str, str], None], world_size: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        send: Callable[[int, p.Message], None],
+        journal: Journal,
+        recorder: NullRecorder,
+        on_action: Callable[[ev.Action], None],
+        on_fault: Callable[[str, str], None],
+        world_size: int,
+    ) -> None:
         self._world_size = world_size  # workers beyond it are borrowed
-        self._scheduler, self._send, self._journal, self._recorder = scheduler, send, journal, recorder
+        self._scheduler, self._send, self._journal, self._recorder = (
+            scheduler,
+            send,
+            journal,
+            recorder,
+        )
         self._on_action, self._on_fault = on_action, on_fault
         self.ledger = Ledger()
         self.workers: dict[str, Worker] = {}
@@ -76,9 +92,14 @@ class TurnHub:
         self.sync_pause_s = 0.0
         self.engine_restarts = 0
         self.returned = 0  # turns that engines gave back since `begin_step`
-        self.past = {"dedicated": 0, "borrowed": 0}  # tokens since `begin_step` of workers that are gone
+        self.past = {
+            "dedicated": 0,
+            "borrowed": 0,
+        }  # tokens since `begin_step` of workers that are gone
         self.heard_at = time.time()  # last progress of any kind
-        self._begun_at = self._token_at = 0.0  # the last `begin_step`, and the last token since then
+        self._begun_at = self._token_at = (
+            0.0  # the last `begin_step`, and the last token since then
+        )
         self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
 
     # ----------------------------------------------------------------- what the step loop asks
@@ -112,8 +133,11 @@ class TurnHub:
         """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a borrowed one, nor for
         one that rests."""
         resting = {w.worker for w in self._scheduler.cluster.workers.values() if w.resting}
-        return [name for name, w in self.dedicated()
-                if w.alive and w.version != self.version and name not in resting]
+        return [
+            name
+            for name, w in self.dedicated()
+            if w.alive and w.version != self.version and name not in resting
+        ]
 
     def dedicated(self) -> list[tuple[str, Worker]]:
         return [(name, w) for name, w in self.workers.items() if not w.borrowed]
@@ -122,7 +146,11 @@ class TurnHub:
         """It is in."""
         self.heard_at = time.time()
         self._made.pop(trajectory.id, None)
-        self.feed(ev.TrajectoryEnded(at=self.heard_at, trajectory=trajectory.id, tokens=trajectory.response_tokens))
+        self.feed(
+            ev.TrajectoryEnded(
+                at=self.heard_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
+            )
+        )
 
     def cancel(self, trajectory: str) -> int:
         """Forget a trajectory's turns and stop the engines that work on them; how many tokens it had."""
@@ -148,10 +176,14 @@ class TurnHub:
             match action:
                 case ev.AssignTurn(turn, worker, attempt, max_tokens):
                     self.workers[worker].turn_opened(event.at)
-                    self._send(self.workers[worker].rank, self.ledger.dispatch(turn, attempt, max_tokens))
+                    self._send(
+                        self.workers[worker].rank, self.ledger.dispatch(turn, attempt, max_tokens)
+                    )
                 case ev.AbortTurn(turn, worker, attempt, slow):
                     if worker not in resting and not slow:
-                        self._on_fault("stalled turn", f"{turn} on {worker}, attempt {attempt}: moved")
+                        self._on_fault(
+                            "stalled turn", f"{turn} on {worker}, attempt {attempt}: moved"
+                        )
                     self.workers[worker].turn_closed(event.at)
                     self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))
                 case ev.LoadWeights(worker, version):
@@ -173,9 +205,18 @@ class TurnHub:
 
     def _on_TurnRequest(self, source: int, m: p.TurnRequest) -> None:
         self.ledger.open(m, source)
-        self.feed(ev.TurnRequested(at=time.time(), turn=m.turn, trajectory=m.trajectory, group=m.group,
-                                   context_tokens=len(m.tokens) // 4, max_new_tokens=m.sampling.max_new_tokens,
-                                   domain=m.domain, outcome=m.outcome))
+        self.feed(
+            ev.TurnRequested(
+                at=time.time(),
+                turn=m.turn,
+                trajectory=m.trajectory,
+                group=m.group,
+                context_tokens=len(m.tokens) // 4,
+                max_new_tokens=m.sampling.max_new_tokens,
+                domain=m.domain,
+                outcome=m.outcome,
+            )
+        )
 
     def _on_TurnProgress(self, source: int, m: p.TurnProgress) -> None:
         self._count(source, m)
@@ -201,10 +242,14 @@ class TurnHub:
         self.returned += 1
         self.feed(ev.TurnReturned(at=now, turn=m.turn, attempt=m.attempt))
 
-    def _count(self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
+    def _count(
+        self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
+    ) -> int | None:
         """Take the tokens of a word; None if it is about an attempt that was given up."""
         state = self._scheduler.cluster.turns.get(m.turn)
-        if state is not None and (state.worker is None or self.workers[state.worker].rank != source):
+        if state is not None and (
+            state.worker is None or self.workers[state.worker].rank != source
+        ):
             return None  # taken back and waiting in the queue, or with another by now
         count = self.ledger.add(m)
         if count:
@@ -227,10 +272,21 @@ class TurnHub:
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
             self.workers[m.worker].restarts(before)
-        print(f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
-              flush=True)
-        self.feed(ev.WorkerJoined(at=time.time(), worker=m.worker, kind=kind, max_sequences=m.max_sequences,
-                                  kv_tokens=m.kv_tokens, version=m.version, hardware=m.hardware))
+        print(
+            f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
+            flush=True,
+        )
+        self.feed(
+            ev.WorkerJoined(
+                at=time.time(),
+                worker=m.worker,
+                kind=kind,
+                max_sequences=m.max_sequences,
+                kv_tokens=m.kv_tokens,
+                version=m.version,
+                hardware=m.hardware,
+            )
+        )
 
     def _on_WorkerDown(self, source: int, m: p.WorkerDown) -> None:
         worker = self.workers.get(m.worker)
@@ -238,12 +294,17 @@ class TurnHub:
             return
         self.engine_restarts += m.restarting
         held = self._take_turns(m.worker, m.error)
-        self._on_fault("engine died", f"{m.worker}: {m.error}; {held} turns go elsewhere"
-                       + (", the engine is restarted" if m.restarting else ""))
+        self._on_fault(
+            "engine died",
+            f"{m.worker}: {m.error}; {held} turns go elsewhere"
+            + (", the engine is restarted" if m.restarting else ""),
+        )
         if not m.restarting:
             self._forget(m.worker)
             if not self.workers:
-                self._on_action(ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}"))
+                self._on_action(
+                    ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
+                )
 
     def _on_WorkerLeaving(self, source: int, m: p.WorkerLeaving) -> None:
         if m.worker in self.workers:
@@ -285,8 +346,16 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.alive and worker.incarnation == m.incarnation:
             self._recorder.counter(f"{m.worker}/kv_tokens", m.kv_tokens)
-            self.feed(ev.WorkerCapacity(at=time.time(), worker=m.worker, kv_tokens=m.kv_tokens,
-                                        max_sequences=m.max_sequences, expected_s=m.expected_s, revoked=m.revoked))
+            self.feed(
+                ev.WorkerCapacity(
+                    at=time.time(),
+                    worker=m.worker,
+                    kv_tokens=m.kv_tokens,
+                    max_sequences=m.max_sequences,
+                    expected_s=m.expected_s,
+                    revoked=m.revoked,
+                )
+            )
 
     def _on_VersionLoaded(self, source: int, m: p.VersionLoaded) -> None:
         worker = self.workers.get(m.worker)

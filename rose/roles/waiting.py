@@ -24,7 +24,9 @@ class Changes:
         """Something has changed: who waits looks again."""
         self._changed.set()
 
-    async def until(self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
+    async def until(
+        self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]
+    ) -> None:
         """Raises `RunFailed` with what it waited for."""
         end = time.monotonic() + deadline_s
         while not ready():
@@ -34,8 +36,13 @@ class Changes:
                 raise RunFailed(f"waited {deadline_s:g} s for {what()}")
             await self._next(left)
 
-    async def while_heard(self, ready: Callable[[], bool], silent_s: Callable[[], float], patience_s: float,
-                          what: Callable[[], str]) -> None:
+    async def while_heard(
+        self,
+        ready: Callable[[], bool],
+        silent_s: Callable[[], float],
+        patience_s: float,
+        what: Callable[[], str],
+    ) -> None:
         """Wait while there is progress of any kind; only silence has a deadline. Raises `RunFailed`."""
         while not ready():
             silent = silent_s()

@@ -16,8 +16,17 @@ import msgspec
 
 from rose import config
 from rose.envs.base import Action, Environment, Start, Step
-from rose.protocol import (FinishReason, Sampling, StartTrajectory, Trajectory, TurnRequest, TurnResult, pack_floats,
-                           pack_tokens, unpack_tokens)
+from rose.protocol import (
+    FinishReason,
+    Sampling,
+    StartTrajectory,
+    Trajectory,
+    TurnRequest,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+    unpack_tokens,
+)
 from rose.rollout import tool_calls
 from rose.rollout.chat import ChatFormat
 from rose.rollout.control import seed_of
@@ -37,9 +46,17 @@ class EnvironmentFailure(Exception):
         self.trajectory, self.cause = trajectory, cause
 
 
-async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFormat, request_turn: RequestTurn,
-                         limits: config.Env, key: str, max_context: int, sampling: Sampling,
-                         clock: Clock) -> Trajectory:
+async def run_trajectory(
+    start: StartTrajectory,
+    env: Environment,
+    chat: ChatFormat,
+    request_turn: RequestTurn,
+    limits: config.Env,
+    key: str,
+    max_context: int,
+    sampling: Sampling,
+    clock: Clock,
+) -> Trajectory:
     """Run one episode on a fresh `env`, which is closed afterwards, whatever happens.
 
     `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens, or
@@ -49,7 +66,9 @@ async def run_trajectory(start: StartTrajectory, env: Environment, chat: ChatFor
     """
     guard = _Guard(env, start.id, limits.step_timeout_s, key)
     try:
-        trajectory = await _Episode(start, env, chat, request_turn, limits, max_context, sampling, guard).run(clock)
+        trajectory = await _Episode(
+            start, env, chat, request_turn, limits, max_context, sampling, guard
+        ).run(clock)
     except BaseException as error:
         try:
             await guard.close()
@@ -77,7 +96,9 @@ class _Guard:
     async def step(self, action: Action) -> Step:
         step = await self._call("step", lambda: self.env.step(action), Step)
         if not math.isfinite(step.reward):
-            raise EnvironmentFailure(self.trajectory, f"{self._name('step')} gave the reward {step.reward}")
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name('step')} gave the reward {step.reward}"
+            )
         return step
 
     async def close(self) -> None:
@@ -91,14 +112,21 @@ class _Guard:
         finally:
             task.cancel()
         if not task.done():
-            raise EnvironmentFailure(self.trajectory, f"{self._name(name)} did not return within "
-                                     f"{self.key}.step_timeout_s={self.timeout_s:g} s")
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} did not return within "
+                f"{self.key}.step_timeout_s={self.timeout_s:g} s",
+            )
         error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
         if error is not None:
-            raise EnvironmentFailure(self.trajectory, f"{self._name(name)} raised {error!r}") from error
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name(name)} raised {error!r}"
+            ) from error
         if not isinstance(task.result(), expected):
-            raise EnvironmentFailure(self.trajectory, f"{self._name(name)} returned {task.result()!r:.80}, "
-                                     f"not a {expected.__name__}")
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} returned {task.result()!r:.80}, not a {expected.__name__}",
+            )
         return task.result()
 
     def _name(self, method: str) -> str:
@@ -118,10 +146,24 @@ def _forget(task: asyncio.Task) -> None:
 class _Episode:
     """State of one trajectory; the four buffers grow together, one entry per token."""
 
-    def __init__(self, start: StartTrajectory, env: Environment, chat: ChatFormat, request_turn: RequestTurn,
-                 limits: config.Env, max_context: int, sampling: Sampling, guard: _Guard):
+    def __init__(
+        self,
+        start: StartTrajectory,
+        env: Environment,
+        chat: ChatFormat,
+        request_turn: RequestTurn,
+        limits: config.Env,
+        max_context: int,
+        sampling: Sampling,
+        guard: _Guard,
+    ):
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
-        self.limits, self.max_context, self.sampling, self.guard = limits, max_context, sampling, guard
+        self.limits, self.max_context, self.sampling, self.guard = (
+            limits,
+            max_context,
+            sampling,
+            guard,
+        )
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
@@ -137,16 +179,21 @@ class _Episode:
         first = await self.guard.reset(self.start.env_seed)
         prompt = self.chat.start(first.messages, first.tools)
         if len(prompt) >= self.max_context:
-            raise EnvironmentFailure(self.start.id, f"the first prompt has {len(prompt)} tokens, which leaves no room "
-                                     f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
-                                     "smaller")
+            raise EnvironmentFailure(
+                self.start.id,
+                f"the first prompt has {len(prompt)} tokens, which leaves no room "
+                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
+                "smaller",
+            )
         self._observe(prompt)
         done = False
         while not done and not self.truncated:
             text, closed = await self._turn()
             step, role = await self._act(text)
             done = step.done
-            self.outcome = "" if role == "user" and not step.invalid else "failed" if step.invalid else "ok"
+            self.outcome = (
+                "" if role == "user" and not step.invalid else "failed" if step.invalid else "ok"
+            )
             self.reward += step.reward
             self.success = self.success or step.success
             self.invalid_calls += step.invalid
@@ -157,11 +204,23 @@ class _Episode:
     async def _turn(self) -> tuple[str, bool]:
         """Have one turn generated and append it: its text, and whether an end-of-turn token closed it."""
         turn = f"{self.start.id}.t{self.turns}"
-        sampling = msgspec.structs.replace(self.sampling, seed=turn_seed(self.start.sampling_seed, turn),
-                                           max_new_tokens=min(self.limits.max_new_tokens, self.room))
-        result = await self.request_turn(TurnRequest(
-            turn=turn, trajectory=self.start.id, group=self.start.group, phase=self.start.phase,
-            tokens=bytes(self.tokens), sampling=sampling, domain=self.start.domain, outcome=self.outcome))
+        sampling = msgspec.structs.replace(
+            self.sampling,
+            seed=turn_seed(self.start.sampling_seed, turn),
+            max_new_tokens=min(self.limits.max_new_tokens, self.room),
+        )
+        result = await self.request_turn(
+            TurnRequest(
+                turn=turn,
+                trajectory=self.start.id,
+                group=self.start.group,
+                phase=self.start.phase,
+                tokens=bytes(self.tokens),
+                sampling=sampling,
+                domain=self.start.domain,
+                outcome=self.outcome,
+            )
+        )
         tokens = _checked(result, turn, sampling.max_new_tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * len(tokens)
@@ -175,7 +234,9 @@ class _Episode:
         """The environment's answer, or the loop's own to an unusable call, and who says it."""
         action = tool_calls.parse(text)
         if isinstance(action, tool_calls.BadCall):
-            return Step(observation=action.message, invalid=True), "tool" if self.env.requires_tool else "user"
+            return Step(
+                observation=action.message, invalid=True
+            ), "tool" if self.env.requires_tool else "user"
         if action.call is None and self.env.requires_tool:
             return Step(observation=REMINDER, invalid=True), "user"
         return await self.guard.step(action), "user" if action.call is None else "tool"
@@ -196,19 +257,38 @@ class _Episode:
 
     def _trajectory(self, started: float, finished: float) -> Trajectory:
         return Trajectory(
-            id=self.start.id, group=self.start.group, phase=self.start.phase, tokens=bytes(self.tokens),
-            mask=bytes(self.mask), logprobs=bytes(self.logprobs), versions=bytes(self.versions), reward=self.reward,
-            success=self.success, turns=self.turns, response_tokens=sum(self.mask), truncated=self.truncated,
-            invalid_calls=self.invalid_calls, stats={"migrations": float(self.migrations)},
-            started=started, finished=finished, domain=self.start.domain)
+            id=self.start.id,
+            group=self.start.group,
+            phase=self.start.phase,
+            tokens=bytes(self.tokens),
+            mask=bytes(self.mask),
+            logprobs=bytes(self.logprobs),
+            versions=bytes(self.versions),
+            reward=self.reward,
+            success=self.success,
+            turns=self.turns,
+            response_tokens=sum(self.mask),
+            truncated=self.truncated,
+            invalid_calls=self.invalid_calls,
+            stats={"migrations": float(self.migrations)},
+            started=started,
+            finished=finished,
+            domain=self.start.domain,
+        )
 
 
 def _checked(result: TurnResult, turn: str, most: int):
     """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the sender."""
     tokens = unpack_tokens(result.tokens)
     lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
-    if result.turn != turn or result.finish is FinishReason.ABORT or lengths != {TOKEN_BYTES * len(tokens)} \
-            or not 1 <= len(tokens) <= most:
-        raise ValueError(f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens "
-                         f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of versions")
+    if (
+        result.turn != turn
+        or result.finish is FinishReason.ABORT
+        or lengths != {TOKEN_BYTES * len(tokens)}
+        or not 1 <= len(tokens) <= most
+    ):
+        raise ValueError(
+            f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens "
+            f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of versions"
+        )
     return tokens

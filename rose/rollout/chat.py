@@ -73,7 +73,9 @@ class ChatFormat:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={self.folder!r}: no tokenizer could be loaded there ({error})") from error
+            raise ConfigError(
+                f"model.path={self.folder!r}: no tokenizer could be loaded there ({error})"
+            ) from error
         if not tokenizer.is_fast:
             raise self._error("its tokenizer has no tokenizer.json (fast tokenizer)")
         if tokenizer.chat_template is None:
@@ -87,12 +89,19 @@ class ChatFormat:
         if self._tokenizer.eos_token_id is not None:
             ids.add(self._tokenizer.eos_token_id)
         if not ids:
-            raise self._error("neither its tokenizer nor its generation_config.json names an eos token")
+            raise self._error(
+                "neither its tokenizer nor its generation_config.json names an eos token"
+            )
         return ids
 
     def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        return self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False,
-                                                   add_generation_prompt=True, **self.template_args)
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self.template_args,
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -105,13 +114,18 @@ class ChatFormat:
 
     def _observation_tokens(self, text: str, role: Observer, closed: bool) -> list[int]:
         end, before, after = self._between[role]
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates, from JSON that the model wrote
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # lone surrogates, from JSON that the model wrote
         text = self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
         tokens = self._encode(end + before + text + after)
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
-        tool = {"type": "function", "function": {"name": "rose_probe", "description": "", "parameters": {}}}
+        tool = {
+            "type": "function",
+            "function": {"name": "rose_probe", "description": "", "parameters": {}},
+        }
         try:
             self._render([_message("user"), _message("assistant"), _message("tool")])
             return "rose_probe" in self._render([_message("user")], [tool])
@@ -124,28 +138,44 @@ class ChatFormat:
         content = f"<tool_response>\n{OBSERVATION}\n</tool_response>" if wrap else OBSERVATION
         said, observed = _message("assistant", ANSWER), _message("user" if wrap else role, content)
         between = self._after_answer([_message("user"), said, observed])
-        later = self._after_answer([_message("user"), _message("assistant"), _message("user"), said, observed])
+        later = self._after_answer(
+            [_message("user"), _message("assistant"), _message("user"), said, observed]
+        )
         if between != later:
-            raise self._error(f"what its chat template writes after an answer depends on the turns before "
-                              f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated")
+            raise self._error(
+                f"what its chat template writes after an answer depends on the turns before "
+                f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
+            )
         end = next((token for token in self._eos_texts() if between.startswith(token)), None)
         if end is None:
-            raise self._error(f"its chat template ends an answer with {between[:30]!r}, which is none of its "
-                              f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in generation_config.json")
-        before, _, after = between[len(end):].partition(OBSERVATION)
+            raise self._error(
+                f"its chat template ends an answer with {between[:30]!r}, which is none of its "
+                f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in generation_config.json"
+            )
+        before, _, after = between[len(end) :].partition(OBSERVATION)
         return end, before, after
 
     def _after_answer(self, messages: list[dict]) -> str:
         try:
             text = self._render(messages)
         except TemplateError as error:
-            raise self._error(f"its chat template refuses a conversation of several turns: {error}") from error
-        if text.count(ANSWER) != 1 or text.count(OBSERVATION) != 1 or text.index(ANSWER) > text.index(OBSERVATION):
+            raise self._error(
+                f"its chat template refuses a conversation of several turns: {error}"
+            ) from error
+        if (
+            text.count(ANSWER) != 1
+            or text.count(OBSERVATION) != 1
+            or text.index(ANSWER) > text.index(OBSERVATION)
+        ):
             raise self._error("its chat template does not write each message once, in order")
         return text.partition(ANSWER)[2]
 
     def _eos_texts(self) -> list[str]:
-        return [self._backend.id_to_token(i) for i in sorted(self.eos_ids) if self._backend.id_to_token(i)]
+        return [
+            self._backend.id_to_token(i)
+            for i in sorted(self.eos_ids)
+            if self._backend.id_to_token(i)
+        ]
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")

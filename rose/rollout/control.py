@@ -54,11 +54,17 @@ class Groups:
     def __init__(self, run_seed: int, limits: Mapping[str, tuple[int, str]], seeded: bool) -> None:
         self._run_seed, self._limits, self._seeded = run_seed, limits, seeded
         self._groups: dict[str, _Group] = {}
-        self._late: dict[str, list[str]] = {}  # complete group -> spare trajectories of it that still run
-        self._failures_in_row = dict.fromkeys(limits, 0)  # of one domain: another that works says nothing of it
+        self._late: dict[
+            str, list[str]
+        ] = {}  # complete group -> spare trajectories of it that still run
+        self._failures_in_row = dict.fromkeys(
+            limits, 0
+        )  # of one domain: another that works says nothing of it
         self.failed = 0  # over the run
 
-    def open(self, name: str, phase: Phase, task: Task, size: int, spare: int = 0) -> list[StartTrajectory]:
+    def open(
+        self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
+    ) -> list[StartTrajectory]:
         """Begin a group; the messages that start its members. `spare` more are started: the first `size` that are in
         make the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size)
@@ -66,8 +72,14 @@ class Groups:
 
     def _start(self, name: str, group: _Group, trajectory: str) -> StartTrajectory:
         group.running.add(trajectory)
-        return StartTrajectory(trajectory, name, group.phase, group.task.domain, group.task.seed,
-                               seed_of(self._run_seed, trajectory) if self._seeded else None)
+        return StartTrajectory(
+            trajectory,
+            name,
+            group.phase,
+            group.task.domain,
+            group.task.seed,
+            seed_of(self._run_seed, trajectory) if self._seeded else None,
+        )
 
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
         """Count a trajectory; the whole group, ordered by id, once all members are in. Words about
@@ -87,20 +99,26 @@ class Groups:
         """Trajectories of a group just complete that still run: nobody needs them."""
         return self._late.pop(name)
 
-    def failed_trajectory(self, trajectory: str, name: str, domain: str, error: str) -> StartTrajectory | None:
+    def failed_trajectory(
+        self, trajectory: str, name: str, domain: str, error: str
+    ) -> StartTrajectory | None:
         """The replacement of a failed trajectory. Raises `TooManyFailures`."""
         self.failed += 1
         self._failures_in_row[domain] += 1
         most, key = self._limits[domain]
         if (failures := self._failures_in_row[domain]) >= most:
-            raise TooManyFailures(f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
-                                  f"{error}")
+            raise TooManyFailures(
+                f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
+                f"{error}"
+            )
         group = self._groups.get(name)
         if group is None or trajectory not in group.running:
             return None
         group.running.remove(trajectory)
         group.replaced += 1
-        member = trajectory.removeprefix(name).partition("r")[0]  # the group's own name may hold an r, as g12r1
+        member = trajectory.removeprefix(name).partition("r")[
+            0
+        ]  # the group's own name may hold an r, as g12r1
         return self._start(name, group, f"{name}{member}r{group.replaced}")
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:

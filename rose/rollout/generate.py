@@ -21,9 +21,21 @@ from rose.rollout.chat import ChatFormat
 class TrajectoryHost:
     """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the coordinator."""
 
-    def __init__(self, config: Config, chat: ChatFormat, send: Callable[[p.Message], None],
-                 spawn: Callable[[Coroutine], asyncio.Task], recorder: NullRecorder) -> None:
-        self._config, self._chat, self._send, self._spawn, self._recorder = config, chat, send, spawn, recorder
+    def __init__(
+        self,
+        config: Config,
+        chat: ChatFormat,
+        send: Callable[[p.Message], None],
+        spawn: Callable[[Coroutine], asyncio.Task],
+        recorder: NullRecorder,
+    ) -> None:
+        self._config, self._chat, self._send, self._spawn, self._recorder = (
+            config,
+            chat,
+            send,
+            spawn,
+            recorder,
+        )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
 
@@ -47,13 +59,28 @@ class TrajectoryHost:
         member = env.members[start.domain]
         try:
             trajectory = await run_trajectory(
-                start, build(member), self._chat, self._request_turn, member, env.key_of(start.domain),
-                self._config.model.max_context, self._sampling(start.phase, member.max_new_tokens), time.time)
+                start,
+                build(member),
+                self._chat,
+                self._request_turn,
+                member,
+                env.key_of(start.domain),
+                self._config.model.max_context,
+                self._sampling(start.phase, member.max_new_tokens),
+                time.time,
+            )
         except EnvironmentFailure as failure:
             self._send(p.TrajectoryFailed(start.id, start.group, start.domain, str(failure)))
         else:
-            self._recorder.span("trajectory", began, time.time(), trajectory=start.id, turns=trajectory.turns,
-                                tokens=trajectory.response_tokens, reward=trajectory.reward)
+            self._recorder.span(
+                "trajectory",
+                began,
+                time.time(),
+                trajectory=start.id,
+                turns=trajectory.turns,
+                tokens=trajectory.response_tokens,
+                reward=trajectory.reward,
+            )
             self._send(p.TrajectoryFinished(trajectory))
         finally:
             self._trajectories.pop(start.id, None)
@@ -62,7 +89,9 @@ class TrajectoryHost:
         rollout = self._config.rollout
         if phase is p.Phase.EVAL:
             return p.Sampling(new, temperature=self._config.eval.temperature)
-        return p.Sampling(new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+        return p.Sampling(
+            new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
 
     async def _request_turn(self, request: p.TurnRequest) -> p.TurnResult:
         future = asyncio.get_running_loop().create_future()

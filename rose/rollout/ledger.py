@@ -47,10 +47,16 @@ class Ledger:
         sampling = entry.request.sampling
         left = sampling.max_new_tokens - entry.made
         if entry.made or max_tokens:
-            sampling = p.Sampling(max_new_tokens=min(left, max_tokens or left), temperature=sampling.temperature,
-                                  top_p=sampling.top_p, top_k=sampling.top_k,
-                                  seed=_seed(sampling.seed, attempt if entry.made else 0))
-        return p.GenerateTurn(turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling)
+            sampling = p.Sampling(
+                max_new_tokens=min(left, max_tokens or left),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=_seed(sampling.seed, attempt if entry.made else 0),
+            )
+        return p.GenerateTurn(
+            turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling
+        )
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
         """Take the tokens of a word on the current attempt; how many, or None for a late word. Raises `ValueError`, and
@@ -61,12 +67,16 @@ class Ledger:
             return None
         count = len(message.tokens) // 4
         if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:
-            raise ValueError(f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} "
-                             "of "
-                             "log-probabilities; both have 4 for each token")
+            raise ValueError(
+                f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} "
+                "of "
+                "log-probabilities; both have 4 for each token"
+            )
         wanted, total = entry.request.sampling.max_new_tokens, entry.made + count
         if total > wanted or total == 0 and isinstance(message, p.TurnFinished):
-            raise ValueError(f"turn {message.turn}: {total} tokens, where 1 to {wanted} were asked for")
+            raise ValueError(
+                f"turn {message.turn}: {total} tokens, where 1 to {wanted} were asked for"
+            )
         if count:
             entry.tokens.append(message.tokens)
             entry.logprobs.append(message.logprobs)
@@ -92,8 +102,14 @@ class Ledger:
         """(rank of the host, the result it gets); the turn is forgotten."""
         entry = self._turns.pop(turn)
         versions = np.repeat([v for v, _ in entry.versions], [n for _, n in entry.versions])
-        return entry.host, p.TurnResult(turn, b"".join(entry.tokens), b"".join(entry.logprobs), p.pack_tokens(versions),
-                                        finish, migrations=max(0, entry.attempt - 1 - entry.chunks))
+        return entry.host, p.TurnResult(
+            turn,
+            b"".join(entry.tokens),
+            b"".join(entry.logprobs),
+            p.pack_tokens(versions),
+            finish,
+            migrations=max(0, entry.attempt - 1 - entry.chunks),
+        )
 
     def of_trajectory(self, trajectory: str) -> list[str]:
         return [t for t, entry in self._turns.items() if entry.request.trajectory == trajectory]

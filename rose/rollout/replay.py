@@ -25,7 +25,9 @@ def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
     """Write the step's groups, whole or not at all."""
     path = path_of(run_dir, step)
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, msgspec.msgpack.encode(groups), sync=True)  # before the checkpoint that says they are done
+    write_whole(
+        path, msgspec.msgpack.encode(groups), sync=True
+    )  # before the checkpoint that says they are done
 
 
 def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
@@ -41,14 +43,23 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
 
 def check(run_dir: Path, steps: int) -> None:
     """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved."""
-    missing = next((path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()), None)
+    missing = next(
+        (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
+        None,
+    )
     if missing is not None:
-        raise ConfigError(f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
-                          f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)")
+        raise ConfigError(
+            f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
+            f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)"
+        )
 
 
 def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
     """What every trainer rank knows of the batch; rows in the order of the groups."""
     rows = [(t, index) for index, group in enumerate(groups) for t in group]
-    return BatchSummary(rewards=[t.reward for t, _ in rows], groups=[g for _, g in rows],
-                        response_tokens=[t.response_tokens for t, _ in rows], truncated=[t.truncated for t, _ in rows])
+    return BatchSummary(
+        rewards=[t.reward for t, _ in rows],
+        groups=[g for _, g in rows],
+        response_tokens=[t.response_tokens for t, _ in rows],
+        truncated=[t.truncated for t, _ in rows],
+    )

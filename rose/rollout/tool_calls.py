@@ -42,7 +42,9 @@ def parse(text: str) -> Action | BadCall:
     if not opened or not closed:
         return BadCall(f"Bad tool call: it must stand between {OPEN} and {CLOSE}")
     call = _call(body)
-    return BadCall(f"Bad tool call: {call}") if isinstance(call, str) else Action(text=text, call=call)
+    return (
+        BadCall(f"Bad tool call: {call}") if isinstance(call, str) else Action(text=text, call=call)
+    )
 
 
 def _call(body: str) -> ToolCall | str:

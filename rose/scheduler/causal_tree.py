@@ -98,7 +98,9 @@ class Levels:
 
     def __init__(self, limits: Sequence[int], sinks: bool) -> None:
         if not limits or sorted(set(limits)) != list(limits) or limits[0] < 1:
-            raise ValueError(f"limits={list(limits)}: tokens, at least 1, ascending, one per level but the last")
+            raise ValueError(
+                f"limits={list(limits)}: tokens, at least 1, ascending, one per level but the last"
+            )
         self.limits, self._sinks = list(limits), sinks
         self._tree = CausalTree()
         self._running: dict[str, _Trajectory] = {}
@@ -132,5 +134,9 @@ class Levels:
         left = self._tree.left(trajectory.outcomes)
         if left is not None and len({bisect_left(self.limits, tokens) for tokens in left}) == 1:
             trajectory.level = bisect_left(self.limits, left[0])
-        elif self._sinks and trajectory.level < len(self.limits) and trajectory.made > self.limits[trajectory.level]:
+        elif (
+            self._sinks
+            and trajectory.level < len(self.limits)
+            and trajectory.made > self.limits[trajectory.level]
+        ):
             trajectory.level += 1

@@ -15,29 +15,53 @@ from rose.scheduler import events as ev
 from rose.scheduler.dispatch import Dispatch
 from rose.scheduler.events import Action, Event
 from rose.scheduler.fleet import Fleet
-from rose.scheduler.policies import HEARD, HEARD_BEFORE, Batching, Order, Provisioning, Routing, optional
+from rose.scheduler.policies import (
+    HEARD,
+    HEARD_BEFORE,
+    Batching,
+    Order,
+    Provisioning,
+    Routing,
+    optional,
+)
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 MAX_STALLS = 5  # of one turn, then the run stops: more is no accident
 
 
 class Scheduler:
-    def __init__(self, provisioning: Provisioning, routing: Routing, order: Order, batching: Batching,
-                 queue_depth: float, turn_timeout_s: float) -> None:
+    def __init__(
+        self,
+        provisioning: Provisioning,
+        routing: Routing,
+        order: Order,
+        batching: Batching,
+        queue_depth: float,
+        turn_timeout_s: float,
+    ) -> None:
         self.cluster = Cluster()
         self.fleet = Fleet(self.cluster, queue_depth, optional(routing, "label", lambda worker: ""))
         self._queue = Dispatch(self.cluster, self.fleet, routing, order)
         self._provisioning, self._batching = provisioning, batching
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
-        self._deadlines: list[tuple[float, int, str, int]] = []  # heap: (heard at, sequence, turn, attempt)
-        self._handlers = {kind: (getattr(self, f"_on_{kind.__name__}"), kind in HEARD_BEFORE, kind in HEARD)
-                          for kind in ev.AnyEvent.__args__}
-        self._listeners: list[Callable] = [policy.heard for policy in (provisioning, routing, order, batching)
-                                           if hasattr(policy, "heard")]
+        self._deadlines: list[
+            tuple[float, int, str, int]
+        ] = []  # heap: (heard at, sequence, turn, attempt)
+        self._handlers = {
+            kind: (getattr(self, f"_on_{kind.__name__}"), kind in HEARD_BEFORE, kind in HEARD)
+            for kind in ev.AnyEvent.__args__
+        }
+        self._listeners: list[Callable] = [
+            policy.heard
+            for policy in (provisioning, routing, order, batching)
+            if hasattr(policy, "heard")
+        ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
         self._published = optional(batching, "published", lambda version: [])
-        self._trajectory_ended = optional(batching, "trajectory_ended", lambda trajectory, group: [])
+        self._trajectory_ended = optional(
+            batching, "trajectory_ended", lambda trajectory, group: []
+        )
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return what must be done now, in order."""
@@ -53,7 +77,11 @@ class Scheduler:
         if before or after:
             self._queue.reorder(event)
         tick = kind is ev.Tick
-        return actions + self._dispatch(event.at, tick) if self.cluster.waiting or self._queue.looks(tick) else actions
+        return (
+            actions + self._dispatch(event.at, tick)
+            if self.cluster.waiting or self._queue.looks(tick)
+            else actions
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """What outlives a step boundary, as plain containers; workers and turns join anew."""
@@ -114,9 +142,17 @@ class Scheduler:
 
     def _on_WorkerJoined(self, e: ev.WorkerJoined) -> list[Action]:
         self._forget_worker(e.worker)
-        worker = WorkerState(e.worker, e.kind, e.max_sequences, e.kv_tokens, e.version, e.hardware,
-                             whole_kv_tokens=e.kv_tokens, joined_at=e.at,
-                             resting=self._joins_resting(e.kind))
+        worker = WorkerState(
+            e.worker,
+            e.kind,
+            e.max_sequences,
+            e.kv_tokens,
+            e.version,
+            e.hardware,
+            whole_kv_tokens=e.kv_tokens,
+            joined_at=e.at,
+            resting=self._joins_resting(e.kind),
+        )
         self.cluster.workers[e.worker] = worker
         self.fleet.changed(e.worker)
         return self._load_if_stale(worker)
@@ -237,8 +273,17 @@ class Scheduler:
         if e.turn in self.cluster.turns:
             raise ValueError(f"turn {e.turn} was requested twice; a turn is one unit of work")
         self._sequence += 1
-        turn = TurnState(e.turn, e.trajectory, e.group, e.context_tokens, e.max_new_tokens, self._sequence, e.at,
-                         e.domain, e.outcome)
+        turn = TurnState(
+            e.turn,
+            e.trajectory,
+            e.group,
+            e.context_tokens,
+            e.max_new_tokens,
+            self._sequence,
+            e.at,
+            e.domain,
+            e.outcome,
+        )
         self.cluster.turns[e.turn] = turn
         self.cluster.group_of[e.trajectory] = e.group
         self._queue.add(turn)
@@ -325,7 +370,11 @@ class Scheduler:
         while self._deadlines and at - self._deadlines[0][0] > self._turn_timeout_s:
             heard_at, sequence, name, attempt = heappop(self._deadlines)
             turn = self.cluster.turns.get(name)
-            if turn is None or turn.worker is None or (turn.sequence, turn.attempt) != (sequence, attempt):
+            if (
+                turn is None
+                or turn.worker is None
+                or (turn.sequence, turn.attempt) != (sequence, attempt)
+            ):
                 continue
             if turn.heard_at != heard_at and at - turn.heard_at <= self._turn_timeout_s:
                 heappush(self._deadlines, (turn.heard_at, sequence, name, attempt))
@@ -333,8 +382,12 @@ class Scheduler:
             turn.stalls += 1
             actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt))
             if turn.stalls >= MAX_STALLS:
-                actions.append(ev.GiveUp(f"turn {turn.turn} stalled {turn.stalls} times, {self._turn_timeout_s:g} s "
-                                         f"each (rollout.turn_timeout_s), last on {turn.worker}"))
+                actions.append(
+                    ev.GiveUp(
+                        f"turn {turn.turn} stalled {turn.stalls} times, {self._turn_timeout_s:g} s "
+                        f"each (rollout.turn_timeout_s), last on {turn.worker}"
+                    )
+                )
             self._take_away(turn)
         return actions
 

@@ -22,7 +22,11 @@ from rose.scheduler.turn_queue import Entry, TurnQueue
 
 LOOK_AHEAD = 32  # turns of a lane that may find no place before the others of the lane aren't asked about either
 MAX_MOVES = 2  # of one turn that is slow where it is
-LOOKS, TICK_LOOKS = 1, 32  # running turns that are asked about when a worker that is not watched gets free, at a tick
+LOOKS, TICK_LOOKS = (
+    1,
+    32,
+)  # running turns that are asked about when a worker that is not watched gets free, at a tick
+
 
 class Dispatch:
     def __init__(self, cluster: Cluster, fleet: Fleet, routing: Routing, order: Order) -> None:
@@ -83,7 +87,10 @@ class Dispatch:
         actions: list[AbortTurn | AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
         heads = self._heads(self._fleet.holds())
-        running, freed = self._candidates(tick) if self.looks(tick) else [], "" if tick else self._freed
+        running, freed = (
+            self._candidates(tick) if self.looks(tick) else [],
+            "" if tick else self._freed,
+        )
         self._freed = ""
         while heads or running:
             while running and (not heads or running[-1] < heads[0][0]):
@@ -148,7 +155,9 @@ class Dispatch:
         """Of each lane the first turn that may find a place, a heap."""
         if holds <= 0:
             return []
-        heads = [(head, name) for name, lane in self._lanes.items() if (head := lane.first(holds)[0])]
+        heads = [
+            (head, name) for name, lane in self._lanes.items() if (head := lane.first(holds)[0])
+        ]
         heapify(heads)
         return heads
 
@@ -170,8 +179,12 @@ class Dispatch:
         if turn.moves < MAX_MOVES and self._better is not None and self._watches(worker):
             self._watched.add(turn, self._order.key(turn, self._cluster))
         chunk = self._chunk(turn, worker)
-        return AssignTurn(turn.turn, worker.worker, turn.attempt,
-                          chunk if chunk < turn.max_new_tokens - turn.made_tokens else 0)
+        return AssignTurn(
+            turn.turn,
+            worker.worker,
+            turn.attempt,
+            chunk if chunk < turn.max_new_tokens - turn.made_tokens else 0,
+        )
 
     def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
         """Its prefix is cached where it runs, its group's prompt where the first of the group ran."""

@@ -150,9 +150,24 @@ class Tick(Event):
 
 
 AnyEvent = (
-    WorkerJoined | WorkerLost | WorkerDraining | WorkerLoaded | WorkerCapacity | CapacityQueued | CapacityGranted
-    | CapacityRefused | CapacityEnded | VersionPublished | TurnRequested | TurnProgressed | TurnEnded | TurnReturned
-    | TrajectoryEnded | StepBegun | GroupFinished | Tick
+    WorkerJoined
+    | WorkerLost
+    | WorkerDraining
+    | WorkerLoaded
+    | WorkerCapacity
+    | CapacityQueued
+    | CapacityGranted
+    | CapacityRefused
+    | CapacityEnded
+    | VersionPublished
+    | TurnRequested
+    | TurnProgressed
+    | TurnEnded
+    | TurnReturned
+    | TrajectoryEnded
+    | StepBegun
+    | GroupFinished
+    | Tick
 )
 
 # --------------------------------------------------------------------------- actions
@@ -235,5 +250,16 @@ class GiveUp(Action):
     reason: str
 
 
-AnyAction = (AssignTurn | AbortTurn | LoadWeights | AdmitGroup | DropGroup | StartTraining | RequestCapacity
-             | ReleaseCapacity | UseWorker | RestWorker | GiveUp)
+AnyAction = (
+    AssignTurn
+    | AbortTurn
+    | LoadWeights
+    | AdmitGroup
+    | DropGroup
+    | StartTraining
+    | RequestCapacity
+    | ReleaseCapacity
+    | UseWorker
+    | RestWorker
+    | GiveUp
+)

@@ -24,17 +24,25 @@ LOOK = 16  # workers seen in order of load before those with most room are: boun
 class Fleet:
     """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see `policies.Routing`."""
 
-    def __init__(self, cluster: Cluster, queue_depth: float,
-                 label: Callable[[str], Hashable] = lambda worker: "") -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        queue_depth: float,
+        label: Callable[[str], Hashable] = lambda worker: "",
+    ) -> None:
         self._cluster, self._queue_depth, self._label = cluster, queue_depth, label
         self._pools: dict[tuple, _Pool] = {}
         self._places: dict[str, _Place] = {}
         self._names = SortedList()
         self._changed: dict[str, None] = {}
         self._roomy: dict[_Pool, None] = {}  # those that have workers with room
-        self._asked: dict[str | tuple, None] = {}  # in vain, for the turn at hand: a name, or (kind, hardware, label)
+        self._asked: dict[
+            str | tuple, None
+        ] = {}  # in vain, for the turn at hand: a name, or (kind, hardware, label)
         self._floored: list[_Pool] = []  # those of which something is kept in this round
-        self._kept: dict[str, int] = {}  # worker -> what it can hold is kept, of turns of so much need
+        self._kept: dict[
+            str, int
+        ] = {}  # worker -> what it can hold is kept, of turns of so much need
 
     # ----------------------------------------------------------------- what policies ask
 
@@ -50,8 +58,14 @@ class Fleet:
         self._asked[name] = None
         return None
 
-    def least(self, turn: TurnState, *, kind: str | None = None, hardware: str | None = None,
-              label: Hashable | None = None) -> WorkerState | None:
+    def least(
+        self,
+        turn: TurnState,
+        *,
+        kind: str | None = None,
+        hardware: str | None = None,
+        label: Hashable | None = None,
+    ) -> WorkerState | None:
         """The least loaded with room for it, by name where loads are equal; those from which memory was taken back come
         last. After LOOK that have no room it may be the one with most room instead."""
         if self._changed:
@@ -66,8 +80,12 @@ class Fleet:
         if best is not None:
             return self._places[best[2]].worker
         place = self._places.get(turn.avoid) if turn.avoid else None
-        if place is not None and place.room >= turn.kv_need and self._open(place) and (
-                place.pool.is_of(kind, hardware, label)):
+        if (
+            place is not None
+            and place.room >= turn.kv_need
+            and self._open(place)
+            and (place.pool.is_of(kind, hardware, label))
+        ):
             return place.worker
         self._asked[kind, hardware, label] = None
         return None
@@ -134,8 +152,13 @@ class Fleet:
             else:
                 self.keep_all(turn.kv_need, *asked)
 
-    def keep_all(self, need: int, kind: str | None = None, hardware: str | None = None,
-                 label: Hashable | None = None) -> None:
+    def keep_all(
+        self,
+        need: int,
+        kind: str | None = None,
+        hardware: str | None = None,
+        label: Hashable | None = None,
+    ) -> None:
         """Whoever of these could hold a turn of so much need is kept for one."""
         for pool in self._roomy:  # others have nothing to keep, and get nothing in a round
             if pool.is_of(kind, hardware, label):
@@ -187,13 +210,20 @@ class Fleet:
                 self._names.remove(name)
 
     def _is_ready(self, worker: WorkerState) -> bool:
-        return (worker.version == self._cluster.version and worker.takes
-                and not (worker.loading or worker.draining or worker.resting))
+        return (
+            worker.version == self._cluster.version
+            and worker.takes
+            and not (worker.loading or worker.draining or worker.resting)
+        )
 
     def _put(self, worker: WorkerState, place: _Place) -> None:
         holds = worker.holds
-        if place.pool is None or place.worker is not worker or place.holds != holds or (
-                place.pool.revoked is not worker.revoked):
+        if (
+            place.pool is None
+            or place.worker is not worker
+            or place.holds != holds
+            or (place.pool.revoked is not worker.revoked)
+        ):
             if place.pool is not None:
                 place.pool.take_out(place)
             part = 0 if holds == UNBOUNDED else holds.bit_length()
@@ -219,9 +249,22 @@ class _Pool:
     """Workers of one sort. `part`: 0 if they are lent whole, else the bits of the KV tokens that one holds. `floor`:
     those that hold a turn of so much need are kept for one."""
 
-    def __init__(self, roomy: dict[_Pool, None], kind: str, hardware: str, label: Hashable, revoked: bool,
-                 part: int) -> None:
-        self.kind, self.hardware, self.label, self.revoked, self.part = kind, hardware, label, revoked, part
+    def __init__(
+        self,
+        roomy: dict[_Pool, None],
+        kind: str,
+        hardware: str,
+        label: Hashable,
+        revoked: bool,
+        part: int,
+    ) -> None:
+        self.kind, self.hardware, self.label, self.revoked, self.part = (
+            kind,
+            hardware,
+            label,
+            revoked,
+            part,
+        )
         self.floor = FREE
         self._roomy = roomy  # the pools that have workers with room
         self._by_load = Ranking()  # (load, name) of those with room
@@ -231,8 +274,11 @@ class _Pool:
 
     def is_of(self, kind: str | None, hardware: str | None, label: Hashable | None) -> bool:
         """None: any."""
-        return ((kind is None or self.kind == kind) and (hardware is None or self.hardware == hardware)
-                and (label is None or self.label == label))
+        return (
+            (kind is None or self.kind == kind)
+            and (hardware is None or self.hardware == hardware)
+            and (label is None or self.label == label)
+        )
 
     def rank(self, place: _Place) -> None:
         """By its load and room now."""
@@ -276,13 +322,17 @@ class _Pool:
 
         def suits(name: str) -> bool:
             place = self._places[name]
-            return place.room >= turn.kv_need and name != turn.avoid and _open(place, self.floor, kept)
+            return (
+                place.room >= turn.kv_need and name != turn.avoid and _open(place, self.floor, kept)
+            )
 
         if found := self._by_load.find(suits, LOOK):
             return found[0]
         if len(self._places) <= LOOK:
             return None
-        return min((entry[1:] for entry in self._by_room.find(suits, LOOK, all_of_them=True)), default=None)
+        return min(
+            (entry[1:] for entry in self._by_room.find(suits, LOOK, all_of_them=True)), default=None
+        )
 
 
 def _open(place: _Place, floor: int, kept: dict[str, int]) -> bool:

@@ -16,8 +16,19 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 # Heard when the cluster shows it already. The other four while the cluster still shows what ends: so that the group of
 # `cluster.turns[event.turn]` or `cluster.group_of[event.trajectory]` can be told.
-HEARD = frozenset({ev.StepBegun, ev.VersionPublished, ev.GroupFinished, ev.WorkerJoined, ev.WorkerCapacity,
-                   ev.CapacityQueued, ev.CapacityGranted, ev.CapacityRefused, ev.CapacityEnded})
+HEARD = frozenset(
+    {
+        ev.StepBegun,
+        ev.VersionPublished,
+        ev.GroupFinished,
+        ev.WorkerJoined,
+        ev.WorkerCapacity,
+        ev.CapacityQueued,
+        ev.CapacityGranted,
+        ev.CapacityRefused,
+        ev.CapacityEnded,
+    }
+)
 HEARD_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
 
 

@@ -39,7 +39,9 @@ class Ranking:
                 return entry
             heappop(heap)
 
-    def find(self, suits: Callable[[str], bool], among: int, all_of_them: bool = False) -> list[tuple[Any, ...]]:
+    def find(
+        self, suits: Callable[[str], bool], among: int, all_of_them: bool = False
+    ) -> list[tuple[Any, ...]]:
         """Of the first `among`, in order, the first that suits, or all that do; [] if none does."""
         heap, seen, found = self._heap, [], []
         for _ in range(min(among, len(self._entries))):

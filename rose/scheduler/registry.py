@@ -80,28 +80,41 @@ POLICIES: dict[str, dict[str, type]] = {
 
 def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
     """Raises `rose.config.ConfigError` naming the key for an unknown policy or a bad argument."""
-    return Scheduler(_policy("provisioning", config.provisioning), _policy("routing", config.routing),
-                     _policy("order", config.order), _policy("batching", config.batching),
-                     config.queue_depth, turn_timeout_s)
+    return Scheduler(
+        _policy("provisioning", config.provisioning),
+        _policy("routing", config.routing),
+        _policy("order", config.order),
+        _policy("batching", config.batching),
+        config.queue_depth,
+        turn_timeout_s,
+    )
 
 
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
     known = POLICIES[kind]
     if chosen.name not in known:
-        raise cfg.ConfigError(f"scheduler.{kind}.name={chosen.name!r}: unknown policy; "
-                              f"one of {', '.join(sorted(known))}")
+        raise cfg.ConfigError(
+            f"scheduler.{kind}.name={chosen.name!r}: unknown policy; "
+            f"one of {', '.join(sorted(known))}"
+        )
     policy = known[chosen.name]
     takes = list(inspect.signature(policy).parameters)
-    for key in [k for k in chosen.args if k not in takes] + [k for k in takes if k not in chosen.args]:
-        raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
-                              f"{', '.join(takes) or 'no arguments'}")
+    for key in [k for k in chosen.args if k not in takes] + [
+        k for k in takes if k not in chosen.args
+    ]:
+        raise cfg.ConfigError(
+            f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
+            f"{', '.join(takes) or 'no arguments'}"
+        )
     types = get_type_hints(policy.__init__)
     for key in takes:
         try:
             msgspec.convert(chosen.args[key], types[key])
         except msgspec.ValidationError as error:
             said = str(error)[0].lower() + str(error)[1:]
-            raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={chosen.args[key]!r}: {said}") from None
+            raise cfg.ConfigError(
+                f"scheduler.{kind}.args.{key}={chosen.args[key]!r}: {said}"
+            ) from None
     try:
         return policy(**chosen.args)
     except (TypeError, ValueError) as error:

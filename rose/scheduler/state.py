@@ -23,7 +23,9 @@ class TurnState:
     domain: str = ""  # the environment's name, in a mixture the member's
     outcome: str = ""  # "ok" or "failed": the tool call that it follows
     lane: Hashable = ""  # of the queue, see `Routing.lane`
-    kv_need: int = 0  # KV-cache tokens that its next attempt may come to hold; constant while it waits
+    kv_need: int = (
+        0  # KV-cache tokens that its next attempt may come to hold; constant while it waits
+    )
     made_tokens: int = 0  # of this turn, by any worker
     attempt: int = 0  # dispatches so far
     worker: str | None = None  # None: in the queue
@@ -57,7 +59,9 @@ class WorkerState:
     joined_at: float = 0.0
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
     kv_assigned: int = 0  # sum of `turns`
-    cached: dict[str, None] = field(default_factory=dict)  # trajectories and groups whose home it is
+    cached: dict[str, None] = field(
+        default_factory=dict
+    )  # trajectories and groups whose home it is
 
     @property
     def takes(self) -> bool:
@@ -81,7 +85,11 @@ class WorkerState:
         coordinator's latency) and KV need. 0 or less: none."""
         if not self.turns:
             return self.holds
-        return self.kv_tokens - self.kv_assigned if len(self.turns) < self.max_sequences * (1 + queue_depth) else 0
+        return (
+            self.kv_tokens - self.kv_assigned
+            if len(self.turns) < self.max_sequences * (1 + queue_depth)
+            else 0
+        )
 
     def hold(self, turn: TurnState) -> None:
         self.turns[turn.turn] = turn.kv_need
@@ -97,14 +105,22 @@ class Cluster:
 
     workers: dict[str, WorkerState] = field(default_factory=dict)
     turns: dict[str, TurnState] = field(default_factory=dict)
-    home: dict[str, str] = field(default_factory=dict)  # trajectory -> worker with its cached prefix
-    group_home: dict[str, str] = field(default_factory=dict)  # group -> worker with its prompt cached
-    group_of: dict[str, str] = field(default_factory=dict)  # trajectory -> group, from its first turn to its end
+    home: dict[str, str] = field(
+        default_factory=dict
+    )  # trajectory -> worker with its cached prefix
+    group_home: dict[str, str] = field(
+        default_factory=dict
+    )  # group -> worker with its prompt cached
+    group_of: dict[str, str] = field(
+        default_factory=dict
+    )  # trajectory -> group, from its first turn to its end
     version: int = -1  # the newest published
     step: int = 0  # the newest begun
     training: bool = False  # from StartTraining to VersionPublished
     waiting: int = 0  # turns in the queue
     waiting_kv: int = 0  # tokens of KV need in the queue
-    requests: dict[str, bool] = field(default_factory=dict)  # capacity asked for -> whether its job runs
+    requests: dict[str, bool] = field(
+        default_factory=dict
+    )  # capacity asked for -> whether its job runs
     refusals: int = 0  # in a row
     refused_at: float = 0.0

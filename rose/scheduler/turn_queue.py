@@ -14,7 +14,9 @@ from rose.scheduler.state import FREE, UNBOUNDED, TurnState
 
 BLOCK = 256  # turns of a block; at twice that it is cut. Near the square root of the largest queue expected, 50,000
 
-Entry = tuple[Any, int, TurnState]  # (key of the order, sequence, turn); the sequence makes it unique
+Entry = tuple[
+    Any, int, TurnState
+]  # (key of the order, sequence, turn); the sequence makes it unique
 
 
 class TurnQueue:
@@ -39,9 +41,9 @@ class TurnQueue:
         block = self._blocks[at]
         insort(block, entry)
         if len(block) >= 2 * BLOCK:
-            self._blocks[at:at + 1] = [block[:BLOCK], block[BLOCK:]]
-            self._last[at:at + 1] = [block[BLOCK - 1], block[-1]]
-            self._least[at:at + 1] = [_least(block[:BLOCK]), _least(block[BLOCK:])]
+            self._blocks[at : at + 1] = [block[:BLOCK], block[BLOCK:]]
+            self._last[at : at + 1] = [block[BLOCK - 1], block[-1]]
+            self._least[at : at + 1] = [_least(block[:BLOCK]), _least(block[BLOCK:])]
         else:
             self._last[at] = block[-1]
             self._least[at] = min(self._least[at], turn.kv_need)
@@ -84,7 +86,7 @@ class TurnQueue:
         for at in range(start, len(self._blocks)):
             block = self._blocks[at]
             begin = bisect_right(block, after) if after is not None and at == start else 0
-            found += block[begin:begin + count - len(found)]
+            found += block[begin : begin + count - len(found)]
             if len(found) >= count:
                 break
         return found

@@ -40,14 +40,20 @@ def main(arguments: list[str]) -> int:
     try:
         given = settings.parse(arguments)
         if "name" not in given:
-            raise ConfigError("name is missing: which run? as python -m rose.serving name=frozenlake")
+            raise ConfigError(
+                "name is missing: which run? as python -m rose.serving name=frozenlake"
+            )
         run_dir = (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name"))).resolve()
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
-            raise ConfigError(f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
-                              "launch.py had")
+            raise ConfigError(
+                f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
+                "launch.py had"
+            )
         serving = settings.of_server(overrides)
-        if serving.online.model is None or names.FOLDER in os.environ:  # started by an operator, beside its server
+        if (
+            serving.online.model is None or names.FOLDER in os.environ
+        ):  # started by an operator, beside its server
             return Lender(run_dir, overrides).run()
         measured = None
         if serving.lending.profile is not None:
@@ -65,4 +71,6 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread that looks for a stop file on a dead mount would never let the interpreter end
+    os._exit(
+        code
+    )  # a thread that looks for a stop file on a dead mount would never let the interpreter end

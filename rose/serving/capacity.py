@@ -59,7 +59,9 @@ class CapacityWatch:
         if shut_s > SHUT_S or not kv_tokens:
             tries = int(bool(kv_tokens) and idle_s > PROBE_S)
             return Capacity(kv_tokens, tries, self._expected(shut_s), frozen)
-        return Capacity(kv_tokens, self._whole.max_sequences, -1.0 if frozen or share < 1 else 0.0, frozen)
+        return Capacity(
+            kv_tokens, self._whole.max_sequences, -1.0 if frozen or share < 1 else 0.0, frozen
+        )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
         """Seconds for which the gate is shut without a break; a step means that it was open in between."""
@@ -87,8 +89,9 @@ class CapacityWatch:
         return left if left > 0 else -1.0
 
     def _material(self, said: Capacity, found: Capacity) -> bool:
-        return (said.max_sequences, said.revoked) != (found.max_sequences, found.revoked) \
-            or abs(said.kv_tokens - found.kv_tokens) >= max(1.0, MATERIAL * self._whole.kv_tokens)
+        return (said.max_sequences, said.revoked) != (found.max_sequences, found.revoked) or abs(
+            said.kv_tokens - found.kv_tokens
+        ) >= max(1.0, MATERIAL * self._whole.kv_tokens)
 
 
 class EngineBoard:
@@ -109,8 +112,10 @@ class EngineBoard:
         if state is None:
             return self._no(self._reader.why)
         if state.pid != self._pid:
-            return self._no(f"{self._path}: of process {state.pid:.0f}, the engine is {self._pid}; does it run "
-                            "ROSE's scheduler?")
+            return self._no(
+                f"{self._path}: of process {state.pid:.0f}, the engine is {self._pid}; does it run "
+                "ROSE's scheduler?"
+            )
         self._why = ""
         return state
 

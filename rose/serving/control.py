@@ -27,7 +27,9 @@ class Switch:
         self.never = never
         self.by_hand = ""  # who stopped it
         self.by_file = ""
-        self._shares = {hour: share for span, share in lending.hours.items() for hour in hours_of(span)}
+        self._shares = {
+            hour: share for span, share in lending.hours.items() for hour in hours_of(span)
+        }
 
     @property
     def stopped(self) -> str:
@@ -42,11 +44,15 @@ class Switch:
 class ControlBoard:
     """Writes the board at each beat and at each change. `say`: of changes, in words."""
 
-    def __init__(self, folder: Path, lending: Lending, never: str, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, folder: Path, lending: Lending, never: str, say: Callable[[str], object]
+    ) -> None:
         self.switch, self.folder, self._say = Switch(lending, never), folder, say
         self._stop_file = Path(lending.stop_file) if lending.stop_file else None
         self._writer = board.Writer(folder / "control", board.Control)
-        self._progress = board.Peer(folder / "epoch", board.Epoch)  # of the rank that lends the rollout engine
+        self._progress = board.Peer(
+            folder / "epoch", board.Epoch
+        )  # of the rank that lends the rollout engine
         self._share = self.switch.share(time.localtime().tm_hour)
         self.write()
 
@@ -64,7 +70,10 @@ class ControlBoard:
     def start(self, who: str) -> None:
         """Takes back `stop`; a stop file and a standing reason hold."""
         if self.switch.by_hand:
-            self._say(f"lending started by {who}" + (f", but: {why}" if (why := self._other_reason()) else ""))
+            self._say(
+                f"lending started by {who}"
+                + (f", but: {why}" if (why := self._other_reason()) else "")
+            )
         self.switch.by_hand = ""
         self.write()
 
@@ -74,7 +83,9 @@ class ControlBoard:
         state.share = self.switch.share(time.localtime().tm_hour)
         state.epoch = self._epoch(state.epoch)
         if state.share != self._share:
-            self._say(f"by the hour, {state.share:g} of what could be lent is (serving.lending.hours)")
+            self._say(
+                f"by the hour, {state.share:g} of what could be lent is (serving.lending.hours)"
+            )
             self._share = state.share
         self._writer.write()
 
@@ -90,8 +101,12 @@ class ControlBoard:
             looking = asyncio.create_task(asyncio.to_thread(_exists, self._stop_file))
             done, _ = await asyncio.wait({looking}, timeout=LOST_S)
             if not done:
-                self._by_file(f"{self._stop_file}: its file system does not answer (serving.lending.stop_file)")
-            self._by_file(f"{self._stop_file} exists (serving.lending.stop_file)" if await looking else "")
+                self._by_file(
+                    f"{self._stop_file}: its file system does not answer (serving.lending.stop_file)"
+                )
+            self._by_file(
+                f"{self._stop_file} exists (serving.lending.stop_file)" if await looking else ""
+            )
             await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
@@ -103,8 +118,12 @@ class ControlBoard:
     def _by_file(self, why: str) -> None:
         if why != self.switch.by_file:
             other = self.switch.never or self.switch.by_hand
-            self._say(f"lending stopped: {why}" if why else f"{self._stop_file} is gone"
-                      + (f", but: {other}" if other else ": lending again"))
+            self._say(
+                f"lending stopped: {why}"
+                if why
+                else f"{self._stop_file} is gone"
+                + (f", but: {other}" if other else ": lending again")
+            )
             self.switch.by_file = why
             self.write()
 

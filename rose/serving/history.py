@@ -14,11 +14,32 @@ from rose.coserving.metrics import Boards
 EVERY_S = 1.0
 MOST_ROWS = 1800  # then every second one is dropped, and half as many are taken from there
 
-COUNTED = {"online": ("finished", "met", "finished_lending", "met_lending", "aborted", "preempted", "prompt_tokens",
-                      "made_tokens", "busy_s"),
-           "rollout": ("prompt_tokens", "made_tokens", "evicted", "wasted_tokens", "open_s", "shut_s", "busy_s")}
-SHOWN = {"online": ("running", "waiting", "kv_used", "kv_held"),
-         "rollout": ("running", "waiting", "kv_used", "kv_budget")}
+COUNTED = {
+    "online": (
+        "finished",
+        "met",
+        "finished_lending",
+        "met_lending",
+        "aborted",
+        "preempted",
+        "prompt_tokens",
+        "made_tokens",
+        "busy_s",
+    ),
+    "rollout": (
+        "prompt_tokens",
+        "made_tokens",
+        "evicted",
+        "wasted_tokens",
+        "open_s",
+        "shut_s",
+        "busy_s",
+    ),
+}
+SHOWN = {
+    "online": ("running", "waiting", "kv_used", "kv_held"),
+    "rollout": ("running", "waiting", "kv_used", "kv_budget"),
+}
 
 
 class _Counter:
@@ -48,8 +69,15 @@ class History:
         self._began = time.monotonic()
         self._next = 0.0
         self.every_s = EVERY_S
-        self.rows: dict[str, list[float]] = {name: [] for name in (
-            "t", "lend", "share", *(f"{b}.{f}" for fields in (COUNTED, SHOWN) for b in fields for f in fields[b]))}
+        self.rows: dict[str, list[float]] = {
+            name: []
+            for name in (
+                "t",
+                "lend",
+                "share",
+                *(f"{b}.{f}" for fields in (COUNTED, SHOWN) for b in fields for f in fields[b]),
+            )
+        }
 
     def add(self, boards: Boards) -> None:
         """Call it once per EVERY_S; a row is kept when one is due."""
@@ -67,10 +95,17 @@ class History:
             self.every_s *= 2
 
     def totals(self) -> dict[str, float]:
-        return {f"{b}.{f}": value for b, counter in self._counters.items() for f, value in counter.sums.items()}
+        return {
+            f"{b}.{f}": value
+            for b, counter in self._counters.items()
+            for f, value in counter.sums.items()
+        }
 
     def _row(self, t: float, boards: Boards) -> dict[str, Any]:
         control = boards.control or Control()
-        shown = {f"{b}.{f}": getattr(state, f) if (state := getattr(boards, b)) is not None else 0.0
-                 for b, fields in SHOWN.items() for f in fields}
+        shown = {
+            f"{b}.{f}": getattr(state, f) if (state := getattr(boards, b)) is not None else 0.0
+            for b, fields in SHOWN.items()
+            for f in fields
+        }
         return {"t": t, "lend": control.lend, "share": control.share} | self.totals() | shown

@@ -32,9 +32,17 @@ BACK_OFF_S = (1.0, 60.0)
 class Lender:
     """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that is not there."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         self.run_dir, self.overrides, self.wanted = run_dir, overrides, wanted
-        self.command = ("-m", "rose.serving", f"name={run_dir.name}", f"output_dir={run_dir.parent}", *overrides)
+        self.command = (
+            "-m",
+            "rose.serving",
+            f"name={run_dir.name}",
+            f"output_dir={run_dir.parent}",
+            *overrides,
+        )
         self.environ = dict(os.environ)  # as this process found it
         self.signals: list[int] = []
         self.drain_s = 0.0
@@ -55,7 +63,9 @@ class Lender:
                 return 0
             if ended == Ended.REFUSED:
                 return 1
-            failures = failures + 1 if ended not in (Ended.RUN_OVER, Ended.NOT_NOW) and not joined else 0
+            failures = (
+                failures + 1 if ended not in (Ended.RUN_OVER, Ended.NOT_NOW) and not joined else 0
+            )
             if failures >= FAILURES:
                 say(f"given up: {failures} memberships in a row failed")
                 return 1
@@ -95,7 +105,9 @@ class Lender:
                 return 0
             if now - said > SAY_EVERY_S or said == began:
                 said = now + 1e-6
-                say(f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}")
+                say(
+                    f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}"
+                )
             self._sleep(LOOK_S)
         return 0
 
@@ -104,7 +116,9 @@ class Lender:
         if not (self.run_dir / "config.json").exists():
             return ""
         config = settings.of_run(self.run_dir, self.overrides)
-        reason = config.why_not_borrowed or "serving.borrow=false, deterministic=true or rollout.replay"
+        reason = (
+            config.why_not_borrowed or "serving.borrow=false, deterministic=true or rollout.replay"
+        )
         return "" if config.borrows else f"{self.run_dir} takes no borrowed ranks: {reason}"
 
     def _wait_s(self) -> float:
@@ -113,7 +127,9 @@ class Lender:
         except ConfigError:
             if (self.run_dir / "config.json").exists():
                 raise
-            return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))  # it has not begun yet
+            return float(
+                settings.parse(self.overrides).get("serving.wait_s", 3600.0)
+            )  # it has not begun yet
 
     def _is_finished(self) -> bool:
         try:
@@ -130,7 +146,9 @@ class Lender:
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus:
             count = config.rollout.tensor_parallel
-            given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ  # the operator took the task's
+            given = (
+                self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ
+            )  # the operator took the task's
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
             wanted |= caches.variables(config.cluster, self.environ)
         if self.prepared is None:
@@ -157,7 +175,9 @@ class Lender:
             while passed < len(self.signals):
                 number, passed = self.signals[passed], passed + 1
                 os.kill(child, signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM)
-                deadline = time.monotonic() + KILL_S + (self.drain_s if number == signal.SIGUSR2 else 0.0)
+                deadline = (
+                    time.monotonic() + KILL_S + (self.drain_s if number == signal.SIGUSR2 else 0.0)
+                )
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.05)

@@ -25,11 +25,24 @@ from rose.engine import start
 from rose.engine.start import EngineError
 
 REQUEST_S = 120.0  # one request of a probe; nothing that can be served beside others takes so long
-PROBES = (16, 64, 256, 1024, 4096, 16384)  # tokens of the first prompts, as far as one takes PROBE_SHARE of the time
+PROBES = (
+    16,
+    64,
+    256,
+    1024,
+    4096,
+    16384,
+)  # tokens of the first prompts, as far as one takes PROBE_SHARE of the time
 PROBE_SHARE = 0.06
-ANSWER = (4, 24)  # tokens made per request: about a tenth of the steps then have prefill with one client, half with 8
+ANSWER = (
+    4,
+    24,
+)  # tokens made per request: about a tenth of the steps then have prefill with one client, half with 8
 SLICES = 12  # of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
-BESIDE, ALONE = 0.5, 0.01  # an online step with rollout steps for more, or less, of its time counts as either
+BESIDE, ALONE = (
+    0.5,
+    0.01,
+)  # an online step with rollout steps for more, or less, of its time counts as either
 FEWEST = 20  # steps of both kinds, or nothing can be said of a P99
 STEP_SHARE = 0.125  # of a slice, that a step in it may take
 LEAST_HOLD = 0.01  # less can't be told from none with so few steps
@@ -71,7 +84,9 @@ class Measured:
         try:
             self._llm, _ = start.build(side.args, gpus)
         except Exception as error:
-            raise EngineError(f"the {side.name} engine of {side.args['model']} did not start: {error}") from error
+            raise EngineError(
+                f"the {side.name} engine of {side.args['model']} did not start: {error}"
+            ) from error
         finally:
             os.environ.clear()
             os.environ.update(here)
@@ -102,11 +117,18 @@ class Measured:
         for clients in levels:
             await self.traffic(clients, seconds / len(levels))
 
-    async def traffic(self, clients: int, seconds: float, longest: int | None = None, rest: float = 0.0) -> None:
+    async def traffic(
+        self, clients: int, seconds: float, longest: int | None = None, rest: float = 0.0
+    ) -> None:
         """For so long, with prompts up to `longest`; what runs then is aborted. `rest`: of each client after a request,
         times the request's own time. Raises `EngineError`."""
-        longest = max(2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients)))
-        tasks = [asyncio.create_task(self._client(longest, rest)) for _ in range(min(clients, self._most))]
+        longest = max(
+            2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
+        )
+        tasks = [
+            asyncio.create_task(self._client(longest, rest))
+            for _ in range(min(clients, self._most))
+        ]
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -126,8 +148,10 @@ class Measured:
             async with asyncio.timeout(REQUEST_S):
                 await self._request(prompt, answer)
         except TimeoutError:
-            raise EngineError(f"the {self.side.name} engine took over {REQUEST_S:g} s for a prompt of {prompt} "
-                              "tokens") from None
+            raise EngineError(
+                f"the {self.side.name} engine took over {REQUEST_S:g} s for a prompt of {prompt} "
+                "tokens"
+            ) from None
         return time.monotonic() - began
 
     async def _client(self, longest: int, rest: float) -> None:
@@ -143,11 +167,21 @@ class Measured:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        params = SamplingParams(max_tokens=answer, temperature=1.0, ignore_eos=True, detokenize=False,
-                                logprobs=self.side.logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
-        tokens = [self._dice.randrange(self.side.vocabulary) for _ in range(prompt)]  # no prefix is ever cached
+        params = SamplingParams(
+            max_tokens=answer,
+            temperature=1.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self.side.logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = [
+            self._dice.randrange(self.side.vocabulary) for _ in range(prompt)
+        ]  # no prefix is ever cached
         try:
-            async for _ in self._llm.generate(tokens_input(tokens), params, f"{self.side.name}-{next(self._serial)}"):
+            async for _ in self._llm.generate(
+                tokens_input(tokens), params, f"{self.side.name}-{next(self._serial)}"
+            ):
                 pass
         except EngineDeadError as error:
             raise EngineError(f"the {self.side.name} engine died while it was measured") from error
@@ -157,7 +191,7 @@ class Measured:
         with self._log.open("rb") as file:
             file.seek(self._read)
             data = file.read()
-        whole = data[:data.rfind(b"\n") + 1]
+        whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         return [_step(json.loads(line)) for line in whole.splitlines()]
 
@@ -177,7 +211,9 @@ class Measured:
 
 def _step(found: dict[str, Any]) -> Step:
     prefill = tuple((new, before) for new, before in found["prefill"])
-    return Step(found["began"], found["ended"], Work(prefill, found["decodes"], found["decode_context"]))
+    return Step(
+        found["began"], found["ended"], Work(prefill, found["decodes"], found["decode_context"])
+    )
 
 
 async def alone(engine: Measured, seconds: float) -> Predictor:
@@ -189,23 +225,33 @@ async def alone(engine: Measured, seconds: float) -> Predictor:
     try:
         return Predictor.fit(samples)
     except ValueError as error:
-        raise EngineError(f"the {engine.side.name} engine in {seconds:.3g} s: {error}; give it more with "
-                          "seconds=") from None
+        raise EngineError(
+            f"the {engine.side.name} engine in {seconds:.3g} s: {error}; give it more with seconds="
+        ) from None
 
 
-async def together(online: Measured, rollout: Measured, predictor: Predictor, rollout_predictor: Predictor,
-                   seconds: float) -> dict[str, float]:
+async def together(
+    online: Measured,
+    rollout: Measured,
+    predictor: Predictor,
+    rollout_predictor: Predictor,
+    seconds: float,
+) -> dict[str, float]:
     """`interference` of steady online traffic with and without rollouts beside it. Takes up to twice the time when
     steps are too few. Raises `EngineError`."""
     slice_s = seconds / SLICES / 2
-    longest, rollout_longest = (_longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor))
+    longest, rollout_longest = (
+        _longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor)
+    )
     steps: tuple[list[Step], list[Step]] = ([], [])
     for engine in (online, rollout):
         engine.steps()  # those of before
     for turn in range(2 * SLICES):
         await online.traffic(CLIENTS, slice_s, longest, REST)
-        await asyncio.gather(online.traffic(CLIENTS, slice_s, longest, REST),
-                             rollout.traffic(CLIENTS, slice_s, rollout_longest))
+        await asyncio.gather(
+            online.traffic(CLIENTS, slice_s, longest, REST),
+            rollout.traffic(CLIENTS, slice_s, rollout_longest),
+        )
         await rollout.through()
         for all_of_it, engine in zip(steps, (online, rollout)):
             all_of_it += engine.steps()
@@ -218,13 +264,17 @@ def _longest_within(seconds: float, predictor: Predictor) -> int:
     """Tokens of the longest prompt, a power of 2, that CLIENTS may send at once for a step of so long: an aborted
     request's step runs on into the next slice."""
     tokens = 2
-    while tokens < PROBES[-1] and predictor.seconds(Work(((2 * tokens, 0),) * CLIENTS, 0, 0)) <= seconds:
+    while (
+        tokens < PROBES[-1]
+        and predictor.seconds(Work(((2 * tokens, 0),) * CLIENTS, 0, 0)) <= seconds
+    ):
         tokens *= 2
     return tokens
 
 
-def interference(online: list[Step], rollout: list[Step], predictor: Predictor,
-                 rollout_predictor: Predictor) -> dict[str, float]:
+def interference(
+    online: list[Step], rollout: list[Step], predictor: Predictor, rollout_predictor: Predictor
+) -> dict[str, float]:
     """hold_p99, hold_mean: the share of the time spent beside a rollout step by which an online step is longer than
     alone, (r' - r) / (r' x overlap) with r and r' the measured / predicted times of online steps alone and beside
     rollouts, at their P99 and on average. progress: what rollouts did meanwhile, as a share of what they do alone.
@@ -233,11 +283,15 @@ def interference(online: list[Step], rollout: list[Step], predictor: Predictor,
     predictor's margin already. Raises `EngineError` with fewer than FEWEST steps of either kind.
     """
     steps_apart, steps_beside = _apart_and_beside(online, rollout)
-    apart, beside = (sorted(step.seconds / predictor.seconds(step.work) for _, step in steps)
-                     for steps in (steps_apart, steps_beside))
+    apart, beside = (
+        sorted(step.seconds / predictor.seconds(step.work) for _, step in steps)
+        for steps in (steps_apart, steps_beside)
+    )
     if min(len(apart), len(beside)) < FEWEST:
-        raise EngineError(f"{len(beside)} online steps beside rollouts and {len(apart)} alone: {FEWEST} of each are "
-                          "needed to know how the engines disturb each other; give it more with seconds=")
+        raise EngineError(
+            f"{len(beside)} online steps beside rollouts and {len(apart)} alone: {FEWEST} of each are "
+            "needed to know how the engines disturb each other; give it more with seconds="
+        )
     overlap = _mean(share for share, _ in steps_beside)
     mean = max(0.0, (_mean(beside) - _mean(apart)) / (_mean(beside) * overlap))
     p99 = (_p99(beside) - _p99(apart)) / (_p99(beside) * overlap)
@@ -245,15 +299,24 @@ def interference(online: list[Step], rollout: list[Step], predictor: Predictor,
     overlaps = [(_overlap(step, online, begins), step) for step in rollout]
     meanwhile = sum(share * step.seconds for share, step in overlaps)
     done = sum(share * rollout_predictor.seconds(step.work) for share, step in overlaps)
-    return {"hold_p99": max(p99, mean, LEAST_HOLD), "hold_mean": mean, "progress": done / meanwhile,
-            "steps_alone": len(apart), "steps_beside": len(beside)}
+    return {
+        "hold_p99": max(p99, mean, LEAST_HOLD),
+        "hold_mean": mean,
+        "progress": done / meanwhile,
+        "steps_alone": len(apart),
+        "steps_beside": len(beside),
+    }
 
 
-def _apart_and_beside(online: list[Step], rollout: list[Step]) -> tuple[list[tuple[float, Step]], ...]:
+def _apart_and_beside(
+    online: list[Step], rollout: list[Step]
+) -> tuple[list[tuple[float, Step]], ...]:
     """(share, step) of online steps with hardly any rollout step during them, and with one for most of their time."""
     begins = [step.began for step in rollout]
     shares = [(_overlap(step, rollout, begins), step) for step in online]
-    return [(s, step) for s, step in shares if s <= ALONE], [(s, step) for s, step in shares if s >= BESIDE]
+    return [(s, step) for s, step in shares if s <= ALONE], [
+        (s, step) for s, step in shares if s >= BESIDE
+    ]
 
 
 def _overlap(step: Step, others: list[Step], begins: list[float]) -> float:

@@ -68,7 +68,9 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     mpi = config.cluster.mpi
     os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
     if names.FOLDER in os.environ and config.serving.lending.priority == "idle":
-        os.nice(priority.NICE)  # the online server's front end is on the same cores, and takes tokens from its engine
+        os.nice(
+            priority.NICE
+        )  # the online server's front end is on the same cores, and takes tokens from its engine
     found = endpoint(run_dir)
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
@@ -92,8 +94,13 @@ def _check_profile(config: Config) -> None:
         profile.check(profile.load(path), path, config, resolve(config.model))
 
 
-async def _take_part(config: Config, application: Application, answer: Answer, recorder: NullRecorder,
-                     on_join: Callable[[], object]) -> Ended:
+async def _take_part(
+    config: Config,
+    application: Application,
+    answer: Answer,
+    recorder: NullRecorder,
+    on_join: Callable[[], object],
+) -> Ended:
     name = answer.worker
     # Here and not above: whoever imports these initialises MPI, which reads its environment then.
     from rose.comm.link import Link, LinkError
@@ -138,7 +145,9 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
     if not config.observe.trace:
         return NullRecorder()
     try:
-        return Recorder(run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt)
+        return Recorder(
+            run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt
+        )
     except OSError as error:
         say(f"no trace of this rank: {error}")
         return NullRecorder()
@@ -146,4 +155,3 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
 
 def say(words: str) -> None:
     print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)
-

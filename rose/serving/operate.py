@@ -71,7 +71,11 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     if not has_gpus(overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
-    wanted = {"serving.online.engine_args.tensor_parallel_size": int(options.get("tensor_parallel_size", 1))}
+    wanted = {
+        "serving.online.engine_args.tensor_parallel_size": int(
+            options.get("tensor_parallel_size", 1)
+        )
+    }
     rollouts = parse(overrides).get("rollout.tensor_parallel")
     with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing else is known
         rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
@@ -84,7 +88,9 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
 def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
     """What the rollout engine's settings are beside an online engine on its device, where the command line, `overrides`,
     leaves them open."""
-    own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}  # the most that is ever lent
+    own = {
+        "rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib
+    }  # the most that is ever lent
     if on_gpu:
         own["rollout.gpu_memory_utilization"] = FREE_SHARE
     given = parse(overrides)
@@ -94,28 +100,42 @@ def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[
 def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
     """Why nothing can be lent with these settings; "" if something can."""
     if profile is None:
-        return ("nothing is lent: serving.lending.profile is null, and the default refuses to lend until a profile of "
-                "this device and these models exists; python -m rose.serving.profile writes it")
+        return (
+            "nothing is lent: serving.lending.profile is null, and the default refuses to lend until a profile of "
+            "this device and these models exists; python -m rose.serving.profile writes it"
+        )
     if serving.online.slo is None:
         return "nothing is lent: serving.online.slo is null, so nobody knows what online requests must be given"
     online = serving.online
     short = min(SHORT, online.max_context // 4)
-    alone = why_not_alone(Predictor.from_dict(profile["online"]["predictor"]), online.slo,
-                          Typical(short, 1, short, online.max_batched_tokens))
+    alone = why_not_alone(
+        Predictor.from_dict(profile["online"]["predictor"]),
+        online.slo,
+        Typical(short, 1, short, online.max_batched_tokens),
+    )
     return f"nothing is lent: {alone}" if alone else ""
 
 
 class Operator:
     """`overrides`: the command line, of the server's and of the run's settings."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None) -> None:
-        self.run_dir, self.overrides, self.serving, self.profile = run_dir, overrides, serving, profile
+    def __init__(
+        self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
+    ) -> None:
+        self.run_dir, self.overrides, self.serving, self.profile = (
+            run_dir,
+            overrides,
+            serving,
+            profile,
+        )
         self.folder, self._lock = claim(run_dir.name)
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
         self.home.mkdir(parents=True, exist_ok=True)
         threads = parse(overrides).get("rollout.threads")
-        self.server = OnlineServer(serving, self.folder, self.home / "online.log", has_gpus(overrides), threads)
+        self.server = OnlineServer(
+            serving, self.folder, self.home / "online.log", has_gpus(overrides), threads
+        )
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
         self._scraped = ""  # what the online server last said of itself
@@ -141,13 +161,21 @@ class Operator:
         await self.web.open()
         self._listen()
         file = self.serving.lending.stop_file
-        say(f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST {self._url}/lending/"
-            f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else ""))
+        say(
+            f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST {self._url}/lending/"
+            f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else "")
+        )
         if self.control.switch.never:
             self._note(self.control.switch.never)
         tasks = Tasks()
-        for work in (self.control.beat(), self.control.watch_file(), self._observe(), self._write_reports(),
-                     self.server.run(self._note), self._lend()):
+        for work in (
+            self.control.beat(),
+            self.control.watch_file(),
+            self._observe(),
+            self._write_reports(),
+            self.server.run(self._note),
+            self._lend(),
+        ):
             tasks.spawn(work)
         try:
             await tasks.run_until(self._leave())
@@ -177,31 +205,48 @@ class Operator:
         while code < 0:
             began = time.monotonic()
             self._lender = await asyncio.create_subprocess_exec(
-                *self.lender_command(), env=os.environ | self._variables, stdin=subprocess.DEVNULL,
-                process_group=0, preexec_fn=begin_child(os.getpid(), (STOP, LEND)))
+                *self.lender_command(),
+                env=os.environ | self._variables,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                preexec_fn=begin_child(os.getpid(), (STOP, LEND)),
+            )
             code = await self._lender.wait()
             if self._leaving:
                 return
             if code < 0:
                 pause = BACK_OFF_S[0] if time.monotonic() - began > BACK_OFF_S[1] else pause
-                self._note(f"the lender was killed by {signal.Signals(-code).name}; another one is started in "
-                           f"{pause:g} s")
+                self._note(
+                    f"the lender was killed by {signal.Signals(-code).name}; another one is started in "
+                    f"{pause:g} s"
+                )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_OFF_S[1])
-        self._note(f"the lender ended with code {code}; the online server serves on, nothing more is lent")
+        self._note(
+            f"the lender ended with code {code}; the online server serves on, nothing more is lent"
+        )
 
     def lender_command(self) -> list[str]:
-        return [sys.executable, "-u", "-m", "rose.serving", f"name={self.run_dir.name}",
-                f"output_dir={self.run_dir.parent}", *self.overrides,
-                *beside_online(self.serving, self.server.gpus, self.overrides),
-                f"rollout.engine_args.scheduler_cls={SCHEDULER}"]
+        return [
+            sys.executable,
+            "-u",
+            "-m",
+            "rose.serving",
+            f"name={self.run_dir.name}",
+            f"output_dir={self.run_dir.parent}",
+            *self.overrides,
+            *beside_online(self.serving, self.server.gpus, self.overrides),
+            f"rollout.engine_args.scheduler_cls={SCHEDULER}",
+        ]
 
     async def _leave(self) -> None:
         """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2 after its turns."""
         number = await self._told.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, told by {signal.Signals(number).name}")
-        deadline = time.monotonic() + LEAVE_S + (self.serving.drain_s if number == WHEN_DONE else 0.0)
+        deadline = (
+            time.monotonic() + LEAVE_S + (self.serving.drain_s if number == WHEN_DONE else 0.0)
+        )
         lender = self._lender
         if lender is None or lender.returncode is not None:
             return
@@ -218,7 +263,9 @@ class Operator:
         """The lender has left, or is killed; then the report, for which the server is asked; then the server."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        self.history.add(metrics.read(self.folder, living=False))  # what engines said last that have ended with us
+        self.history.add(
+            metrics.read(self.folder, living=False)
+        )  # what engines said last that have ended with us
         await self._write_report()
         await tasks.close(STOP_TASKS_S)
         self.control.close()
@@ -242,9 +289,12 @@ class Operator:
             lends = boards.online is None or bool(boards.online.lends)
             if lends == self._lends_not_said:
                 self._lends_not_said = not lends
-                self._note("the online server meets its targets by itself again and lends" if lends else
-                           "the online server misses its targets with nothing lent (serving.online.slo): it lends "
-                           "nothing")
+                self._note(
+                    "the online server meets its targets by itself again and lends"
+                    if lends
+                    else "the online server misses its targets with nothing lent (serving.online.slo): it lends "
+                    "nothing"
+                )
             await asyncio.sleep(EVERY_S)
 
     async def _write_reports(self) -> None:
@@ -255,7 +305,9 @@ class Operator:
     async def _write_report(self) -> None:
         """The operator's page, and the numbers that the training run's report shows of it."""
         measured, title = report.quantiles(await self._scrape()), self._title
-        told = report.summary(title, measured, self.serving.online.slo, self.history, self.control.switch.stopped)
+        told = report.summary(
+            title, measured, self.serving.online.slo, self.history, self.control.switch.stopped
+        )
         try:
             write_whole(self.home / "report.html", self._drawn(measured).encode())
             write_whole(self.home / LENT, json.dumps(told).encode())
@@ -270,14 +322,22 @@ class Operator:
         return self._drawn(report.quantiles(await self._scrape()))
 
     def _drawn(self, measured: dict[str, float]) -> str:
-        return report.page(self._title, self.serving, self.history, measured, self.control.switch.stopped,
-                           list(self.events))
+        return report.page(
+            self._title,
+            self.serving,
+            self.history,
+            measured,
+            self.control.switch.stopped,
+            list(self.events),
+        )
 
     async def _scrape(self) -> str:
         """The online server's metrics; when it doesn't answer, what it last said, or ""."""
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client, \
-                    client.get(f"{self.server.url}/metrics") as answer:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client,
+                client.get(f"{self.server.url}/metrics") as answer,
+            ):
                 if answer.status == 200:
                     self._scraped = await answer.text()
         except (aiohttp.ClientError, TimeoutError):
@@ -287,13 +347,25 @@ class Operator:
     def _status(self) -> dict[str, Any]:
         state, boards = self.control.state, metrics.read(self.folder)
         alive = self._lender is not None and self._lender.returncode is None
-        return {"lend": bool(state.lend), "why_not": self.control.switch.stopped, "share": state.share,
-                "epoch": state.epoch, "online": {"url": self.server.url, "up": self.server.up,
-                                                 "starts": self.server.starts, "lends": bool(boards.online.lends)
-                                                 if boards.online else False},
-                "rollout": {"lender": self._lender.pid if alive else None, "engine": int(boards.rollout.pid)
-                            if boards.rollout else None}, "report": f"{self._url}/report", "home": str(self.home),
-                "boards": str(self.folder)}
+        return {
+            "lend": bool(state.lend),
+            "why_not": self.control.switch.stopped,
+            "share": state.share,
+            "epoch": state.epoch,
+            "online": {
+                "url": self.server.url,
+                "up": self.server.up,
+                "starts": self.server.starts,
+                "lends": bool(boards.online.lends) if boards.online else False,
+            },
+            "rollout": {
+                "lender": self._lender.pid if alive else None,
+                "engine": int(boards.rollout.pid) if boards.rollout else None,
+            },
+            "report": f"{self._url}/report",
+            "home": str(self.home),
+            "boards": str(self.folder),
+        }
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
@@ -314,4 +386,6 @@ def claim(name: str) -> tuple[Path, TextIO]:
             if left.name != LOCK:
                 left.unlink()
         return folder, lock
-    raise ConfigError(f"name={name!r}: {DEVICES} devices of this node serve a run of this name already")
+    raise ConfigError(
+        f"name={name!r}: {DEVICES} devices of this node serve a run of this name already"
+    )

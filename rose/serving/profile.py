@@ -48,6 +48,7 @@ AGAIN = "measure again with python -m rose.serving.profile"
 
 # ---------------------------------------------------------------------- the file
 
+
 def load(path: str | Path) -> dict[str, Any]:
     """The profile. Raises `ConfigError` naming the file and what is wrong with it."""
     try:
@@ -62,11 +63,15 @@ def load(path: str | Path) -> dict[str, Any]:
                 raise ValueError(f"interference.{name}={value!r} must be a finite number >= 0")
         found["device"], found["interference"]["priority"]
     except OSError as error:
-        raise ConfigError(f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m rose.serving.profile "
-                          "writes one") from None
+        raise ConfigError(
+            f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m rose.serving.profile "
+            "writes one"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"serving.lending.profile={str(path)!r}: no profile of a device: {words}; {AGAIN}") from None
+        raise ConfigError(
+            f"serving.lending.profile={str(path)!r}: no profile of a device: {words}; {AGAIN}"
+        ) from None
     return found
 
 
@@ -74,24 +79,39 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
     """What step times depend on, of the device and of both engines as `config` has them; `model`: the rollout
     engine's folder. Raises `ConfigError` when a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
-    return {"device": _device(gpus),
-            "online": {"model_digest": _digest(online.model, "serving.online.model"), "dtype": online.dtype},
-            "rollout": {"model_digest": _digest(model, "model"), "dtype": config.model.dtype,
-                        "threads": None if gpus else rollout.threads, "tensor_parallel": rollout.tensor_parallel},
-            "interference": {"priority": config.serving.lending.priority}}
+    return {
+        "device": _device(gpus),
+        "online": {
+            "model_digest": _digest(online.model, "serving.online.model"),
+            "dtype": online.dtype,
+        },
+        "rollout": {
+            "model_digest": _digest(model, "model"),
+            "dtype": config.model.dtype,
+            "threads": None if gpus else rollout.threads,
+            "tensor_parallel": rollout.tensor_parallel,
+        },
+        "interference": {"priority": config.serving.lending.priority},
+    }
 
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
     """Raises `ConfigError` that names everything in which profile `found`, of file `path`, was measured otherwise than
     the engines that `config` and `model` (the rollout engine's folder) would start here."""
     wanted = fingerprint(config, model)
-    differ = [f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)]
+    differ = [
+        f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)
+    ]
     if differ:
-        raise ConfigError(f"serving.lending.profile={str(path)!r} is of other engines or another device: "
-                          f"{'; '.join(differ)}; {AGAIN}")
+        raise ConfigError(
+            f"serving.lending.profile={str(path)!r} is of other engines or another device: "
+            f"{'; '.join(differ)}; {AGAIN}"
+        )
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    found: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     for name, now in wanted.items():
         was = found.get(name) if isinstance(found, dict) else None
         if isinstance(now, dict):
@@ -106,8 +126,10 @@ def _digest(model: str | Path, key: str) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
-        raise ConfigError(f"{key}={str(model)!r}: {path}: {error.strerror}; give the folder of a Hugging Face "
-                          "model") from None
+        raise ConfigError(
+            f"{key}={str(model)!r}: {path}: {error.strerror}; give the folder of a Hugging Face "
+            "model"
+        ) from None
 
 
 def _device(gpus: bool) -> dict[str, Any]:
@@ -116,11 +138,15 @@ def _device(gpus: bool) -> dict[str, Any]:
 
         return {"gpu": current_platform.get_device_name()}
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    cpu = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
     return {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}
 
 
 # ---------------------------------------------------------------------- the command
+
 
 def main(arguments: list[str]) -> int:
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
@@ -158,7 +184,9 @@ def _out(given: dict[str, Any]) -> Path:
 def _seconds(given: dict[str, Any]) -> float:
     value = given.get("seconds", SECONDS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 5 <= value <= 3600:
-        raise ConfigError(f"seconds={value!r}: must be a number from 5 to 3600; {SECONDS:g} is the usual")
+        raise ConfigError(
+            f"seconds={value!r}: must be a number from 5 to 3600; {SECONDS:g} is the usual"
+        )
     return float(value)
 
 
@@ -166,12 +194,18 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
     """The configuration of both engines and the rollout engine's folder. Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
-    own = operate.beside_online(config.serving, config.cluster.gpus > 0, overrides)  # as the lender starts it
+    own = operate.beside_online(
+        config.serving, config.cluster.gpus > 0, overrides
+    )  # as the lender starts it
     config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
-        raise ConfigError("serving.online.model=None: the folder of the model that the online engine serves is needed")
+        raise ConfigError(
+            "serving.online.model=None: the folder of the model that the online engine serves is needed"
+        )
     online = start.online_folder(config.serving.online)
-    config = msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, online=online))
+    config = msgspec.structs.replace(
+        config, serving=msgspec.structs.replace(config.serving, online=online)
+    )
     model = models.resolve(config.model)
     fingerprint(config, model)
     return config, model
@@ -180,12 +214,16 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
 def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
     if "name" in given:
         if "model" in given:
-            raise ConfigError(f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them")
+            raise ConfigError(
+                f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them"
+            )
         run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
         return settings.of_run(run_dir, overrides)
     if "model" in given:
         return _composed([*overrides, "model.source=folder", f"model.path={given['model']}"])
-    raise ConfigError("name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER")
+    raise ConfigError(
+        "name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER"
+    )
 
 
 def _composed(overrides: list[str]) -> Config:
@@ -203,7 +241,10 @@ def _composed(overrides: list[str]) -> Config:
 
 # ---------------------------------------------------------------------- the measurement
 
-def measure(config: Config, model: Path, seconds: float, threads: int | None = None) -> dict[str, Any]:
+
+def measure(
+    config: Config, model: Path, seconds: float, threads: int | None = None
+) -> dict[str, Any]:
     """The profile, without the time that it took; `threads`: of the online engine, null: as many as there are cores.
     Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
@@ -215,7 +256,9 @@ def measure(config: Config, model: Path, seconds: float, threads: int | None = N
     found = fingerprint(config, model)
     began, stolen = time.monotonic(), stolen_s()
     with tempfile.TemporaryDirectory(prefix="rose-profile-") as scratch:
-        predictors, interference = asyncio.run(_measure(config, model, gpus, seconds, Path(scratch)))
+        predictors, interference = asyncio.run(
+            _measure(config, model, gpus, seconds, Path(scratch))
+        )
     stolen = (stolen_s() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
     for side, folder in (("online", config.serving.online.model), ("rollout", model)):
         found[side] = found[side] | {"model": str(folder), "predictor": predictors[side].to_dict()}
@@ -228,8 +271,9 @@ def stolen_s() -> float:
     return getattr(psutil.cpu_times(), "steal", 0.0)
 
 
-async def _measure(config: Config, model: Path, gpus: bool, seconds: float,
-                   scratch: Path) -> tuple[dict[str, Predictor], dict[str, float]]:
+async def _measure(
+    config: Config, model: Path, gpus: bool, seconds: float, scratch: Path
+) -> tuple[dict[str, Predictor], dict[str, float]]:
     from rose.serving import measure as m
 
     engines: list[m.Measured] = []
@@ -239,14 +283,18 @@ async def _measure(config: Config, model: Path, gpus: bool, seconds: float,
         say("measuring it alone")
         online = await m.alone(engines[0], ALONE * seconds)
         say(f"starting the rollout engine of {model}")
-        engines.append(m.Measured(rollout_side(config, model), gpus, scratch / "rollout.jsonl", seed=1))
+        engines.append(
+            m.Measured(rollout_side(config, model), gpus, scratch / "rollout.jsonl", seed=1)
+        )
         say("measuring it alone")
         rollout = await m.alone(engines[1], ALONE * seconds)
         if not gpus and config.serving.lending.priority == "idle":
             engines[1].give_way()
         say("measuring both together")
-        return ({"online": online, "rollout": rollout},
-                await m.together(*engines, online, rollout, (1 - 2 * ALONE) * seconds))
+        return (
+            {"online": online, "rollout": rollout},
+            await m.together(*engines, online, rollout, (1 - 2 * ALONE) * seconds),
+        )
     finally:
         for engine in engines:
             engine.shutdown()
@@ -259,11 +307,17 @@ def online_side(config: Config):
     folder = start.local_folder(config.serving.online.model)
     args = server.engine_args(config.serving.online, config.cluster.gpus > 0)
     args = {name: value for name, value in args.items() if value is not None}
-    args |= dict(model=str(folder), skip_tokenizer_init=True, use_tqdm_on_load=False, weight_transfer_config=None)
+    args |= dict(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        weight_transfer_config=None,
+    )
     shape = configuration.read_shape(folder)
     if config.cluster.gpus > 0:
-        args["kv_cache_memory_bytes"] = kv_part(config, shape, args["kv_cache_memory_bytes"],
-                                                config.serving.online.max_context)
+        args["kv_cache_memory_bytes"] = kv_part(
+            config, shape, args["kv_cache_memory_bytes"], config.serving.online.max_context
+        )
     return Side("online", args, {}, shape.vocab, None)
 
 
@@ -273,10 +327,14 @@ def rollout_side(config: Config, model: Path):
 
     folder = start.local_folder(model)
     args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
-    environment = start.environment(config.cluster.gpus > 0, config.rollout.threads, shares_device=True)
+    environment = start.environment(
+        config.cluster.gpus > 0, config.rollout.threads, shares_device=True
+    )
     shape = configuration.read_shape(folder)
     if config.cluster.gpus > 0:
-        args["kv_cache_memory_bytes"] = kv_part(config, shape, args["kv_cache_memory_bytes"], config.model.max_context)
+        args["kv_cache_memory_bytes"] = kv_part(
+            config, shape, args["kv_cache_memory_bytes"], config.model.max_context
+        )
     return Side("rollout", args | {"scheduler_cls": operate.SCHEDULER}, environment, shape.vocab, 0)
 
 
@@ -291,23 +349,53 @@ def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_conte
 
 def table(found: dict[str, Any]) -> str:
     """For the operator: coefficients, errors, interference, duration."""
-    rows = [("", "any step", "floor", "prompt token", "x 1k context", "decode", "x 1k context", "mean error",
-             "P99 residual", "steps")]
+    rows = [
+        (
+            "",
+            "any step",
+            "floor",
+            "prompt token",
+            "x 1k context",
+            "decode",
+            "x 1k context",
+            "mean error",
+            "P99 residual",
+            "steps",
+        )
+    ]
     for side in ("online", "rollout"):
         p = found[side]["predictor"]
         c0, c1, c2, c3, c4, c5 = p["coefficients"]
-        rows.append((side, _ms(c5), _ms(c0), _ms(c1), _ms(1000 * c2), _ms(c3), _ms(1000 * c4),
-                     f"{100 * p['mape']:.1f}%", f"x {p['p99']:.2f}", str(p["samples"])))
+        rows.append(
+            (
+                side,
+                _ms(c5),
+                _ms(c0),
+                _ms(c1),
+                _ms(1000 * c2),
+                _ms(c3),
+                _ms(1000 * c4),
+                f"{100 * p['mape']:.1f}%",
+                f"x {p['p99']:.2f}",
+                str(p["samples"]),
+            )
+        )
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     i = found["interference"]
-    lines.append(f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its time, "
-                 f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})")
+    lines.append(
+        f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its time, "
+        f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})"
+    )
     if "progress" in i:
-        lines.append(f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their speed alone")
+        lines.append(
+            f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their speed alone"
+        )
     if found["stolen"] > STOLEN:
-        lines.append(f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other guests "
-                     f"meanwhile: step times are too long by that; {AGAIN} when it takes less")
+        lines.append(
+            f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other guests "
+            f"meanwhile: step times are too long by that; {AGAIN} when it takes less"
+        )
     device = ", ".join(f"{name} {value}" for name, value in found["device"].items())
     return "\n".join([*lines, f"{device}; took {found['seconds']:g} s"])
 

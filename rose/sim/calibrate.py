@@ -44,11 +44,16 @@ def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
 def _steps(path: Path) -> Iterator[tuple[Work, float]]:
     for line, found in _lines(path):
         try:
-            work = Work(tuple((new, before) for new, before in found["prefill"]), found["decodes"],
-                        found["decode_context"])
+            work = Work(
+                tuple((new, before) for new, before in found["prefill"]),
+                found["decodes"],
+                found["decode_context"],
+            )
             yield work, found["ended"] - found["began"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CalibrationError(f"{path}, line {line}: no step of an engine: {error!r}") from None
+            raise CalibrationError(
+                f"{path}, line {line}: no step of an engine: {error!r}"
+            ) from None
 
 
 # --------------------------------------------------------------------------- training and synchronisation
@@ -71,9 +76,13 @@ def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int
     Raises `OSError`, `CalibrationError` for fewer than two steps."""
     rows = [row for _, row in _lines(Path(path)) if row.get("kind") == "step"][skip:]
     if len(rows) < 2:
-        raise CalibrationError(f"{path}: {len(rows)} training steps after the first {skip}; at least 2 are needed")
+        raise CalibrationError(
+            f"{path}: {len(rows)} training steps after the first {skip}; at least 2 are needed"
+        )
     seconds = np.array([row["time_train"] for row in rows])
-    counts = np.array([row["tokens"] if tokens is None else tokens[row["step"]] for row in rows], float)
+    counts = np.array(
+        [row["tokens"] if tokens is None else tokens[row["step"]] for row in rows], float
+    )
     step_s, token_s = _line(counts, seconds)
     return Phases(step_s, token_s, float(np.mean([row["time_sync"] for row in rows])), len(rows))
 
@@ -138,7 +147,9 @@ def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
             if action["type"] == "AdmitGroup":
                 admitted.setdefault(action["group"], at)
         if kind == "TurnRequested":
-            turn = _Turn(event["context_tokens"], at, event.get("domain", ""), event.get("outcome", ""))
+            turn = _Turn(
+                event["context_tokens"], at, event.get("domain", ""), event.get("outcome", "")
+            )
             seen.setdefault(event["trajectory"], _Seen(event["group"])).turns.append(turn)
             open_turns[event["turn"]] = turn
         elif kind == "TurnProgressed" and event["turn"] in open_turns:
@@ -158,11 +169,19 @@ def _episode(seen: _Seen, began: float, reward: float) -> Episode:
     tokens = [max(1, turn.tokens) for turn in turns]
     after = [turn.requested_at for turn in turns[1:]] + [seen.ended_at]
     context = [turn.context for turn in turns[1:]]
-    observed = [max(0, c - turn.context - made) for c, turn, made in zip(context, turns, tokens)] + [0]
-    return Episode(prompt_tokens=turns[0].context, output_tokens=tuple(tokens), observation_tokens=tuple(observed),
-                   tool_s=tuple(max(0.0, at - turn.ended_at) for at, turn in zip(after, turns)),
-                   failed=tuple([turn.outcome == "failed" for turn in turns[1:]] + [False]), reward=reward,
-                   reset_s=max(0.0, turns[0].requested_at - began), domain=turns[0].domain)
+    observed = [
+        max(0, c - turn.context - made) for c, turn, made in zip(context, turns, tokens)
+    ] + [0]
+    return Episode(
+        prompt_tokens=turns[0].context,
+        output_tokens=tuple(tokens),
+        observation_tokens=tuple(observed),
+        tool_s=tuple(max(0.0, at - turn.ended_at) for at, turn in zip(after, turns)),
+        failed=tuple([turn.outcome == "failed" for turn in turns[1:]] + [False]),
+        reward=reward,
+        reset_s=max(0.0, turns[0].requested_at - began),
+        domain=turns[0].domain,
+    )
 
 
 class Recorded:
@@ -174,7 +193,9 @@ class Recorded:
             raise ValueError("no recorded episodes to draw from")
         self._groups, self.max_new_tokens = groups, max_new_tokens
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[Episode]:
         members = self._groups[draw.integers(len(self._groups))]
         return [members[at] for at in draw.integers(len(members), size=size)]
 

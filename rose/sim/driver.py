@@ -21,7 +21,10 @@ from rose.sim.loop import Loop
 from rose.sim.workers import SimWorker, Workers
 
 STALLED_S = 24 * 3600.0  # no turn has run for so long while some waited: no worker will come
-RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}  # turns where the scheduler believes them, before what drops groups
+RANK = {
+    ev.AbortTurn: 0,
+    ev.AssignTurn: 1,
+}  # turns where the scheduler believes them, before what drops groups
 
 
 class Writer(Protocol):
@@ -30,7 +33,9 @@ class Writer(Protocol):
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None: ...
 
 
-def simulate(what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None = None) -> result.Result:
+def simulate(
+    what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None = None
+) -> result.Result:
     """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed. Raises `RuntimeError`
     with the simulated time when the run can't go on: no worker can ever take a turn, or the scheduler gives up."""
     collecting = gc.isenabled()
@@ -43,7 +48,9 @@ def simulate(what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer |
 
 
 class Simulation:
-    def __init__(self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None) -> None:
+    def __init__(
+        self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None
+    ) -> None:
         self._spec, self._scheduler, self._seed, self._journal = what, scheduler, seed, journal
         self._loop = Loop()
         self._groups = Groups(what, seed)
@@ -55,14 +62,25 @@ class Simulation:
         self._turn_s, self._trajectory_s = array("f"), array("f")
         self._began = 0.0
         self._ran_at = 0.0  # the last tick at which no turn waited, or one ran
-        self._batch: tuple[int, float, list] | None = None  # (step, since when, its groups) in training
+        self._batch: tuple[int, float, list] | None = (
+            None  # (step, since when, its groups) in training
+        )
         self._trained_at = self._published_at = 0.0
         self._syncing = False  # the step's version is out, and not with all dedicated workers yet
         self._version = 0
-        self._do = {ev.AssignTurn: self._assign, ev.AbortTurn: self._abort, ev.LoadWeights: self._workers.load,
-                    ev.AdmitGroup: self._admit, ev.DropGroup: self._drop, ev.StartTraining: self._start_training,
-                    ev.RequestCapacity: self._workers.request, ev.ReleaseCapacity: self._workers.release,
-                    ev.UseWorker: self._workers.use, ev.RestWorker: self._workers.rest, ev.GiveUp: self._give_up}
+        self._do = {
+            ev.AssignTurn: self._assign,
+            ev.AbortTurn: self._abort,
+            ev.LoadWeights: self._workers.load,
+            ev.AdmitGroup: self._admit,
+            ev.DropGroup: self._drop,
+            ev.StartTraining: self._start_training,
+            ev.RequestCapacity: self._workers.request,
+            ev.ReleaseCapacity: self._workers.release,
+            ev.UseWorker: self._workers.use,
+            ev.RestWorker: self._workers.rest,
+            ev.GiveUp: self._give_up,
+        }
 
     def run(self) -> result.Result:
         self._publish(0)
@@ -73,15 +91,27 @@ class Simulation:
         try:
             self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
-            raise RuntimeError(f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} turns "
-                               f"are open, {self._scheduler.waiting} of them wait for {len(self._workers.by_name)} "
-                               "workers") from None
+            raise RuntimeError(
+                f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} turns "
+                f"are open, {self._scheduler.waiting} of them wait for {len(self._workers.by_name)} "
+                "workers"
+            ) from None
         workers, serving = self._workers.results()
         counts = self._counts
         counts.refused, counts.lost_workers = self._workers.refused, self._workers.lost
-        return result.Result(self._spec.name, self._seed, self._loop.now, self._steps, workers, serving,
-                             self._workers.granted, counts, self._loop.events,
-                             np.frombuffer(self._turn_s, np.float32), np.frombuffer(self._trajectory_s, np.float32))
+        return result.Result(
+            self._spec.name,
+            self._seed,
+            self._loop.now,
+            self._steps,
+            workers,
+            serving,
+            self._workers.granted,
+            counts,
+            self._loop.events,
+            np.frombuffer(self._turn_s, np.float32),
+            np.frombuffer(self._trajectory_s, np.float32),
+        )
 
     def feed(self, event: ev.Event) -> None:
         actions = self._scheduler.handle(event)
@@ -101,9 +131,11 @@ class Simulation:
         if not self._turns or self._scheduler.waiting < len(self._turns):
             self._ran_at = now
         elif now - self._ran_at > STALLED_S:
-            raise RuntimeError(f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; which of "
-                               f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and when, is "
-                               "the provisioning policy's")
+            raise RuntimeError(
+                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; which of "
+                f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and when, is "
+                "the provisioning policy's"
+            )
         self.feed(ev.Tick(at=now))
         self._loop.at(now + self._spec.tick_s, self._tick, None)
 
@@ -124,7 +156,11 @@ class Simulation:
         tokens = sum(group.context for group in groups)
         seconds = trainer.step_s + trainer.token_s * tokens
         if trainer.gpus:
-            seconds += tokens * trainer.flops_per_token / (self._trains() * trainer.gpu.flops * trainer.mfu)
+            seconds += (
+                tokens
+                * trainer.flops_per_token
+                / (self._trains() * trainer.gpu.flops * trainer.mfu)
+            )
         seconds += self._workers.to_training(seconds)
         self._loop.at(now + seconds, self._trained, None)
 
@@ -132,8 +168,10 @@ class Simulation:
         """GPUs that train from now on: without those that roll out meanwhile."""
         left = self._spec.trainer.gpus - self._workers.away()
         if left <= 0:
-            raise RuntimeError(f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs of the "
-                               "trainer roll out; which of them do is the provisioning policy's")
+            raise RuntimeError(
+                f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs of the "
+                "trainer roll out; which of them do is the provisioning policy's"
+            )
         return left
 
     def _trained(self, _what: None, _ticket: int) -> None:
@@ -159,10 +197,21 @@ class Simulation:
         self._batch, self._syncing = None, False
         rewards = [reward for group in groups for reward in group.rewards]
         staleness = tuple(self._version - 1 - group.version for group in groups)
-        self._steps.append(result.Step(
-            step, self._began, training_at, self._trained_at, self._published_at, self._loop.now,
-            sum(group.tokens for group in groups), sum(group.context for group in groups), len(rewards),
-            float(np.mean(rewards)) if rewards else float("nan"), staleness))
+        self._steps.append(
+            result.Step(
+                step,
+                self._began,
+                training_at,
+                self._trained_at,
+                self._published_at,
+                self._loop.now,
+                sum(group.tokens for group in groups),
+                sum(group.context for group in groups),
+                len(rewards),
+                float(np.mean(rewards)) if rewards else float("nan"),
+                staleness,
+            )
+        )
         if len(self._steps) < self._spec.steps:
             self._begin_step(step + 1, 0)
         else:
@@ -172,7 +221,9 @@ class Simulation:
 
     def _admit(self, action: ev.AdmitGroup) -> None:
         now = self._loop.now
-        for trajectory in self._groups.admit(action.group, action.index, self._version, now, action.spare):
+        for trajectory in self._groups.admit(
+            action.group, action.index, self._version, now, action.spare
+        ):
             self._start(trajectory)
 
     def _start(self, trajectory: Trajectory) -> None:
@@ -199,8 +250,13 @@ class Simulation:
         now = self._loop.now
         if self._turns.pop(trajectory.turn, None) is not None:
             self.feed(ev.TurnEnded(at=now, turn=trajectory.turn))
-        self.feed(ev.TrajectoryEnded(at=now, trajectory=trajectory.key,
-                                      tokens=0 if trajectory.dead else trajectory.generated))
+        self.feed(
+            ev.TrajectoryEnded(
+                at=now,
+                trajectory=trajectory.key,
+                tokens=0 if trajectory.dead else trajectory.generated,
+            )
+        )
 
     def _request(self, trajectory: Trajectory, _ticket: int) -> None:
         if trajectory.dead:
@@ -209,9 +265,18 @@ class Simulation:
         self._turns[trajectory.turn] = trajectory
         episode, number = trajectory.episode, trajectory.number
         outcome = "" if not number else "failed" if episode.failed[number - 1] else "ok"
-        self.feed(ev.TurnRequested(at=now, turn=trajectory.turn, trajectory=trajectory.key, group=trajectory.group,
-                                    context_tokens=trajectory.base, domain=episode.domain, outcome=outcome,
-                                    max_new_tokens=self._spec.environment.max_new_tokens))
+        self.feed(
+            ev.TurnRequested(
+                at=now,
+                turn=trajectory.turn,
+                trajectory=trajectory.key,
+                group=trajectory.group,
+                context_tokens=trajectory.base,
+                domain=episode.domain,
+                outcome=outcome,
+                max_new_tokens=self._spec.environment.max_new_tokens,
+            )
+        )
 
     def _turn_ended(self, trajectory: Trajectory) -> None:
         now, made, number = self._loop.now, trajectory.total, trajectory.number
@@ -220,7 +285,11 @@ class Simulation:
         self._counts.turns += 1
         self._turn_s.append(now - trajectory.asked_at)
         more = trajectory.next_turn()
-        self._loop.at(now + trajectory.episode.tool_s[number], self._request if more else self._finish, trajectory)
+        self._loop.at(
+            now + trajectory.episode.tool_s[number],
+            self._request if more else self._finish,
+            trajectory,
+        )
         self.feed(ev.TurnEnded(at=now, turn=turn, tokens=made))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
@@ -239,7 +308,9 @@ class Simulation:
         self._close(trajectory)
         if group is not None:
             self._cancel(group)
-            self.feed(ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group)))
+            self.feed(
+                ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group))
+            )
 
     # ----------------------------------------------------------------- turns on engines
 
@@ -250,7 +321,9 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        if trajectory.made:  # its last attempt ended, and the word of that was lost or came too late
+        if (
+            trajectory.made
+        ):  # its last attempt ended, and the word of that was lost or came too late
             trajectory.total += trajectory.reported
             trajectory.made = trajectory.reported = 0
         trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total
@@ -329,7 +402,12 @@ class Simulation:
         """The coordinator hears of it. A word about an attempt that it took back meanwhile is not heard, as in
         rose.roles.turn_hub; nor is one of a worker that was lost before it had sent it."""
         trajectory, turn, attempt = what
-        if trajectory.dead or trajectory.turn != turn or trajectory.attempt != attempt or not trajectory.worker.alive:
+        if (
+            trajectory.dead
+            or trajectory.turn != turn
+            or trajectory.attempt != attempt
+            or not trajectory.worker.alive
+        ):
             return
         made, reported = trajectory.made, trajectory.reported
         self._take_tokens(trajectory)
@@ -338,12 +416,22 @@ class Simulation:
             return
         self._counts.chunks += 1
         self._progress(trajectory, made - reported)
-        self.feed(ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True))
+        self.feed(
+            ev.TurnReturned(
+                at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True
+            )
+        )
 
     def _progress(self, trajectory: Trajectory, tokens: int) -> None:
         if tokens:
-            self.feed(ev.TurnProgressed(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt,
-                                         tokens=tokens))
+            self.feed(
+                ev.TurnProgressed(
+                    at=self._loop.now,
+                    turn=trajectory.turn,
+                    attempt=trajectory.attempt,
+                    tokens=tokens,
+                )
+            )
 
     def _report(self, worker: SimWorker, _ticket: int) -> None:
         """A word about each turn that has made tokens."""
@@ -368,4 +456,6 @@ class Simulation:
                 continue
             self._counts.returned += 1
             self._progress(trajectory, made)
-            self.feed(ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt))
+            self.feed(
+                ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt)
+            )

@@ -18,7 +18,9 @@ from heapq import heappop, heappush
 
 from rose.sim import spec
 
-WATERMARK = 0.01  # of the cache left free when a sequence is admitted beside others (vLLM's own default)
+WATERMARK = (
+    0.01  # of the cache left free when a sequence is admitted beside others (vLLM's own default)
+)
 ROUNDING = 1e-9  # s, by which times may be off
 NONE, WAITING, PREFILL, DECODE = range(4)
 
@@ -26,8 +28,20 @@ NONE, WAITING, PREFILL, DECODE = range(4)
 class Sequence:
     """One turn's attempt as the engine sees it. `key` names the trajectory, whose prefix is cached between turns."""
 
-    __slots__ = ("key", "group", "prompt", "context", "left", "made", "_state", "_todo", "_own", "_from", "_run",
-                 "_order")
+    __slots__ = (
+        "key",
+        "group",
+        "prompt",
+        "context",
+        "left",
+        "made",
+        "_state",
+        "_todo",
+        "_own",
+        "_from",
+        "_run",
+        "_order",
+    )
 
     def __init__(self, key: str, group: str, prompt: int) -> None:
         self.key, self.group, self.prompt = key, group, prompt
@@ -48,14 +62,19 @@ class SimEngine:
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
         self._floor = config.step.c0 + config.step.c5  # of a step without prefill
-        self._max_sequences, self._max_tokens, self._caches = (config.max_sequences, config.max_batched_tokens,
-                                                               config.prefix_caching)
+        self._max_sequences, self._max_tokens, self._caches = (
+            config.max_sequences,
+            config.max_batched_tokens,
+            config.prefix_caching,
+        )
         self.kv = config.kv_tokens
         self.due = math.inf
         self.preemptions = 0
         self.prefilled = 0  # tokens
         self.decoded = 0
-        self._at = 0.0  # begin of the run of like steps that is under way, or the end of the last one
+        self._at = (
+            0.0  # begin of the run of like steps that is under way, or the end of the last one
+        )
         self._steps = 0  # of the run
         self._chunks: list[tuple[Sequence, int]] = []  # of a prefill step
         self._prefilled_at = 0.0  # its end
@@ -63,12 +82,16 @@ class SimEngine:
         self._n = 0  # decode steps done
         self._decodes = 0
         self._attended = 0  # sum of their contexts
-        self._ends: list[tuple[int, int, int, Sequence]] = []  # (step at which it ends, order, its run, it)
+        self._ends: list[
+            tuple[int, int, int, Sequence]
+        ] = []  # (step at which it ends, order, its run, it)
         self._prefill: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
         self._held = 0  # tokens of KV in use
         self._cached = 0  # tokens of KV that may be evicted
-        self._cache: OrderedDict[str, tuple[int, str]] = OrderedDict()  # trajectory -> (own tokens, group)
+        self._cache: OrderedDict[str, tuple[int, str]] = (
+            OrderedDict()
+        )  # trajectory -> (own tokens, group)
         self._prompts: dict[str, list[int]] = {}  # group -> [tokens, users]
         self._order = 0
 
@@ -82,7 +105,9 @@ class SimEngine:
 
     def running(self) -> list[Sequence]:
         """All it has, in order of arrival."""
-        decoding = [seq for _, _, run, seq in self._ends if seq._state == DECODE and seq._run == run]
+        decoding = [
+            seq for _, _, run, seq in self._ends if seq._state == DECODE and seq._run == run
+        ]
         return sorted([*decoding, *self._prefill, *self._waiting], key=lambda seq: seq._order)
 
     # ----------------------------------------------------------------- what comes and goes
@@ -146,7 +171,12 @@ class SimEngine:
         self.kv = tokens
         gone = []
         for seq in reversed(self.running()):
-            if self._held <= tokens and seq._state != WAITING or seq._state == WAITING and seq.context <= tokens:
+            if (
+                self._held <= tokens
+                and seq._state != WAITING
+                or seq._state == WAITING
+                and seq.context <= tokens
+            ):
                 continue
             self._drop(seq, keep=False)
             gone.append(seq)
@@ -207,7 +237,13 @@ class SimEngine:
                 left = seq.left if chunk == todo else 0
             if budget <= 0:
                 break
-        end = self._at + (cost if cost > c.c0 else c.c0) + c.c3 * decodes + c.c4 * self._attended + c.c5
+        end = (
+            self._at
+            + (cost if cost > c.c0 else c.c0)
+            + c.c3 * decodes
+            + c.c4 * self._attended
+            + c.c5
+        )
         self._steps, self._prefilled_at = 1, end
         if left < 2 or self._waiting or len(chunks) < len(self._prefill):
             return end
@@ -223,7 +259,9 @@ class SimEngine:
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
         """Of so many decode steps, the first of which attends to so many tokens."""
         c = self._c
-        return steps * (self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5))
+        return steps * (
+            self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5)
+        )
 
     def _solve(self, seconds: float) -> float:
         """Steps, not whole, that take so long."""
@@ -270,7 +308,9 @@ class SimEngine:
             if seq._todo <= 0:
                 joined.append(seq)
         if joined:
-            self._prefill = self._prefill[len(joined):]  # chunks go first come first served: only the last is partial
+            self._prefill = self._prefill[
+                len(joined) :
+            ]  # chunks go first come first served: only the last is partial
         ended = []
         if self._decodes:
             ended = self._decode(1)
@@ -410,6 +450,9 @@ class SimEngine:
 
     def _preempt(self) -> None:
         """The newest that decodes (vLLM: recompute)."""
-        newest = max((e for e in self._ends if e[3]._run == e[2] and e[3]._state == DECODE), key=lambda e: e[1])[3]
+        newest = max(
+            (e for e in self._ends if e[3]._run == e[2] and e[3]._state == DECODE),
+            key=lambda e: e[1],
+        )[3]
         self.preemptions += 1
         self._back_to_queue(newest)

@@ -19,7 +19,11 @@ import numpy as np
 from rose.sim.spec import Episode
 
 HARDEST = 100.0  # logits: every prompt is then solved always or never
-LONGEST = {"observation": 1e9, "tool_s": 86400.0, "reset_s": 86400.0}  # medians, tokens and seconds; of no environment
+LONGEST = {
+    "observation": 1e9,
+    "tool_s": 86400.0,
+    "reset_s": 86400.0,
+}  # medians, tokens and seconds; of no environment
 MOST_FACTOR = 50.0  # a tail is cut there: beyond, max_new_tokens or the tool's timeout has ended it
 
 
@@ -50,7 +54,9 @@ class Heavy:
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
         """From standard normal and two uniform draws, arrays of one shape; so drift scales and never reorders."""
-        factor = np.where(tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0)
+        factor = np.where(
+            tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0
+        )
         return self.median * np.exp(self.sigma * normal) * factor
 
 
@@ -86,10 +92,15 @@ class Domain:
         if isinstance(value, Heavy):
             return replace(self, **{parameter: replace(value, median=value.median * factor)})
         if isinstance(value, Drift):
-            return replace(self, **{parameter: replace(value, first=value.first * factor, last=value.last * factor)})
+            return replace(
+                self,
+                **{parameter: replace(value, first=value.first * factor, last=value.last * factor)},
+            )
         if isinstance(value, float):
             return replace(self, **{parameter: value * factor})
-        raise ValueError(f"{parameter} of {self.name} is {value!r}: no parameter that can be scaled")
+        raise ValueError(
+            f"{parameter} of {self.name} is {value!r}: no parameter that can be scaled"
+        )
 
 
 class Environments:
@@ -98,19 +109,30 @@ class Environments:
     Raises `ValueError` for no domain, one whose numbers are of no environment, weights that are none, or a context
     without room for a prompt."""
 
-    def __init__(self, domains: tuple[Domain, ...], max_context: int, weights: tuple[float, ...] | None = None) -> None:
+    def __init__(
+        self,
+        domains: tuple[Domain, ...],
+        max_context: int,
+        weights: tuple[float, ...] | None = None,
+    ) -> None:
         weights = weights or (1.0,) * len(domains)
         if not domains or len(weights) != len(domains) or not all(w > 0 for w in weights):
-            raise ValueError(f"{len(domains)} domains with weights {weights}: one positive weight each is needed")
+            raise ValueError(
+                f"{len(domains)} domains with weights {weights}: one positive weight each is needed"
+            )
         for domain in domains:
             _check(domain)
         if max_context < (least := 2 * max(d.prompt.median for d in domains)):
-            raise ValueError(f"max_context={max_context}: twice a prompt of {least / 2:g} tokens is the least")
+            raise ValueError(
+                f"max_context={max_context}: twice a prompt of {least / 2:g} tokens is the least"
+            )
         self._domains, self._max_context = domains, max_context
         self._shares = np.cumsum(weights) / sum(weights)
         self.max_new_tokens = max(d.max_new_tokens for d in domains)
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[Episode]:
         """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: rivals that meet a prompt at
         different versions meet the same one, drifted."""
         domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
@@ -121,8 +143,10 @@ def _check(domain: Domain) -> None:
     """Of a domain that was scaled. Raises `ValueError`."""
     shares = domain.group_share + domain.trajectory_share
     if shares > 1:
-        raise ValueError(f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 "
-                         "at most")
+        raise ValueError(
+            f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 "
+            "at most"
+        )
     if domain.hardness > HARDEST:
         raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
     for name, most in LONGEST.items():
@@ -136,7 +160,9 @@ class _Group:
     def __init__(self, domain: Domain, size: int, version: int, draw: np.random.Generator) -> None:
         shape = (size, domain.max_turns)
         self._domain, self._size = domain, size
-        self._prompt = int(min(max(1, _one(domain.prompt, draw)), domain.prompt.median * MOST_FACTOR))
+        self._prompt = int(
+            min(max(1, _one(domain.prompt, draw)), domain.prompt.median * MOST_FACTOR)
+        )
         wins, turns = self._lots(version, draw)
         self._won, self._turns = wins, turns
         group, mine = draw.standard_normal(), draw.standard_normal((size, 1))
@@ -147,10 +173,16 @@ class _Group:
         after[:, 0] = False
         output *= domain.output_factor.at(version) * np.where(after, domain.failed_output, 1.0)
         self._output = np.clip(np.rint(output), 1, domain.max_new_tokens).astype(np.int64)
-        observed = domain.observation.of(draw.standard_normal(shape), draw.random(shape), draw.random(shape))
+        observed = domain.observation.of(
+            draw.standard_normal(shape), draw.random(shape), draw.random(shape)
+        )
         self._observed = np.maximum(np.rint(observed), 0).astype(np.int64)
-        self._tool_s = domain.tool_s.of(draw.standard_normal(shape), draw.random(shape), draw.random(shape))
-        self._reset_s = domain.reset_s.of(draw.standard_normal(size), draw.random(size), draw.random(size))
+        self._tool_s = domain.tool_s.of(
+            draw.standard_normal(shape), draw.random(shape), draw.random(shape)
+        )
+        self._reset_s = domain.reset_s.of(
+            draw.standard_normal(size), draw.random(size), draw.random(size)
+        )
         self._crashed = draw.random(size) < domain.crash
 
     def _lots(self, version: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -163,12 +195,20 @@ class _Group:
         tail, pareto = draw.random(size), draw.random(size)
         won = domain.turns.of(noise, tail, pareto) * domain.turns_factor.at(version)
         lost = domain.failed_turns.of(noise, tail, pareto)
-        return wins, np.clip(np.rint(np.where(wins, won, lost)), 1, domain.max_turns).astype(np.int64)
+        return wins, np.clip(np.rint(np.where(wins, won, lost)), 1, domain.max_turns).astype(
+            np.int64
+        )
 
-    def _mixed(self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True) -> np.ndarray:
+    def _mixed(
+        self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True
+    ) -> np.ndarray:
         """Standard normal, of which the prompt has `group_share` of the variance and the trajectory its own."""
         shares = self._domain.group_share, self._domain.trajectory_share * own
-        return math.sqrt(shares[0]) * group + math.sqrt(shares[1]) * mine + math.sqrt(1 - sum(shares)) * rest
+        return (
+            math.sqrt(shares[0]) * group
+            + math.sqrt(shares[1]) * mine
+            + math.sqrt(1 - sum(shares)) * rest
+        )
 
     def episodes(self, max_context: int) -> list[Episode]:
         prompt = min(self._prompt, max_context // 2)
@@ -180,16 +220,38 @@ class _Group:
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
         output = np.minimum(self._output, np.maximum(room, 1))
         observed = np.minimum(self._observed, np.maximum(room - output, 0))
-        rows = zip(turns.tolist(), output.tolist(), observed.tolist(), self._tool_s.tolist(),
-                   self._failed.tolist(), won.tolist(), self._reset_s.tolist(), self._crashed.tolist())
-        return [Episode(prompt_tokens=prompt, output_tokens=tuple(output[:n]),
-                        observation_tokens=tuple(observed[:n]), tool_s=tuple(tool_s[:n]), failed=tuple(failed[:n]),
-                        reward=float(won), reset_s=reset_s, crashed=crashed, domain=self._domain.name)
-                for n, output, observed, tool_s, failed, won, reset_s, crashed in rows]
+        rows = zip(
+            turns.tolist(),
+            output.tolist(),
+            observed.tolist(),
+            self._tool_s.tolist(),
+            self._failed.tolist(),
+            won.tolist(),
+            self._reset_s.tolist(),
+            self._crashed.tolist(),
+        )
+        return [
+            Episode(
+                prompt_tokens=prompt,
+                output_tokens=tuple(output[:n]),
+                observation_tokens=tuple(observed[:n]),
+                tool_s=tuple(tool_s[:n]),
+                failed=tuple(failed[:n]),
+                reward=float(won),
+                reset_s=reset_s,
+                crashed=crashed,
+                domain=self._domain.name,
+            )
+            for n, output, observed, tool_s, failed, won, reset_s, crashed in rows
+        ]
 
 
 def _one(heavy: Heavy, draw: np.random.Generator) -> float:
-    return float(heavy.of(*(np.array([x]) for x in (draw.standard_normal(), draw.random(), draw.random())))[0])
+    return float(
+        heavy.of(*(np.array([x]) for x in (draw.standard_normal(), draw.random(), draw.random())))[
+            0
+        ]
+    )
 
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
@@ -201,81 +263,184 @@ def _centre(mean: float, sigma: float) -> float:
     low, high = -40.0, 40.0
     while high - low > 1e-6:
         middle = (low + high) / 2
-        found = float(WEIGHTS @ (1 / (1 + np.exp(-middle - sigma * NODES)))) / math.sqrt(2 * math.pi)
+        found = float(WEIGHTS @ (1 / (1 + np.exp(-middle - sigma * NODES)))) / math.sqrt(
+            2 * math.pi
+        )
         low, high = (middle, high) if found < mean else (low, middle)
     return low
 
 
 # --------------------------------------------------------------------------- the five
 
-ROSE_TOKENS = ("such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, table 1 and "
-               "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; "
-               "Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s (ALFWorld)")
+ROSE_TOKENS = (
+    "such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, table 1 and "
+    "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; "
+    "Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s (ALFWorld)"
+)
 ROLL = "ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL)"
 SEARCH_R1 = "Search-R1's training script (arXiv 2503.09516): 500 response and 500 observation tokens, 4 turns"
 DAPO = "DAPO (arXiv 2503.14476), from memory: 20,480 tokens at most, lengths and accuracy of figures 6 and 7"
-DEEPSWE = "DeepSWE (together.ai/blog/deepswe): Qwen3-32B, 23 % to 42 % in 200 steps, 50 turns in training"
+DEEPSWE = (
+    "DeepSWE (together.ai/blog/deepswe): Qwen3-32B, 23 % to 42 % in 200 steps, 50 turns in training"
+)
 OURS = "ours"
-OURS_ALL = dict.fromkeys(("prompt", "observation", "output", "output_factor", "turns", "turns_factor", "failed_turns",
-                          "success", "hardness", "tool_s", "tool_fails", "failed_output", "reset_s", "crash",
-                          "group_share", "trajectory_share"), OURS)
+OURS_ALL = dict.fromkeys(
+    (
+        "prompt",
+        "observation",
+        "output",
+        "output_factor",
+        "turns",
+        "turns_factor",
+        "failed_turns",
+        "success",
+        "hardness",
+        "tool_s",
+        "tool_fails",
+        "failed_output",
+        "reset_s",
+        "crash",
+        "group_share",
+        "trajectory_share",
+    ),
+    OURS,
+)
 
 FROZEN_LAKE = Domain(
-    name="frozen_lake", max_turns=10, max_new_tokens=8192,
-    prompt=Heavy(350, 0.05), observation=Heavy(110, 0.1),
-    output=Heavy(2000, 0.8, tail=0.05), output_factor=Drift(1.0, 1.2, 40),
-    turns=Heavy(6, 0.25), turns_factor=Drift(1.1, 1.0, 30), failed_turns=Heavy(6, 0.6),
-    success=Drift(0.25, 0.75, 25), hardness=1.2,
-    tool_s=Heavy(0.01, 0.5, tail=0.01), tool_fails=Drift(0.10, 0.02, 15), failed_output=1.5,
-    reset_s=Heavy(0.05, 0.5, tail=0.01), crash=0.0, group_share=0.3, trajectory_share=0.4,
-    source=OURS_ALL | {"max_turns": ROLL, "max_new_tokens": OURS, "output": ROSE_TOKENS,
-                       "turns": "a shortest path on the 4x4 map takes 6",
-                       "success": "docs/measured.md: 20-28 % to 68-74 % in 30 steps (the tiny model)"})
+    name="frozen_lake",
+    max_turns=10,
+    max_new_tokens=8192,
+    prompt=Heavy(350, 0.05),
+    observation=Heavy(110, 0.1),
+    output=Heavy(2000, 0.8, tail=0.05),
+    output_factor=Drift(1.0, 1.2, 40),
+    turns=Heavy(6, 0.25),
+    turns_factor=Drift(1.1, 1.0, 30),
+    failed_turns=Heavy(6, 0.6),
+    success=Drift(0.25, 0.75, 25),
+    hardness=1.2,
+    tool_s=Heavy(0.01, 0.5, tail=0.01),
+    tool_fails=Drift(0.10, 0.02, 15),
+    failed_output=1.5,
+    reset_s=Heavy(0.05, 0.5, tail=0.01),
+    crash=0.0,
+    group_share=0.3,
+    trajectory_share=0.4,
+    source=OURS_ALL
+    | {
+        "max_turns": ROLL,
+        "max_new_tokens": OURS,
+        "output": ROSE_TOKENS,
+        "turns": "a shortest path on the 4x4 map takes 6",
+        "success": "docs/measured.md: 20-28 % to 68-74 % in 30 steps (the tiny model)",
+    },
+)
 
 ALFWORLD = Domain(
-    name="alfworld", max_turns=10, max_new_tokens=8192,
-    prompt=Heavy(700, 0.15), observation=Heavy(90, 0.5),
-    output=Heavy(1600, 0.6, tail=0.05), output_factor=Drift(1.0, 1.0, 50),
-    turns=Heavy(8, 0.3), turns_factor=constant(1.0), failed_turns=Heavy(10, 0.15),
-    success=Drift(0.148, 0.776, 50), hardness=1.5,
-    tool_s=Heavy(0.1, 0.7, tail=0.03), tool_fails=Drift(0.15, 0.03, 30), failed_output=1.5,
-    reset_s=Heavy(1.5, 0.6, tail=0.03), crash=0.002, group_share=0.3, trajectory_share=0.3,
-    source=OURS_ALL | {"max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the requests' "
-                                    "tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
-                       "max_new_tokens": OURS, "output": ROSE_TOKENS,
-                       "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, GRPO "
-                                  "77.6 %; its 150 steps are three time constants"})
+    name="alfworld",
+    max_turns=10,
+    max_new_tokens=8192,
+    prompt=Heavy(700, 0.15),
+    observation=Heavy(90, 0.5),
+    output=Heavy(1600, 0.6, tail=0.05),
+    output_factor=Drift(1.0, 1.0, 50),
+    turns=Heavy(8, 0.3),
+    turns_factor=constant(1.0),
+    failed_turns=Heavy(10, 0.15),
+    success=Drift(0.148, 0.776, 50),
+    hardness=1.5,
+    tool_s=Heavy(0.1, 0.7, tail=0.03),
+    tool_fails=Drift(0.15, 0.03, 30),
+    failed_output=1.5,
+    reset_s=Heavy(1.5, 0.6, tail=0.03),
+    crash=0.002,
+    group_share=0.3,
+    trajectory_share=0.3,
+    source=OURS_ALL
+    | {
+        "max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the requests' "
+        "tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
+        "max_new_tokens": OURS,
+        "output": ROSE_TOKENS,
+        "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, GRPO "
+        "77.6 %; its 150 steps are three time constants",
+    },
+)
 
 SWE = Domain(
-    name="swe", max_turns=50, max_new_tokens=4096,
-    prompt=Heavy(2500, 0.5), observation=Heavy(350, 0.9, tail=0.02),
-    output=Heavy(300, 0.8, tail=0.05), output_factor=Drift(1.0, 1.2, 100),
-    turns=Heavy(28, 0.4), turns_factor=Drift(1.0, 1.1, 100), failed_turns=Heavy(38, 0.5),
-    success=Drift(0.23, 0.42, 70), hardness=2.0,
-    tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1), tool_fails=Drift(0.15, 0.08, 70), failed_output=1.5,
-    reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2), crash=0.01, group_share=0.3, trajectory_share=0.2,
-    source=OURS_ALL | {"max_turns": DEEPSWE, "success": DEEPSWE, "max_new_tokens": OURS})
+    name="swe",
+    max_turns=50,
+    max_new_tokens=4096,
+    prompt=Heavy(2500, 0.5),
+    observation=Heavy(350, 0.9, tail=0.02),
+    output=Heavy(300, 0.8, tail=0.05),
+    output_factor=Drift(1.0, 1.2, 100),
+    turns=Heavy(28, 0.4),
+    turns_factor=Drift(1.0, 1.1, 100),
+    failed_turns=Heavy(38, 0.5),
+    success=Drift(0.23, 0.42, 70),
+    hardness=2.0,
+    tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1),
+    tool_fails=Drift(0.15, 0.08, 70),
+    failed_output=1.5,
+    reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2),
+    crash=0.01,
+    group_share=0.3,
+    trajectory_share=0.2,
+    source=OURS_ALL | {"max_turns": DEEPSWE, "success": DEEPSWE, "max_new_tokens": OURS},
+)
 
 SEARCH = Domain(
-    name="search", max_turns=4, max_new_tokens=500,
-    prompt=Heavy(250, 0.3), observation=Heavy(480, 0.1),
-    output=Heavy(120, 0.6, tail=0.02), output_factor=Drift(1.0, 1.2, 80),
-    turns=Heavy(2.4, 0.35), turns_factor=Drift(0.8, 1.2, 80), failed_turns=Heavy(3.2, 0.4),
-    success=Drift(0.25, 0.43, 100), hardness=2.0,
-    tool_s=Heavy(0.4, 0.6, tail=0.03), tool_fails=constant(0.03), failed_output=1.2,
-    reset_s=Heavy(0.01, 0.1), crash=0.0, group_share=0.3, trajectory_share=0.3,
-    source=OURS_ALL | {"max_turns": SEARCH_R1, "max_new_tokens": SEARCH_R1, "observation": SEARCH_R1,
-                       "success": "Search-R1, table 2, from memory: Qwen2.5-7B 0.431 on average after training"})
+    name="search",
+    max_turns=4,
+    max_new_tokens=500,
+    prompt=Heavy(250, 0.3),
+    observation=Heavy(480, 0.1),
+    output=Heavy(120, 0.6, tail=0.02),
+    output_factor=Drift(1.0, 1.2, 80),
+    turns=Heavy(2.4, 0.35),
+    turns_factor=Drift(0.8, 1.2, 80),
+    failed_turns=Heavy(3.2, 0.4),
+    success=Drift(0.25, 0.43, 100),
+    hardness=2.0,
+    tool_s=Heavy(0.4, 0.6, tail=0.03),
+    tool_fails=constant(0.03),
+    failed_output=1.2,
+    reset_s=Heavy(0.01, 0.1),
+    crash=0.0,
+    group_share=0.3,
+    trajectory_share=0.3,
+    source=OURS_ALL
+    | {
+        "max_turns": SEARCH_R1,
+        "max_new_tokens": SEARCH_R1,
+        "observation": SEARCH_R1,
+        "success": "Search-R1, table 2, from memory: Qwen2.5-7B 0.431 on average after training",
+    },
+)
 
 MATHS = Domain(
-    name="maths", max_turns=1, max_new_tokens=20480,
-    prompt=Heavy(120, 0.5), observation=Heavy(1, 0.0),
-    output=Heavy(1200, 0.8, tail=0.05), output_factor=Drift(1.0, 4.0, 120),
-    turns=Heavy(1, 0.0), turns_factor=constant(1.0), failed_turns=Heavy(1, 0.0),
-    success=Drift(0.10, 0.50, 150), hardness=2.0,
-    tool_s=Heavy(0.1, 0.5, tail=0.01), tool_fails=constant(0.0), failed_output=1.0,
-    reset_s=Heavy(0.001, 0.1), crash=0.0, group_share=0.4, trajectory_share=0.0,
-    source=OURS_ALL | {"max_new_tokens": DAPO, "success": DAPO, "output_factor": DAPO})
+    name="maths",
+    max_turns=1,
+    max_new_tokens=20480,
+    prompt=Heavy(120, 0.5),
+    observation=Heavy(1, 0.0),
+    output=Heavy(1200, 0.8, tail=0.05),
+    output_factor=Drift(1.0, 4.0, 120),
+    turns=Heavy(1, 0.0),
+    turns_factor=constant(1.0),
+    failed_turns=Heavy(1, 0.0),
+    success=Drift(0.10, 0.50, 150),
+    hardness=2.0,
+    tool_s=Heavy(0.1, 0.5, tail=0.01),
+    tool_fails=constant(0.0),
+    failed_output=1.0,
+    reset_s=Heavy(0.001, 0.1),
+    crash=0.0,
+    group_share=0.4,
+    trajectory_share=0.0,
+    source=OURS_ALL | {"max_new_tokens": DAPO, "success": DAPO, "output_factor": DAPO},
+)
 
 DOMAINS = {domain.name: domain for domain in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH, MATHS)}
 
@@ -283,6 +448,8 @@ DOMAINS = {domain.name: domain for domain in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH
 def domain(name: str) -> Domain:
     """Raises `ValueError` for an unknown name."""
     if name not in DOMAINS:
-        raise ValueError(f"environment {name!r}: its trajectories are unknown; known are {', '.join(DOMAINS)} "
-                         "(rose/sim/environments.py)")
+        raise ValueError(
+            f"environment {name!r}: its trajectories are unknown; known are {', '.join(DOMAINS)} "
+            "(rose/sim/environments.py)"
+        )
     return DOMAINS[name]

@@ -14,10 +14,27 @@ from rose.sim.engine import Sequence
 class Trajectory(Sequence):
     """One turn of it is open at a time; the engine's `Sequence` is the open turn's attempt."""
 
-    __slots__ = ("members", "episode", "place", "number", "turn", "open", "attempt", "worker", "base", "total",
-                 "reported", "generated", "dead", "began", "asked_at")
+    __slots__ = (
+        "members",
+        "episode",
+        "place",
+        "number",
+        "turn",
+        "open",
+        "attempt",
+        "worker",
+        "base",
+        "total",
+        "reported",
+        "generated",
+        "dead",
+        "began",
+        "asked_at",
+    )
 
-    def __init__(self, key: str, members: Group, place: int, episode: spec.Episode, now: float) -> None:
+    def __init__(
+        self, key: str, members: Group, place: int, episode: spec.Episode, now: float
+    ) -> None:
         super().__init__(key, members.name, episode.prompt_tokens)
         self.members, self.place, self.episode = members, place, episode
         self.number = 0  # of the turn
@@ -44,7 +61,17 @@ class Trajectory(Sequence):
 
 
 class Group:
-    __slots__ = ("name", "version", "running", "rewards", "tokens", "context", "draw", "index", "replaced")
+    __slots__ = (
+        "name",
+        "version",
+        "running",
+        "rewards",
+        "tokens",
+        "context",
+        "draw",
+        "index",
+        "replaced",
+    )
 
     def __init__(self, name: str, version: int, draw: np.random.Generator) -> None:
         self.name, self.version, self.draw = name, version, draw
@@ -65,7 +92,9 @@ class Groups:
         self.open: dict[str, Group] = {}
         self.finished: dict[str, Group] = {}
 
-    def admit(self, name: str, index: int, version: int, now: float, spare: float) -> list[Trajectory]:
+    def admit(
+        self, name: str, index: int, version: int, now: float, spare: float
+    ) -> list[Trajectory]:
         """Begin a group. A second try of a prompt ("g12r1") meets the same task by another draw. `spare`: of a group's
         size, see `AdmitGroup`."""
         retry = int(name.partition("r")[2] or 0)
@@ -95,13 +124,21 @@ class Groups:
         """Another takes its place. Raises `RuntimeError` after too many in a row."""
         self._failures += 1
         if self._failures >= self._max_failures:
-            raise RuntimeError(f"{self._failures} simulated environments failed in a row (max_failures_in_row); the "
-                               f"last: {trajectory.key}")
+            raise RuntimeError(
+                f"{self._failures} simulated environments failed in a row (max_failures_in_row); the "
+                f"last: {trajectory.key}"
+            )
         group = trajectory.members
         del group.running[trajectory.key]
         group.replaced += 1
         [episode] = self._environment.group(group.index, 1, group.version, group.draw)
-        other = Trajectory(f"{group.name}.{trajectory.place}r{group.replaced}", group, trajectory.place, episode, now)
+        other = Trajectory(
+            f"{group.name}.{trajectory.place}r{group.replaced}",
+            group,
+            trajectory.place,
+            episode,
+            now,
+        )
         group.running[other.key] = other
         return other
 

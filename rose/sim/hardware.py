@@ -17,36 +17,105 @@ BF16 = 2  # bytes
 GB, GIB, TB = 1e9, 2**30, 1e12
 
 H100 = "NVIDIA H100 datasheet, SXM5: half of the rate with sparsity"
-GPUS = {gpu.name: gpu for gpu in (
-    Gpu("H100", 989.4e12, 3.35 * TB, 80 * GB, H100),
-    Gpu("H800", 989.4e12, 3.35 * TB, 80 * GB, f"{H100}; the H800 differs in NVLink and FP64 only"),
-    Gpu("H200", 989.4e12, 4.8 * TB, 141 * GB, "NVIDIA H200 datasheet, SXM"),
-    Gpu("H20", 148e12, 4.0 * TB, 96 * GB, "as published by resellers (NVIDIA has no public datasheet of it)"),
-    Gpu("A100", 312e12, 2.039 * TB, 80 * GB, "NVIDIA A100 datasheet, SXM 80GB"),
-    Gpu("A800", 312e12, 2.039 * TB, 80 * GB, "NVIDIA A100 datasheet; the A800 differs in NVLink only"),
-    Gpu("L40S", 362.05e12, 0.864 * TB, 48 * GB, "NVIDIA L40S datasheet, without sparsity"),
-    Gpu("B200", 2250e12, 8.0 * TB, 180 * GB, "NVIDIA DGX B200 datasheet: 36 PFLOP/s dense FP8, 64 TB/s, 1,440 GB of 8"),
-)}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H100", 989.4e12, 3.35 * TB, 80 * GB, H100),
+        Gpu(
+            "H800",
+            989.4e12,
+            3.35 * TB,
+            80 * GB,
+            f"{H100}; the H800 differs in NVLink and FP64 only",
+        ),
+        Gpu("H200", 989.4e12, 4.8 * TB, 141 * GB, "NVIDIA H200 datasheet, SXM"),
+        Gpu(
+            "H20",
+            148e12,
+            4.0 * TB,
+            96 * GB,
+            "as published by resellers (NVIDIA has no public datasheet of it)",
+        ),
+        Gpu("A100", 312e12, 2.039 * TB, 80 * GB, "NVIDIA A100 datasheet, SXM 80GB"),
+        Gpu(
+            "A800",
+            312e12,
+            2.039 * TB,
+            80 * GB,
+            "NVIDIA A100 datasheet; the A800 differs in NVLink only",
+        ),
+        Gpu("L40S", 362.05e12, 0.864 * TB, 48 * GB, "NVIDIA L40S datasheet, without sparsity"),
+        Gpu(
+            "B200",
+            2250e12,
+            8.0 * TB,
+            180 * GB,
+            "NVIDIA DGX B200 datasheet: 36 PFLOP/s dense FP8, 64 TB/s, 1,440 GB of 8",
+        ),
+    )
+}
 NVLINK = {  # bytes/s, both directions together, as datasheets give it
-    "H100": 900 * GB, "H800": 400 * GB,  # H800: DeepSeek-V3 (arXiv 2412.19437): 160 GB/s reached of 200 each way
-    "H200": 900 * GB, "H20": 900 * GB, "A100": 600 * GB, "A800": 400 * GB,
+    "H100": 900 * GB,
+    "H800": 400 * GB,  # H800: DeepSeek-V3 (arXiv 2412.19437): 160 GB/s reached of 200 each way
+    "H200": 900 * GB,
+    "H20": 900 * GB,
+    "A100": 600 * GB,
+    "A800": 400 * GB,
     "L40S": 64 * GB,  # PCIe 4.0 x16
     "B200": 1800 * GB,
 }
 PCIE = {  # bytes/s from the host, x16, of generation 5 or 4 (PCI-SIG: 64 and 32 GB/s), which datasheets say
-    "H100": 64 * GB, "H800": 64 * GB, "H200": 64 * GB, "H20": 64 * GB, "B200": 64 * GB,
-    "A100": 32 * GB, "A800": 32 * GB, "L40S": 32 * GB,
+    "H100": 64 * GB,
+    "H800": 64 * GB,
+    "H200": 64 * GB,
+    "H20": 64 * GB,
+    "B200": 64 * GB,
+    "A100": 32 * GB,
+    "A800": 32 * GB,
+    "L40S": 32 * GB,
 }
 
 SHAPES = {  # of the public config.json of each; conf/model has the same
-    "qwen3_8b": ModelShape(layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128,
-                           vocab=151936, tied_embeddings=False),
-    "qwen3_32b": ModelShape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128,
-                            vocab=151936, tied_embeddings=False),
-    "qwen2_5_7b": ModelShape(layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, head_dim=128,
-                             vocab=152064, tied_embeddings=False),
-    "qwen2_5_32b": ModelShape(layers=64, hidden=5120, intermediate=27648, heads=40, kv_heads=8, head_dim=128,
-                              vocab=152064, tied_embeddings=False),
+    "qwen3_8b": ModelShape(
+        layers=36,
+        hidden=4096,
+        intermediate=12288,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied_embeddings=False,
+    ),
+    "qwen3_32b": ModelShape(
+        layers=64,
+        hidden=5120,
+        intermediate=25600,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied_embeddings=False,
+    ),
+    "qwen2_5_7b": ModelShape(
+        layers=28,
+        hidden=3584,
+        intermediate=18944,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        vocab=152064,
+        tied_embeddings=False,
+    ),
+    "qwen2_5_32b": ModelShape(
+        layers=64,
+        hidden=5120,
+        intermediate=27648,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        vocab=152064,
+        tied_embeddings=False,
+    ),
 }
 
 
@@ -64,13 +133,21 @@ class Efficiency:
     activations_bytes: float  # of it for activations and CUDA graphs, per device
 
 
-EFFICIENCY = Efficiency(compute=0.55, memory=0.85, nvlink=0.75, step_s=1.5e-3, sequence_s=5e-6, all_reduce_s=1e-5,
-                        kv_memory=0.9, activations_bytes=3 * GIB)
+EFFICIENCY = Efficiency(
+    compute=0.55,
+    memory=0.85,
+    nvlink=0.75,
+    step_s=1.5e-3,
+    sequence_s=5e-6,
+    all_reduce_s=1e-5,
+    kv_memory=0.9,
+    activations_bytes=3 * GIB,
+)
 EFFICIENCY_SOURCE = {
     "compute": "ours; of the H100's peak FlashAttention-3 reaches 0.75 (arXiv 2407.08608) and training 0.38 to 0.43 "
-               "(Llama 3, arXiv 2407.21783, table 4)",
+    "(Llama 3, arXiv 2407.21783, table 4)",
     "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of its bandwidth all in all "
-              "(johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides is ours",
+    "(johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides is ours",
     "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
     "step_s": "see memory",
     "sequence_s": "ours; sampling and output handling of a sequence",
@@ -84,9 +161,13 @@ PASSES = 1  # forward passes besides the update's: log-probabilities by the trai
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
 DELTA_SOURCE = "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on the link"
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
-ENCODE_BYTES_S = 0.27 * GB  # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
+ENCODE_BYTES_S = (
+    0.27 * GB
+)  # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
 ENCODE_CORES = 8  # of each trainer rank; ours
-APPLY_BYTES_S = 10.3 * GB  # of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+APPLY_BYTES_S = (
+    10.3 * GB
+)  # of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
@@ -98,26 +179,42 @@ def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
 def gpu(name: str) -> Gpu:
     """Raises `ValueError` for one without published rates here."""
     if name not in GPUS:
-        raise ValueError(f"GPU {name!r}: no peak rates are known; known are {', '.join(GPUS)} (rose/sim/hardware.py)")
+        raise ValueError(
+            f"GPU {name!r}: no peak rates are known; known are {', '.join(GPUS)} (rose/sim/hardware.py)"
+        )
     return GPUS[name]
 
 
 def model(name: str, shape: ModelShape) -> Model:
     """A dense decoder in bf16."""
     parameters = float(shape.parameters)
-    return Model(name, parameters, parameters - shape.vocab * shape.hidden * (not shape.tied_embeddings),
-                 shape.layers, shape.heads * shape.head_dim, float(shape.kv_bytes_per_token), BF16 * parameters)
+    return Model(
+        name,
+        parameters,
+        parameters - shape.vocab * shape.hidden * (not shape.tied_embeddings),
+        shape.layers,
+        shape.heads * shape.head_dim,
+        float(shape.kv_bytes_per_token),
+        BF16 * parameters,
+    )
 
 
 def shape(name: str) -> ModelShape:
     """Raises `ValueError` for an unknown name."""
     if name not in SHAPES:
-        raise ValueError(f"model {name!r}: no shape is known; known are {', '.join(SHAPES)} (rose/sim/hardware.py)")
+        raise ValueError(
+            f"model {name!r}: no shape is known; known are {', '.join(SHAPES)} (rose/sim/hardware.py)"
+        )
     return SHAPES[name]
 
 
-def step_time(shape: ModelShape, gpu: Gpu, tensor_parallel: int, sequences: int,
-              efficiency: Efficiency = EFFICIENCY) -> StepTime:
+def step_time(
+    shape: ModelShape,
+    gpu: Gpu,
+    tensor_parallel: int,
+    sequences: int,
+    efficiency: Efficiency = EFFICIENCY,
+) -> StepTime:
     """Coefficients of an engine's step in bf16 on `tensor_parallel` such GPUs, for up to `sequences` decodes at once.
 
     c0: weights read once, and what a step costs anyway. c1, c2: a prompt token's matrix products, and its attention to
@@ -140,33 +237,52 @@ def step_time(shape: ModelShape, gpu: Gpu, tensor_parallel: int, sequences: int,
         c1=token_s,
         c2=4 * shape.layers * shape.heads * shape.head_dim / flops,
         c3=max(0.0, token_s - weights_s / sequences) + efficiency.sequence_s,
-        c4=shape.kv_bytes_per_token / hbm)
+        c4=shape.kv_bytes_per_token / hbm,
+    )
 
 
-def kv_tokens(shape: ModelShape, gpu: Gpu, tensor_parallel: int, efficiency: Efficiency = EFFICIENCY,
-              others_bytes: float = 0.0) -> int:
+def kv_tokens(
+    shape: ModelShape,
+    gpu: Gpu,
+    tensor_parallel: int,
+    efficiency: Efficiency = EFFICIENCY,
+    others_bytes: float = 0.0,
+) -> int:
     """Tokens of KV cache that fit beside the weights (and `others_bytes`, of a second model on the same devices).
     Raises `ValueError` if none do."""
     _divisible(shape, tensor_parallel)
-    usable = tensor_parallel * (gpu.memory_bytes * efficiency.kv_memory - efficiency.activations_bytes)
+    usable = tensor_parallel * (
+        gpu.memory_bytes * efficiency.kv_memory - efficiency.activations_bytes
+    )
     left = usable - BF16 * shape.parameters - others_bytes
     tokens = math.floor(left / shape.kv_bytes_per_token)
     if tokens < 1:
-        raise ValueError(f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB besides "
-                         f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel")
+        raise ValueError(
+            f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB besides "
+            f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
+        )
     return tokens
 
 
 def _divisible(shape: ModelShape, tensor_parallel: int) -> None:
     if tensor_parallel < 1 or shape.heads % tensor_parallel:
-        raise ValueError(f"tensor_parallel={tensor_parallel}: must divide the model's {shape.heads} attention heads")
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel}: must divide the model's {shape.heads} attention heads"
+        )
 
 
 # --------------------------------------------------------------------------- training and transfer
 
 
-def trainer(shape: ModelShape, gpu: Gpu, gpus: int, recompute: bool, mfu: float = MFU, passes: int = PASSES,
-            context: float = 0.0) -> Trainer:
+def trainer(
+    shape: ModelShape,
+    gpu: Gpu,
+    gpus: int,
+    recompute: bool,
+    mfu: float = MFU,
+    passes: int = PASSES,
+    context: float = 0.0,
+) -> Trainer:
     """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each other forward pass;
     likewise of attention to `context` / 2 tokens on average (4 x layers x width each, forward)."""
     active = model("", shape).active_parameters
@@ -174,14 +290,31 @@ def trainer(shape: ModelShape, gpu: Gpu, gpus: int, recompute: bool, mfu: float 
     # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, shared by the ranks (ZeRO)
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)
     publish_s = BF16 * shape.parameters / gpus / (ENCODE_BYTES_S * ENCODE_CORES)
-    return Trainer(gpus=gpus, gpu=gpu, mfu=mfu, flops_per_token=forward * (3 + recompute + passes), step_s=step_s,
-                   publish_s=publish_s)
+    return Trainer(
+        gpus=gpus,
+        gpu=gpu,
+        mfu=mfu,
+        flops_per_token=forward * (3 + recompute + passes),
+        step_s=step_s,
+        publish_s=publish_s,
+    )
 
 
-def link(shape: ModelShape, bytes_s: float, latency_s: float, sparse: bool, relay: bool,
-         tensor_parallel: int = 1) -> Link:
+def link(
+    shape: ModelShape,
+    bytes_s: float,
+    latency_s: float,
+    sparse: bool,
+    relay: bool,
+    tensor_parallel: int = 1,
+) -> Link:
     """The way of a version to a pool: as differences of our codec, or dense (`sparse` False)."""
     dense = float(BF16 * shape.parameters)
-    return Link(latency_s=latency_s, bytes_s=bytes_s, version_bytes=dense / DELTA_RATIO if sparse else dense,
-                relay=relay, apply_s=dense / tensor_parallel / APPLY_BYTES_S,
-                full_bytes=dense / FULL_RATIO if sparse else dense)
+    return Link(
+        latency_s=latency_s,
+        bytes_s=bytes_s,
+        version_bytes=dense / DELTA_RATIO if sparse else dense,
+        relay=relay,
+        apply_s=dense / tensor_parallel / APPLY_BYTES_S,
+        full_bytes=dense / FULL_RATIO if sparse else dense,
+    )

@@ -17,7 +17,9 @@ from rose.coserving.budget import HALF_LIFE_S, LOW
 from rose.sim import spec
 from rose.sim.result import Latency, ServingUse
 
-Latencies = tuple[np.ndarray, np.ndarray]  # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+Latencies = tuple[
+    np.ndarray, np.ndarray
+]  # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
 MINUTE_S = 60.0
 
 
@@ -43,7 +45,9 @@ class Pace:
     def work(self, wall: float) -> float:
         cycles, rest = divmod(wall + self._ahead, self._period)
         piece = bisect_right(self._at, rest) - 1
-        return cycles * self._total + self._done[piece] + (rest - self._at[piece]) * self._rates[piece]
+        return (
+            cycles * self._total + self._done[piece] + (rest - self._at[piece]) * self._rates[piece]
+        )
 
     def wall(self, work: float) -> float:
         """The earliest time at which so much is done."""
@@ -76,7 +80,11 @@ class Changes:
     def __init__(self, load: spec.Load, step: float) -> None:
         self.at, self.used, self.period = [], [], load.period_s
         for at, used in zip(load.at.tolist(), load.kv.tolist()):
-            if not self.used or abs(used - self.used[-1]) >= step or (used >= 1) != (self.used[-1] >= 1):
+            if (
+                not self.used
+                or abs(used - self.used[-1]) >= step
+                or (used >= 1) != (self.used[-1] >= 1)
+            ):
                 self.at.append(at)
                 self.used.append(used)
 
@@ -142,7 +150,9 @@ class Observer:
         self._minutes = max(1, math.ceil(seconds / MINUTE_S))
         self._requests, self._attained, self._busy = (np.zeros(self._minutes) for _ in range(3))
         self._devices = 0
-        self._weights: dict[int, tuple[spec.Load, np.ndarray]] = {}  # (2, pieces): times alone, times beside
+        self._weights: dict[
+            int, tuple[spec.Load, np.ndarray]
+        ] = {}  # (2, pieces): times alone, times beside
 
     def add(self, load: spec.Load, ahead: float, spans: array) -> None:
         """`spans`: begin, end, begin, ... of the rollouts beside."""
@@ -150,11 +160,18 @@ class Observer:
         shared = _overlap(np.frombuffer(spans, np.float64), at, widths)
         times = widths / _widths(load)[piece]
         count = len(load.at)
-        both = np.stack([np.bincount(piece, times * weights, count) for weights in (1 - shared, shared)])
+        both = np.stack(
+            [np.bincount(piece, times * weights, count) for weights in (1 - shared, shared)]
+        )
         self._weights[id(load)] = load, self._weights.get(id(load), (load, 0))[1] + both
         minute = np.minimum((at / MINUTE_S).astype(np.int64), self._minutes - 1)
-        self._requests += np.bincount(minute, np.bincount(load.requests, None, count)[piece] * times, self._minutes)
-        for (ttft, tpot), weights in ((_latencies(load), 1 - shared), (_latencies(beside(load)), shared)):
+        self._requests += np.bincount(
+            minute, np.bincount(load.requests, None, count)[piece] * times, self._minutes
+        )
+        for (ttft, tpot), weights in (
+            (_latencies(load), 1 - shared),
+            (_latencies(beside(load)), shared),
+        ):
             met = (ttft <= self._serving.ttft_slo_s) & ~(tpot > self._serving.tpot_slo_s)
             met = np.bincount(load.requests, met, count)
             self._attained += np.bincount(minute, met[piece] * times * weights, self._minutes)
@@ -171,8 +188,16 @@ class Observer:
             apart += [_latencies(load), _latencies(beside(load))]
             weights += [never[load.requests], always[load.requests]]
         alone = [both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]))]
-        return ServingUse(self._pool, float(self._requests.sum()), self._latency(list(zip(apart, weights))),
-                          self._latency(alone), self._requests, attained, busy, self._serving.gap_p99_s)
+        return ServingUse(
+            self._pool,
+            float(self._requests.sum()),
+            self._latency(list(zip(apart, weights))),
+            self._latency(alone),
+            self._requests,
+            attained,
+            busy,
+            self._serving.gap_p99_s,
+        )
 
     def _latency(self, parts: list[tuple[Latencies, np.ndarray]]) -> Latency:
         weights = np.concatenate([each for _, each in parts]) if parts else np.zeros(0)
@@ -201,10 +226,14 @@ def _widths(load: spec.Load) -> np.ndarray:
     return np.diff(np.append(load.at, load.period_s))
 
 
-def _unrolled(load: spec.Load, ahead: float, seconds: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _unrolled(
+    load: spec.Load, ahead: float, seconds: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(begin, width, piece of the load) of the pieces within [0, seconds); the first and last are cut."""
     first, last = math.floor(ahead / load.period_s), math.floor((ahead + seconds) / load.period_s)
-    begins = (load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]).ravel() - ahead
+    begins = (
+        load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]
+    ).ravel() - ahead
     ends = np.append(begins[1:], (last + 1) * load.period_s - ahead)
     piece = np.tile(np.arange(len(load.at)), last + 1 - first)
     begins, ends = np.clip(begins, 0, seconds), np.clip(ends, 0, seconds)

@@ -28,10 +28,14 @@ class Loop:
         try:
             while not self.over:
                 if not heap:
-                    raise RuntimeError(f"at {self.now:.1f} s of simulated time nothing is due any more")
+                    raise RuntimeError(
+                        f"at {self.now:.1f} s of simulated time nothing is due any more"
+                    )
                 self.now, ticket, call, what = pop(heap)
                 if self.now > horizon_s:
-                    raise RuntimeError(f"not over after horizon_s={horizon_s:g} s of simulated time")
+                    raise RuntimeError(
+                        f"not over after horizon_s={horizon_s:g} s of simulated time"
+                    )
                 count += 1
                 call(what, ticket)
         finally:

@@ -55,7 +55,9 @@ class Served:
 def gap_p99(served: Sequence[Served]) -> float:
     """Of the time between two tokens of a request, over all tokens of these devices; nan without any. A request's TPOT
     is its mean, in which a prefill step that held one token up is spread over all of them."""
-    gaps, tokens = (np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens"))
+    gaps, tokens = (
+        np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens")
+    )
     order = np.argsort(gaps)
     upto = np.cumsum(tokens[order])
     return float(gaps[order][np.searchsorted(upto, 0.99 * upto[-1])]) if upto[-1] else math.nan
@@ -68,18 +70,32 @@ def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0
     prompts, outputs = np.maximum(trace.prompt_tokens, 1), np.maximum(trace.output_tokens, 1)
     largest = int((prompts.astype(np.int64) + outputs).max())
     if largest > engine.kv_tokens:
-        raise ValueError(f"a request of {largest} tokens is larger than the online engine's KV cache of "
-                         f"{engine.kv_tokens}; clip the trace (Trace.clipped) or give it more devices")
+        raise ValueError(
+            f"a request of {largest} tokens is larger than the online engine's KV cache of "
+            f"{engine.kv_tokens}; clip the trace (Trace.clipped) or give it more devices"
+        )
     blocks = trace.blocks if engine.prefix_caching else None
-    return _Run(trace.at.tolist(), prompts.tolist(), outputs.tolist(), engine, pace_s, hold_s, blocks).all(trace)
+    return _Run(
+        trace.at.tolist(), prompts.tolist(), outputs.tolist(), engine, pace_s, hold_s, blocks
+    ).all(trace)
 
 
 class _Run:
-    def __init__(self, arrivals: list[float], prompts: list[int], outputs: list[int], engine: Engine, pace_s: float,
-                 hold_s: float, blocks: tuple[tuple[int, ...], ...] | None) -> None:
+    def __init__(
+        self,
+        arrivals: list[float],
+        prompts: list[int],
+        outputs: list[int],
+        engine: Engine,
+        pace_s: float,
+        hold_s: float,
+        blocks: tuple[tuple[int, ...], ...] | None,
+    ) -> None:
         self._arrivals, self._prompts, self._outputs, self._e = arrivals, prompts, outputs, engine
         self._pace, self._hold, self._blocks = pace_s, hold_s, blocks
-        self._cache: OrderedDict[int, None] = OrderedDict()  # blocks of prefixes, the least recently used first
+        self._cache: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # blocks of prefixes, the least recently used first
         self._shared = 0  # tokens of prompts that requests hold and the cache has
         self._now = 0.0
         self._next = 0  # request that is not admitted yet
@@ -90,7 +106,9 @@ class _Run:
         self._held = 0  # tokens that admitted requests may come to hold: admission never preempts
         self._first = [math.nan] * len(arrivals)
         self._last = [math.nan] * len(arrivals)
-        self._runs: list[tuple[float, float, float, int, int, float, int]] = []  # as `Served` has them
+        self._runs: list[
+            tuple[float, float, float, int, int, float, int]
+        ] = []  # as `Served` has them
 
     def all(self, trace: Trace) -> Served:
         count = len(self._arrivals)
@@ -107,8 +125,18 @@ class _Run:
         with np.errstate(invalid="ignore", divide="ignore"):
             tpot = np.where(made > 1, (last - first) / (made - 1), math.nan)
         runs = np.array(self._runs)
-        return Served(at, first - at, tpot, runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3:5], runs[:, 5], runs[:, 6],
-                      trace.seconds)
+        return Served(
+            at,
+            first - at,
+            tpot,
+            runs[:, 0],
+            runs[:, 1],
+            runs[:, 2],
+            runs[:, 3:5],
+            runs[:, 5],
+            runs[:, 6],
+            trace.seconds,
+        )
 
     @property
     def _delay(self) -> float:
@@ -117,9 +145,12 @@ class _Run:
 
     def _admit(self) -> None:
         arrivals, engine, at = self._arrivals, self._e, self._next
-        while (at < len(arrivals) and arrivals[at] <= self._now
-               and len(self._ends) + len(self._prefill) < engine.max_sequences
-               and self._held + (need := self._prompts[at] + self._outputs[at]) <= engine.kv_tokens):
+        while (
+            at < len(arrivals)
+            and arrivals[at] <= self._now
+            and len(self._ends) + len(self._prefill) < engine.max_sequences
+            and self._held + (need := self._prompts[at] + self._outputs[at]) <= engine.kv_tokens
+        ):
             self._held += need
             self._prefill.append([at, self._cached(at)])
             at += 1
@@ -130,7 +161,9 @@ class _Run:
         if self._blocks is None:
             return 0
         whole = self._blocks[request]
-        known = next((place for place, block in enumerate(whole) if block not in self._cache), len(whole))
+        known = next(
+            (place for place, block in enumerate(whole) if block not in self._cache), len(whole)
+        )
         return min(known * BLOCK, self._prompts[request] - 1)
 
     def _keep(self, request: int) -> None:
@@ -141,7 +174,9 @@ class _Run:
         for block in reversed(self._blocks[request]):  # the last goes first
             self._cache[block] = None
             self._cache.move_to_end(block)
-        while len(self._cache) * BLOCK > self._e.kv_tokens - self._held + self._shared and self._cache:
+        while (
+            len(self._cache) * BLOCK > self._e.kv_tokens - self._held + self._shared and self._cache
+        ):
             self._cache.popitem(last=False)
 
     def _prefill_step(self) -> None:
@@ -179,22 +214,43 @@ class _Run:
         """Decode steps until the first request ends, or another comes that can be admitted."""
         steps = self._ends[0][0] - self._steps
         began, before, decodes = self._now, self._used(), len(self._ends)
-        arrival = self._arrivals[self._next] + self._delay if self._next < len(self._arrivals) else math.inf
+        arrival = (
+            self._arrivals[self._next] + self._delay
+            if self._next < len(self._arrivals)
+            else math.inf
+        )
         if len(self._ends) < self._e.max_sequences and arrival < began + self._wall(steps):
             # it waits for memory until a request ends, if it can't be admitted when it comes
-            if self._held + self._prompts[self._next] + self._outputs[self._next] <= self._e.kv_tokens:
+            if (
+                self._held + self._prompts[self._next] + self._outputs[self._next]
+                <= self._e.kv_tokens
+            ):
                 steps = max(1, min(steps, self._until(arrival - began)))
         busy, wall = self._work(steps), self._wall(steps)
         self._now = began + wall
-        if self._pace and steps and began < arrival < self._now:  # the next step need not wait for its time
+        if (
+            self._pace and steps and began < arrival < self._now
+        ):  # the next step need not wait for its time
             self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
         self._advance(steps)
-        self._runs.append((began, self._now, busy, before, self._used(), (self._now - began) / steps, decodes * steps))
+        self._runs.append(
+            (
+                began,
+                self._now,
+                busy,
+                before,
+                self._used(),
+                (self._now - began) / steps,
+                decodes * steps,
+            )
+        )
 
     def _work(self, steps: int) -> float:
         """Seconds of computing of so many decode steps from here."""
         c, decodes = self._e.step, len(self._ends)
-        return steps * (c.c0 + c.c5 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2))
+        return steps * (
+            c.c0 + c.c5 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2)
+        )
 
     def _wall(self, steps: int) -> float:
         return max(self._work(steps), steps * self._pace)
@@ -204,7 +260,11 @@ class _Run:
         c, decodes = self._e.step, len(self._ends)
         growth = c.c4 * decodes
         first = c.c0 + c.c5 + c.c3 * decodes + c.c4 * self._attended - growth / 2
-        steps = 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds)) if seconds > 0 else 0.0
+        steps = (
+            2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds))
+            if seconds > 0
+            else 0.0
+        )
         return math.ceil(min(steps, seconds / self._pace) if self._pace else steps)
 
     def _advance(self, steps: int) -> None:

@@ -32,8 +32,14 @@ class _Arrivals:
     def __init__(self, at: np.ndarray, tokens: np.ndarray) -> None:
         self._at, self._tokens = at.tolist(), tokens.tolist()
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[spec.Episode]:
-        return [spec.Episode(1, (self._tokens[index],), (0,), (0.0,), (False,), 1.0, reset_s=self._at[index])]
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[spec.Episode]:
+        return [
+            spec.Episode(
+                1, (self._tokens[index],), (0,), (0.0,), (False,), 1.0, reset_s=self._at[index]
+            )
+        ]
 
 
 class _Agents:
@@ -44,46 +50,90 @@ class _Agents:
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[spec.Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[spec.Episode]:
         shape = size, self._turns
-        output = np.clip(draw.lognormal(4.5, 0.6, shape), 1, self.max_new_tokens).astype(int).tolist()
-        observation, tool = draw.integers(20, 60, shape).tolist(), draw.exponential(1.0, shape).tolist()
+        output = (
+            np.clip(draw.lognormal(4.5, 0.6, shape), 1, self.max_new_tokens).astype(int).tolist()
+        )
+        observation, tool = (
+            draw.integers(20, 60, shape).tolist(),
+            draw.exponential(1.0, shape).tolist(),
+        )
         reward = (draw.random(size) < 0.5).tolist()
-        return [spec.Episode(300, tuple(o), tuple(b), tuple(t), (False,) * self._turns, float(r))
-                for o, b, t, r in zip(output, observation, tool, reward)]
+        return [
+            spec.Episode(300, tuple(o), tuple(b), tuple(t), (False,) * self._turns, float(r))
+            for o, b, t, r in zip(output, observation, tool, reward)
+        ]
 
 
 def scheduler(routing: str = "least_loaded", turn_timeout_s: float = 1e9, **args) -> Scheduler:
     """A fixed cluster, synchronous steps, first come first served."""
-    return build(SchedulerConfig(
-        provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args=args),
-        order=Policy(name="fifo", args={}),
-        batching=Policy(name="synchronous", args={"max_admitted": 1.0}), queue_depth=0.0),
-        turn_timeout_s)
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name=routing, args=args),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 1.0}),
+            queue_depth=0.0,
+        ),
+        turn_timeout_s,
+    )
 
 
-def queue(load: float, mean_tokens: float, workers: int, sequences: int, count: int, seed: int,
-          lengths: Callable[[np.random.Generator, int], np.ndarray]) -> np.ndarray:
+def queue(
+    load: float,
+    mean_tokens: float,
+    workers: int,
+    sequences: int,
+    count: int,
+    seed: int,
+    lengths: Callable[[np.random.Generator, int], np.ndarray],
+) -> np.ndarray:
     """Seconds in the system, (count,), of `count` arrivals at utilisation `load`. `lengths(draw, count)` are of mean 1,
     times `mean_tokens`."""
     draw = np.random.default_rng(seed)
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)
     at = np.sort(draw.random(count)) * seconds
-    engine = spec.Engine(spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0), sequences, 1 << 20, 1 << 40, False)
-    what = spec.Spec("queue", 1, spec.Batch(count, 1, False), _Arrivals(at, tokens),
-                     spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0), (dedicated(workers, engine),), math.inf, math.inf,
-                     0.0, 0.0)
+    engine = spec.Engine(
+        spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0), sequences, 1 << 20, 1 << 40, False
+    )
+    what = spec.Spec(
+        "queue",
+        1,
+        spec.Batch(count, 1, False),
+        _Arrivals(at, tokens),
+        spec.Trainer(0, GPU, 1.0, 0.0, 0.0, 0.0),
+        (dedicated(workers, engine),),
+        math.inf,
+        math.inf,
+        0.0,
+        0.0,
+    )
     return simulate(what, scheduler(), seed).turn_s
 
 
 def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
-    return spec.Pool("dedicated", "dedicated", GPU, 1, engine, FREE, spec.Allocation(0.0, 0.0), workers)
+    return spec.Pool(
+        "dedicated", "dedicated", GPU, 1, engine, FREE, spec.Allocation(0.0, 0.0), workers
+    )
 
 
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
     """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of 16."""
     engine = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8), 64, 8192, 400_000, True)
-    what = spec.Spec("scale", 1, spec.Batch(trajectories // 16, 16, False), _Agents(turns),
-                     spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0), (dedicated(gpus, engine),), 0.5, 30.0, 0.0, 0.0)
+    what = spec.Spec(
+        "scale",
+        1,
+        spec.Batch(trajectories // 16, 16, False),
+        _Agents(turns),
+        spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0),
+        (dedicated(gpus, engine),),
+        0.5,
+        30.0,
+        0.0,
+        0.0,
+    )
     return simulate(what, scheduler("cache_affine", imbalance=0.1), seed)

@@ -56,7 +56,11 @@ class Worker:
 
     @cached_property
     def spans(self) -> np.ndarray:
-        return np.frombuffer(self._spans, np.float64).reshape(-1, 2) if len(self._spans) else np.zeros((0, 2))
+        return (
+            np.frombuffer(self._spans, np.float64).reshape(-1, 2)
+            if len(self._spans)
+            else np.zeros((0, 2))
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ class ServingUse:
     minute_requests: np.ndarray
     minute_attained: np.ndarray  # share within both targets; nan without requests
     minute_busy: np.ndarray  # share of the time in which serving computes, mean of the devices
-    gap_p99_s: tuple[float, float]  # between two tokens of a request: alone, and while rollouts compute; nan: unknown
+    gap_p99_s: tuple[
+        float, float
+    ]  # between two tokens of a request: alone, and while rollouts compute; nan: unknown
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ class Devices:
 
     loads: tuple[Load, ...]
     devices: int
-    gap_p99_s: tuple[float, float]  # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    gap_p99_s: tuple[
+        float, float
+    ]  # between two tokens of a request: alone, and beside rollouts (nan if not computed)
 
     def load(self, device: int) -> tuple[Load, float]:
         turn = device // len(self.loads) * len(self.loads) / max(1, self.devices)
@@ -45,9 +47,15 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
-    return Load(at=edges[:-1], busy=np.clip(np.diff(done) / piece_s, 0.0, 1.0),
-                kv=np.minimum(1.0, _most(served, points, edges, piece_s) / kv_tokens), requests=at,
-                ttft_s=served.ttft_s, tpot_s=served.tpot_s, period_s=pieces * piece_s)
+    return Load(
+        at=edges[:-1],
+        busy=np.clip(np.diff(done) / piece_s, 0.0, 1.0),
+        kv=np.minimum(1.0, _most(served, points, edges, piece_s) / kv_tokens),
+        requests=at,
+        ttft_s=served.ttft_s,
+        tpot_s=served.tpot_s,
+        period_s=pieces * piece_s,
+    )
 
 
 def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float) -> np.ndarray:
@@ -80,41 +88,61 @@ class Beside:
 def contended(engine: Engine, contention: float) -> Beside:
     """Nobody controls who computes: each step takes 1 + `contention` times as long."""
     slower = dataclasses.asdict(engine.step)
-    return Beside(replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()})))
+    return Beside(
+        replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()}))
+    )
 
 
-def devices(trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None) -> Devices:
+def devices(
+    trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
+) -> Devices:
     """`trace`: of `variants` devices together; `count`: devices that there are."""
     parts = split(trace, variants)
     served = [online.serve(part, engine) for part in parts]
     loads = [load(found, engine.kv_tokens) for found in served]
-    slower = [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts] if beside else []
+    slower = (
+        [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts]
+        if beside
+        else []
+    )
     if slower:
-        loads = [replace(alone, beside=load(found, engine.kv_tokens)) for alone, found in zip(loads, slower)]
+        loads = [
+            replace(alone, beside=load(found, engine.kv_tokens))
+            for alone, found in zip(loads, slower)
+        ]
     gaps = online.gap_p99(served), online.gap_p99(slower) if slower else math.nan
     return Devices(tuple(loads), count, gaps)
 
 
-def provisioned(trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7) -> float:
+def provisioned(
+    trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7
+) -> float:
     """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99 targets: what an
     operator who sizes the service by its peaks would give it. Bisected in the logarithm, to 1.7 %.
     Raises `ValueError` if even single requests miss the targets, or all at once keep them."""
+
     def meets(factor: float) -> bool:
-        return online.serve(trace.scaled(factor), engine).attained(ttft_slo_s, tpot_slo_s) >= ATTAINED
+        return (
+            online.serve(trace.scaled(factor), engine).attained(ttft_slo_s, tpot_slo_s) >= ATTAINED
+        )
 
     slow = 1.0
     while not meets(slow):
         slow *= 4
         if slow > 4**6:
-            raise ValueError(f"{ATTAINED:.0%} of the requests can't be within TTFT {ttft_slo_s:g} s and TPOT "
-                             f"{tpot_slo_s:g} s even at {1 / slow:.2g} of the rate; loosen the targets, or clip "
-                             "the trace")
+            raise ValueError(
+                f"{ATTAINED:.0%} of the requests can't be within TTFT {ttft_slo_s:g} s and TPOT "
+                f"{tpot_slo_s:g} s even at {1 / slow:.2g} of the rate; loosen the targets, or clip "
+                "the trace"
+            )
     fast = slow
     while meets(fast):
         fast /= 4
         if fast < 4**-12:
-            raise ValueError(f"{len(trace)} requests keep the targets however fast they come: too few to find the most "
-                             "that a device serves; give a rate (sim.serving.rate) or a longer trace")
+            raise ValueError(
+                f"{len(trace)} requests keep the targets however fast they come: too few to find the most "
+                "that a device serves; give a rate (sim.serving.rate) or a longer trace"
+            )
     slow = min(slow, fast * 4)
     for _ in range(rounds):
         middle = math.sqrt(fast * slow)

@@ -58,9 +58,14 @@ class StepTime:
 
     def __post_init__(self) -> None:
         given = (self.c0, self.c1, self.c2, self.c3, self.c4, self.c5)
-        if not all(math.isfinite(c) and c >= 0 for c in given) or not self.c0 + self.c3 + self.c5 > 0:
-            raise ValueError(f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, or a "
-                             "decode step would take no time")
+        if (
+            not all(math.isfinite(c) and c >= 0 for c in given)
+            or not self.c0 + self.c3 + self.c5 > 0
+        ):
+            raise ValueError(
+                f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, or a "
+                "decode step would take no time"
+            )
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,15 @@ class Pool:
     link: Link
     allocation: Allocation
     count: int  # workers: all there are from the start, or, of a pool `on_request` or of spot, the most
-    on_request: bool = False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
+    on_request: bool = (
+        False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
+    )
     serving: Serving | None = None  # cooperative: what runs beside
     available: Available | None = None  # spot: how many there are, when
     split: bool = False  # hybrid: a worker that rests trains, the others roll out; else all change with the phases
-    switch_s: float = 0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
+    switch_s: float = (
+        0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,9 @@ class Load:
     ttft_s: np.ndarray  # (requests,) of each without rollouts
     tpot_s: np.ndarray  # (requests,); nan for one token
     period_s: float
-    beside: Load | None = None  # the same pieces and requests while rollouts compute: with `gate` at the pace of the
+    beside: Load | None = (
+        None  # the same pieces and requests while rollouts compute: with `gate` at the pace of the
+    )
     # targets instead of its fastest, so that its `busy` is less, with `memory_only` slower; null: no different
 
 
@@ -166,7 +177,10 @@ class Serving:
     reserve: float  # share of KV memory never lent beyond what serving holds
     high_watermark: float  # gate: share in use or lent above which what is lent is halved, until the next training step
     step: float  # the rollout side hears of a change of lendable KV of at least this share of the whole
-    gap_p99_s: tuple[float, float] = (math.nan, math.nan)  # between two tokens of a request: alone, beside; if known
+    gap_p99_s: tuple[float, float] = (
+        math.nan,
+        math.nan,
+    )  # between two tokens of a request: alone, beside; if known
 
 
 # --------------------------------------------------------------------------- environment
@@ -180,17 +194,23 @@ class Episode:
     output_tokens: tuple[int, ...]  # generated, each >= 1
     observation_tokens: tuple[int, ...]  # appended to the context after the turn
     tool_s: tuple[float, ...]  # from the turn's end to the next request; the last: to the reward
-    failed: tuple[bool, ...]  # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    failed: tuple[
+        bool, ...
+    ]  # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
     reward: float
     reset_s: float = 0.0  # from its start to its first request
-    crashed: bool = False  # the environment dies after the last turn: another episode takes the place
+    crashed: bool = (
+        False  # the environment dies after the last turn: another episode takes the place
+    )
     domain: str = ""
 
 
 class Environment(Protocol):
     max_new_tokens: int  # per turn, as the scheduler is told
 
-    def group(self, index: int, size: int, version: int, draw: np.random.Generator) -> list[Episode]:
+    def group(
+        self, index: int, size: int, version: int, draw: np.random.Generator
+    ) -> list[Episode]:
         """The members of prompt `index`, by the policy `version` (drift). `draw` is seeded by (run, prompt, try), so
         rival policies meet the same episodes. A further call with `size=1` makes a crashed member's replacement."""
 
@@ -205,7 +225,9 @@ class Trainer:
     gpus: int
     gpu: Gpu
     mfu: float  # share of the peak
-    flops_per_token: float  # of one training token: 6 x active parameters, and 2 x for each forward pass besides
+    flops_per_token: (
+        float  # of one training token: 6 x active parameters, and 2 x for each forward pass besides
+    )
     step_s: float  # whatever its tokens: optimizer, data
     publish_s: float  # from the step's end until the first byte of the version can leave
     token_s: float = 0.0  # besides, per token (calibrated runs)
@@ -232,7 +254,11 @@ class Spec:
     progress_s: float  # between two words about a running turn; inf: one at its end
     dispatch_s: float  # from a decision to the engine
     answer_s: float  # from the engine's last token of a turn to the next decision
-    in_flight: Literal["recompute", "keep", "finish"] = "recompute"  # what runs when weights come (transfer.in_flight)
+    in_flight: Literal["recompute", "keep", "finish"] = (
+        "recompute"  # what runs when weights come (transfer.in_flight)
+    )
     max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
     horizon_s: float = math.inf  # a run that takes longer is an error
-    source: dict[str, str] = field(default_factory=dict)  # field -> where its number is from, for reports
+    source: dict[str, str] = field(
+        default_factory=dict
+    )  # field -> where its number is from, for reports

@@ -18,8 +18,28 @@ from rose.sim.loop import Loop
 
 
 class SimWorker:
-    __slots__ = ("name", "pool", "serial", "engine", "pace", "budget", "ahead", "load", "version", "turns", "ticket",
-                 "busy_since", "spans", "held_s", "held_since", "asked_at", "alive", "loading", "said", "reporting")
+    __slots__ = (
+        "name",
+        "pool",
+        "serial",
+        "engine",
+        "pace",
+        "budget",
+        "ahead",
+        "load",
+        "version",
+        "turns",
+        "ticket",
+        "busy_since",
+        "spans",
+        "held_s",
+        "held_since",
+        "asked_at",
+        "alive",
+        "loading",
+        "said",
+        "reporting",
+    )
 
     def __init__(self, name: str, pool: spec.Pool, serial: int, now: float) -> None:
         self.name, self.pool, self.serial = name, pool, serial
@@ -35,7 +55,10 @@ class SimWorker:
         self.held_s, self.held_since = 0.0, now
         self.asked_at = -1.0  # it was asked for, and can't take turns yet
         self.alive, self.loading = True, False
-        self.said = (pool.engine.kv_tokens, False)  # KV tokens and `revoked`, as the scheduler knows them
+        self.said = (
+            pool.engine.kv_tokens,
+            False,
+        )  # KV tokens and `revoked`, as the scheduler knows them
         self.reporting = False
 
     def work(self, now: float) -> float:
@@ -92,10 +115,14 @@ class Workers:
         self._spot: dict[str, list[str]] = {pool.name: [] for pool in what.pools}
         self._started_spot = dict.fromkeys(self._pools, 0)
         self._serial = dict.fromkeys(self._pools, 0)  # of those that joined
-        self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}  # pool -> what leaves at this instant
+        self._sending: dict[
+            str, list[tuple[SimWorker, int, float]]
+        ] = {}  # pool -> what leaves at this instant
         self._link_free = dict.fromkeys(self._pools, 0.0)
         self._tables: dict[tuple[int, str], tuple] = {}  # of a Load -> (pace, changes)
-        self._regroup_s = 0.0  # that the trainer's next step takes longer, as GPUs have changed sides
+        self._regroup_s = (
+            0.0  # that the trainer's next step takes longer, as GPUs have changed sides
+        )
         self.version = -1
 
     # ----------------------------------------------------------------- joining and leaving
@@ -121,8 +148,17 @@ class Workers:
             self._beside(worker, pool.serving)
         if version == self.version and asked_at >= 0:
             self._is_ready(worker)
-        self._feed(ev.WorkerJoined(at=now, worker=name, kind=pool.kind, max_sequences=pool.engine.max_sequences,
-                                   kv_tokens=pool.engine.kv_tokens, version=version, hardware=pool.gpu.name))
+        self._feed(
+            ev.WorkerJoined(
+                at=now,
+                worker=name,
+                kind=pool.kind,
+                max_sequences=pool.engine.max_sequences,
+                kv_tokens=pool.engine.kv_tokens,
+                version=version,
+                hardware=pool.gpu.name,
+            )
+        )
         if self._hub.rests(name):
             worker.let_go(now)
         if worker.budget is not None:
@@ -132,8 +168,11 @@ class Workers:
         worker.load, worker.ahead = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
-            pace = None if serving.executor == "none" else lending.Pace(
-                worker.load, lending.rates(serving, worker.load), 0.0)
+            pace = (
+                None
+                if serving.executor == "none"
+                else lending.Pace(worker.load, lending.rates(serving, worker.load), 0.0)
+            )
             self._tables[key] = pace, lending.Changes(lending.beside(worker.load), serving.step)
         pace, changes = self._tables[key]
         worker.pace = pace and pace.moved(worker.ahead)
@@ -167,8 +206,11 @@ class Workers:
             self._started_spot[pool.name] += 1
             here.append(name)
             first = self._loop.now == 0
-            self._loop.at(self._loop.now + (0 if first else pool.allocation.start_s), self._spot_started,
-                          (pool, name, 0 if first else -1))
+            self._loop.at(
+                self._loop.now + (0 if first else pool.allocation.start_s),
+                self._spot_started,
+                (pool, name, 0 if first else -1),
+            )
 
     def _spot_started(self, what: tuple[spec.Pool, str, int], _ticket: int) -> None:
         pool, name, version = what
@@ -206,10 +248,14 @@ class Workers:
 
     def _pool_of(self, request: str) -> spec.Pool:
         pools = [pool for pool in self._spec.pools if pool.on_request]
-        named = [pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")]
+        named = [
+            pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")
+        ]
         if not pools:
-            raise ValueError(f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; add "
-                             "one, or choose scheduler/provisioning=fixed")
+            raise ValueError(
+                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; add "
+                "one, or choose scheduler/provisioning=fixed"
+            )
         return (named or pools)[0]
 
     def _answer(self, what: tuple[str, float], _ticket: int) -> None:
@@ -221,7 +267,11 @@ class Workers:
         if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
             self._forget(request)
             self.refused += 1
-            self._feed(ev.CapacityRefused(at=now, request=request, reason=f"{most} workers of {pool.name} are in use"))
+            self._feed(
+                ev.CapacityRefused(
+                    at=now, request=request, reason=f"{most} workers of {pool.name} are in use"
+                )
+            )
             return
         self._feed(ev.CapacityGranted(at=now, request=request))
         self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))
@@ -253,7 +303,9 @@ class Workers:
         worker.hold(now)
         worker.asked_at = now
         if worker.pool.switch_s:
-            worker.engine.pause(worker.work(now), worker.pool.switch_s, recompute=False, clear=False)
+            worker.engine.pause(
+                worker.work(now), worker.pool.switch_s, recompute=False, clear=False
+            )
         self._loop.at(now + worker.pool.switch_s, self._awake, worker)
 
     def _awake(self, worker: SimWorker, _ticket: int) -> None:
@@ -268,7 +320,9 @@ class Workers:
 
     def _is_ready(self, worker: SimWorker) -> None:
         if worker.asked_at >= 0:
-            self.granted.append(result.Granted(worker.name, worker.pool.name, worker.asked_at, self._loop.now))
+            self.granted.append(
+                result.Granted(worker.name, worker.pool.name, worker.asked_at, self._loop.now)
+            )
             worker.asked_at = -1.0
 
     # ----------------------------------------------------------------- weights
@@ -290,7 +344,9 @@ class Workers:
         loads = self._sending.pop(pool.name)
         sizes = [size for _, _, size in loads]
         begin = max(self._loop.now, self._link_free[pool.name])
-        self._link_free[pool.name] = begin + (max(sizes) if pool.link.relay else sum(sizes)) / pool.link.bytes_s
+        self._link_free[pool.name] = (
+            begin + (max(sizes) if pool.link.relay else sum(sizes)) / pool.link.bytes_s
+        )
         self._loop.at(self._link_free[pool.name] + pool.link.latency_s, self._arrived, loads)
 
     def _arrived(self, loads: list[tuple[SimWorker, int, float]], _ticket: int) -> None:
@@ -303,10 +359,16 @@ class Workers:
         if not worker.alive:
             return
         if self._spec.in_flight == "finish" and worker.turns:
-            self._loop.at(worker.pace.wall(worker.engine.due) if worker.pace else worker.engine.due, self._apply, what)
+            self._loop.at(
+                worker.pace.wall(worker.engine.due) if worker.pace else worker.engine.due,
+                self._apply,
+                what,
+            )
             return
         now, pause = self._loop.now, worker.pool.link.apply_s
-        worker.engine.pause(worker.work(now), pause, recompute=self._spec.in_flight == "recompute", clear=True)
+        worker.engine.pause(
+            worker.work(now), pause, recompute=self._spec.in_flight == "recompute", clear=True
+        )
         self._hub.reschedule(worker)
         self._loop.at(now + pause, self._loaded, what)
 
@@ -357,8 +419,14 @@ class Workers:
         now = self._loop.now
         gone = worker.engine.set_kv(worker.work(now), tokens)
         sequences = worker.pool.engine.max_sequences if tokens else 0
-        word = ev.WorkerCapacity(at=now, worker=worker.name, kv_tokens=tokens, max_sequences=sequences,
-                                 expected_s=expected_s, revoked=revoked)
+        word = ev.WorkerCapacity(
+            at=now,
+            worker=worker.name,
+            kv_tokens=tokens,
+            max_sequences=sequences,
+            expected_s=expected_s,
+            revoked=revoked,
+        )
         self._feed(word)
         if gone:
             self._hub.returned(worker, gone)
@@ -376,8 +444,11 @@ class Workers:
 
     def away(self) -> int:
         """GPUs of the trainer that roll out while it trains."""
-        return sum(worker.pool.tensor_parallel for worker in self.by_name.values()
-                   if worker.pool.split and not self._hub.rests(worker.name))
+        return sum(
+            worker.pool.tensor_parallel
+            for worker in self.by_name.values()
+            if worker.pool.split and not self._hub.rests(worker.name)
+        )
 
     def _changes_side(self, worker: SimWorker) -> None:
         if worker.pool.split:
@@ -392,16 +463,26 @@ class Workers:
                 continue
             longest = max(longest, worker.pool.switch_s)
             if rollout:
-                worker.engine.pause(worker.work(self._loop.now), worker.pool.switch_s, recompute=False, clear=True)
-            self._capacity(worker, worker.pool.engine.kv_tokens if rollout else 0, 0.0 if rollout else seconds, False)
+                worker.engine.pause(
+                    worker.work(self._loop.now), worker.pool.switch_s, recompute=False, clear=True
+                )
+            self._capacity(
+                worker,
+                worker.pool.engine.kv_tokens if rollout else 0,
+                0.0 if rollout else seconds,
+                False,
+            )
         return longest
 
     # ----------------------------------------------------------------- the end
 
     def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
         now, found = self._loop.now, []
-        observers = {pool.name: lending.Observer(pool.name, pool.serving, now) for pool in self._spec.pools
-                     if pool.serving is not None and pool.serving.executor != "none" and now > 0}
+        observers = {
+            pool.name: lending.Observer(pool.name, pool.serving, now)
+            for pool in self._spec.pools
+            if pool.serving is not None and pool.serving.executor != "none" and now > 0
+        }
         for worker in [*self.gone, *self.by_name.values()]:
             if worker.busy_since >= 0:
                 worker.spans.extend((worker.busy_since, now))
@@ -410,7 +491,18 @@ class Workers:
             if worker.load is not None and worker.pool.name in observers:
                 observers[worker.pool.name].add(worker.load, worker.ahead, worker.spans)
             engine = worker.engine
-            found.append(result.Worker(worker.name, worker.pool.name, worker.pool.kind, worker.pool.tensor_parallel,
-                                       worker.held_s, sum(worker.spans[1::2]) - sum(worker.spans[::2]),
-                                       engine.decoded, engine.prefilled, engine.preemptions, worker.spans))
+            found.append(
+                result.Worker(
+                    worker.name,
+                    worker.pool.name,
+                    worker.pool.kind,
+                    worker.pool.tensor_parallel,
+                    worker.held_s,
+                    sum(worker.spans[1::2]) - sum(worker.spans[::2]),
+                    engine.decoded,
+                    engine.prefilled,
+                    engine.preemptions,
+                    worker.spans,
+                )
+            )
         return found, [observer.result() for observer in observers.values()]

@@ -19,7 +19,12 @@ from rose.study import build, page, runs, sizing, table
 from rose.study.outcome import Outcome
 
 MODES = ("simulate", "plan")
-OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "journal")  # in a folder that training wrote
+OF_A_RUN = (
+    "checkpoints",
+    "rollouts",
+    "metrics.jsonl",
+    "journal",
+)  # in a folder that training wrote
 
 
 def main(configs: Sequence[Config], console: Console, command: str) -> int:
@@ -47,24 +52,32 @@ def check(c: Config, mode: str) -> None:
     """Everything that can be wrong before something expensive begins. Raises `ConfigError`."""
     s = c.sim
     if c.mode != mode:
-        raise ConfigError(f"mode={c.mode!r}: the sweep's first point has mode={mode!r}; one sweep is of one mode")
+        raise ConfigError(
+            f"mode={c.mode!r}: the sweep's first point has mode={mode!r}; one sweep is of one mode"
+        )
     if not s.seeds or len(set(s.seeds)) < len(s.seeds) or min(s.seeds) < 0:
         raise ConfigError(f"sim.seeds={s.seeds}: one or more different numbers, none negative")
     if not s.label.strip():
         raise ConfigError(f"sim.label={s.label!r}: the configured system needs a name in tables")
     if s.warmup >= s.steps:
-        raise ConfigError(f"sim.warmup={s.warmup}: must be below sim.steps={s.steps}, or no step is counted")
+        raise ConfigError(
+            f"sim.warmup={s.warmup}: must be below sim.steps={s.steps}, or no step is counted"
+        )
     for name, system in build.systems(c).items():
         try:
             build.make_scheduler(c, system)
         except ConfigError as error:
-            raise ConfigError(f"sim.systems.{name}.{error}" if name != s.label else str(error)) from None
+            raise ConfigError(
+                f"sim.systems.{name}.{error}" if name != s.label else str(error)
+            ) from None
         build.make_spec(c, name, system, s.seeds[0])
     if mode == "plan":
         sizing.target(c)
         sizing.borrowed_pool(c)
     if any((c.run_dir / name).exists() for name in OF_A_RUN):
-        raise ConfigError(f"name={c.name!r}: {c.run_dir} holds a training run; give the simulation another name")
+        raise ConfigError(
+            f"name={c.name!r}: {c.run_dir} holds a training run; give the simulation another name"
+        )
 
 
 def _simulate(configs: Sequence[Config], console: Console, command: str) -> None:

@@ -29,7 +29,9 @@ class Picture(msgspec.Struct, frozen=True):
     workers: list[str]
     kinds: list[str]  # of the workers
     busy: list[list[float]]  # per worker and bin of the run: share of it with a turn
-    serving: dict[str, list[Any]]  # curves over serving["x"], a point a minute; empty without cooperative workers
+    serving: dict[
+        str, list[Any]
+    ]  # curves over serving["x"], a point a minute; empty without cooperative workers
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -56,7 +58,9 @@ class Outcome(msgspec.Struct, frozen=True):
     alone_ttft_p99_s: float
     alone_tpot_p99_s: float
     alone_gap_p99_s: float
-    allocation: float  # share of the borrowed workers' time between asking for one and its first turn
+    allocation: (
+        float  # share of the borrowed workers' time between asking for one and its first turn
+    )
     migrations: float  # turns a step that went on elsewhere
     wall_s: float  # that the simulation took
     picture: Picture | None = None
@@ -70,34 +74,55 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("step_s", "Step, s", "{:,.1f}", -1), Metric("rollout_s", "Rollout, s", "{:,.1f}", -1),
-    Metric("trajectories_s", "Trained/s", "{:,.2f}", 1), Metric("tokens_s", "Tokens/s", "{:,.0f}", 1),
-    Metric("staleness", "Staleness", "{:.2f}", 0), Metric("tail", "p99/p50", "{:.1f}", -1),
-    Metric("dropped", "Dropped", "{:.1%}", -1), Metric("attainment", "SLO kept", "{:.2%}", 1),
+    Metric("step_s", "Step, s", "{:,.1f}", -1),
+    Metric("rollout_s", "Rollout, s", "{:,.1f}", -1),
+    Metric("trajectories_s", "Trained/s", "{:,.2f}", 1),
+    Metric("tokens_s", "Tokens/s", "{:,.0f}", 1),
+    Metric("staleness", "Staleness", "{:.2f}", 0),
+    Metric("tail", "p99/p50", "{:.1f}", -1),
+    Metric("dropped", "Dropped", "{:.1%}", -1),
+    Metric("attainment", "SLO kept", "{:.2%}", 1),
     Metric("allocation", "Allocation", "{:.2%}", -1),
 )
-EVERY = tuple(field for field in Outcome.__struct_fields__ if field not in ("point", "system", "seed", "picture"))
+EVERY = tuple(
+    field
+    for field in Outcome.__struct_fields__
+    if field not in ("point", "system", "seed", "picture")
+)
 
 
 def of(result: Result, point: str, system: str, warmup: int, wall_s: float, drawn: bool) -> Outcome:
     """Raises `ValueError` when the run has no step beyond the warm-up."""
     steps = result.steps[warmup:]
     if not steps:
-        raise ValueError(f"{len(result.steps)} steps, of which warmup={warmup} are not counted, leave none")
+        raise ValueError(
+            f"{len(result.steps)} steps, of which warmup={warmup} are not counted, leave none"
+        )
     seconds = steps[-1].ended - (result.steps[warmup - 1].ended if warmup else 0.0)
     stale = [age for step in steps for age in step.staleness]
     made = result.tokens + result.counts.dropped_tokens + result.counts.crashed_tokens
     return Outcome(
-        point=point, system=system, seed=result.seed, step_s=seconds / len(steps),
-        rollout_s=fmean(step.rollout_s for step in steps), sync_s=fmean(step.sync_s for step in steps),
+        point=point,
+        system=system,
+        seed=result.seed,
+        step_s=seconds / len(steps),
+        rollout_s=fmean(step.rollout_s for step in steps),
+        sync_s=fmean(step.sync_s for step in steps),
         train_s=fmean(step.trained_at - step.training_at for step in steps),
         trajectories_s=sum(step.trajectories for step in steps) / seconds,
-        tokens_s=sum(step.tokens for step in steps) / seconds, dropped=1 - result.tokens / made if made else math.nan,
-        staleness=fmean(stale) if stale else math.nan, staleness_max=float(max(stale, default=0)),
-        tail=_tail(result.trajectory_s), utilisation=result.utilisation("dedicated"),
-        attainment=_attainment(result.serving), **_latencies(result.serving), allocation=_allocation(result),
-        migrations=result.counts.migrations / len(result.steps), wall_s=wall_s,
-        picture=_picture(result) if drawn else None)
+        tokens_s=sum(step.tokens for step in steps) / seconds,
+        dropped=1 - result.tokens / made if made else math.nan,
+        staleness=fmean(stale) if stale else math.nan,
+        staleness_max=float(max(stale, default=0)),
+        tail=_tail(result.trajectory_s),
+        utilisation=result.utilisation("dedicated"),
+        attainment=_attainment(result.serving),
+        **_latencies(result.serving),
+        allocation=_allocation(result),
+        migrations=result.counts.migrations / len(result.steps),
+        wall_s=wall_s,
+        picture=_picture(result) if drawn else None,
+    )
 
 
 def _tail(seconds: np.ndarray) -> float:
@@ -116,10 +141,20 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
     """Of the first pool."""
     if not serving:
-        return {f"{when}{what}_p99_s": math.nan for when in ("", "alone_") for what in ("ttft", "tpot", "gap")}
+        return {
+            f"{when}{what}_p99_s": math.nan
+            for when in ("", "alone_")
+            for what in ("ttft", "tpot", "gap")
+        }
     beside, alone, gaps = serving[0].beside, serving[0].alone, serving[0].gap_p99_s
-    return {"ttft_p99_s": beside.ttft_p99_s, "tpot_p99_s": beside.tpot_p99_s, "gap_p99_s": gaps[1],
-            "alone_ttft_p99_s": alone.ttft_p99_s, "alone_tpot_p99_s": alone.tpot_p99_s, "alone_gap_p99_s": gaps[0]}
+    return {
+        "ttft_p99_s": beside.ttft_p99_s,
+        "tpot_p99_s": beside.tpot_p99_s,
+        "gap_p99_s": gaps[1],
+        "alone_ttft_p99_s": alone.ttft_p99_s,
+        "alone_tpot_p99_s": alone.tpot_p99_s,
+        "alone_gap_p99_s": gaps[0],
+    }
 
 
 def _allocation(result: Result) -> float:
@@ -129,10 +164,15 @@ def _allocation(result: Result) -> float:
 
 def _picture(result: Result) -> Picture:
     end = max(result.seconds, result.steps[-1].ended)
-    rows = result.workers[::max(1, -(-len(result.workers) // MOST_ROWS))]
-    return Picture(end=round(end, 1), steps=[_phases(step) for step in result.steps],
-                   workers=[row.name for row in rows], kinds=[row.kind for row in rows],
-                   busy=[shares(row.spans, end, BINS) for row in rows], serving=_serving(result, end))
+    rows = result.workers[:: max(1, -(-len(result.workers) // MOST_ROWS))]
+    return Picture(
+        end=round(end, 1),
+        steps=[_phases(step) for step in result.steps],
+        workers=[row.name for row in rows],
+        kinds=[row.kind for row in rows],
+        busy=[shares(row.spans, end, BINS) for row in rows],
+        serving=_serving(result, end),
+    )
 
 
 def _phases(step: Step) -> list[float]:
@@ -158,14 +198,25 @@ def _serving(result: Result, end: float) -> dict[str, list[Any]]:
         return {}
     use = result.serving[0]
     minutes = len(use.minute_busy)
-    lent = [shares(worker.spans, minutes * MINUTE_S, minutes) for worker in result.workers if worker.pool == use.pool]
-    return {"x": [(minute + 0.5) * MINUTE_S for minute in range(minutes)], "busy": _numbers(use.minute_busy),
-            "requests": _numbers(use.minute_requests), "attained": _numbers(use.minute_attained),
-            "lent": _numbers(np.mean(lent, axis=0)) if lent else []}
+    lent = [
+        shares(worker.spans, minutes * MINUTE_S, minutes)
+        for worker in result.workers
+        if worker.pool == use.pool
+    ]
+    return {
+        "x": [(minute + 0.5) * MINUTE_S for minute in range(minutes)],
+        "busy": _numbers(use.minute_busy),
+        "requests": _numbers(use.minute_requests),
+        "attained": _numbers(use.minute_attained),
+        "lent": _numbers(np.mean(lent, axis=0)) if lent else [],
+    }
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else round(value, 4) for value in np.asarray(values, float).tolist()]
+    return [
+        None if math.isnan(value) else round(value, 4)
+        for value in np.asarray(values, float).tolist()
+    ]
 
 
 def values(outcomes: Sequence[Outcome], key: str) -> list[float]:

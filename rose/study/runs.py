@@ -23,8 +23,26 @@ from rose.sim.driver import simulate
 from rose.study import build
 from rose.study.outcome import Outcome, of
 
-UNREAD = ("name", "mode", "fresh", "output_dir", "scheduler", "observe", "cluster", "eval", "transfer")
-UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")  # by a job, which has its own
+UNREAD = (
+    "name",
+    "mode",
+    "fresh",
+    "output_dir",
+    "scheduler",
+    "observe",
+    "cluster",
+    "eval",
+    "transfer",
+)
+UNREAD_SIM = (
+    "label",
+    "pools",
+    "executor",
+    "systems",
+    "plan",
+    "processes",
+    "seeds",
+)  # by a job, which has its own
 
 
 class SimulationFailed(RuntimeError):
@@ -51,8 +69,11 @@ class Job(msgspec.Struct, frozen=True):
 
 def jobs_of(c: Config) -> list[Job]:
     """Every system with every seed; of the first seed a timeline is kept."""
-    return [Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
-            for seed in c.sim.seeds for name, system in build.systems(c).items()]
+    return [
+        Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
+        for seed in c.sim.seeds
+        for name, system in build.systems(c).items()
+    ]
 
 
 def run(job: Job) -> Outcome:
@@ -63,18 +84,26 @@ def run(job: Job) -> Outcome:
         result = simulate(what, build.make_scheduler(job.config, job.system), job.seed)
     except RuntimeError as error:
         raise SimulationFailed(f"{job.name}, seed {job.seed}: {error}") from error
-    return of(result, job.point, job.name, job.config.sim.warmup, time.perf_counter() - began, job.drawn)
+    return of(
+        result, job.point, job.name, job.config.sim.warmup, time.perf_counter() - began, job.drawn
+    )
 
 
 def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outcome]:
     """With a bar on a terminal, else a line per simulation."""
+
     def words(o: Outcome) -> str:
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
 
     if not console.is_terminal:
         return run_all(jobs, workers, lambda o: say(console, words(o)))
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.description}"))
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len({job.key for job in jobs}))
         return run_all(jobs, workers, lambda o: bar.update(task, advance=1, description=words(o)))
@@ -89,7 +118,9 @@ def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None])
     for key, outcome in _carried_out(first, workers):
         found[key] = outcome
         heard(outcome)
-    return [msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs]
+    return [
+        msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs
+    ]
 
 
 def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
@@ -104,8 +135,10 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
                 yield keys[done], done.result()
             except BrokenProcessPool:
                 job = jobs[keys[done]]
-                raise SimulationFailed(f"{job.name}, seed {job.seed}: its process died (out of memory?); fewer at once "
-                                       f"with sim.processes={max(1, workers // 2)}") from None
+                raise SimulationFailed(
+                    f"{job.name}, seed {job.seed}: its process died (out of memory?); fewer at once "
+                    f"with sim.processes={max(1, workers // 2)}"
+                ) from None
 
 
 @contextmanager

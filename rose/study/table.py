@@ -19,12 +19,17 @@ from rose.study.outcome import EVERY, METRICS, Outcome, by_system, mean, shown, 
 CSV_COLUMNS = ("point", "system", "seed", *EVERY)
 
 
-def gains(outcomes: Sequence[Outcome], ours: str, key: str = "step_s", better: int = -1) -> dict[str, Interval]:
+def gains(
+    outcomes: Sequence[Outcome], ours: str, key: str = "step_s", better: int = -1
+) -> dict[str, Interval]:
     """How many times better `ours` is than each other system; of step times by default."""
     systems = by_system(outcomes)
     mine = values(systems[ours], key)
-    return {name: gain(mine, values(rows, key)) if better > 0 else gain(values(rows, key), mine)
-            for name, rows in systems.items() if name != ours}
+    return {
+        name: gain(mine, values(rows, key)) if better > 0 else gain(values(rows, key), mine)
+        for name, rows in systems.items()
+        if name != ours
+    }
 
 
 def words(found: Interval) -> str:
@@ -43,8 +48,12 @@ def table(outcomes: Sequence[Outcome], ours: str, title: str) -> Table:
     made.add_column(f"{ours} is faster by [95%]", justify="right")
     for name in sorted(systems, key=lambda name: name == ours):
         rows = systems[name]
-        made.add_row(name, *(shown(m, mean(rows, m.key)) for m in METRICS),
-                     words(found[name]) + " x" if name in found else "", style="bold" if name == ours else None)
+        made.add_row(
+            name,
+            *(shown(m, mean(rows, m.key)) for m in METRICS),
+            words(found[name]) + " x" if name in found else "",
+            style="bold" if name == ours else None,
+        )
     return made
 
 
@@ -77,10 +86,22 @@ def _plain(value: Any) -> Any:
 
 def summary(outcomes: Sequence[Outcome], ours: str) -> dict[str, Any]:
     """{"system": ours, "systems": {name: {metric: mean}}, "gains": {name: {"mean", "low", "high"}}}; null for NaN."""
-    systems = {name: {key: _plain(mean(rows, key)) for key in EVERY} for name, rows in by_system(outcomes).items()}
-    found = {name: {field: _plain(value) for field, value in each._asdict().items()}
-             for name, each in gains(outcomes, ours).items()}
-    return _nulls({"system": ours, "seeds": sorted({o.seed for o in outcomes}), "systems": systems, "gains": found})
+    systems = {
+        name: {key: _plain(mean(rows, key)) for key in EVERY}
+        for name, rows in by_system(outcomes).items()
+    }
+    found = {
+        name: {field: _plain(value) for field, value in each._asdict().items()}
+        for name, each in gains(outcomes, ours).items()
+    }
+    return _nulls(
+        {
+            "system": ours,
+            "seeds": sorted({o.seed for o in outcomes}),
+            "systems": systems,
+            "gains": found,
+        }
+    )
 
 
 def _nulls(tree: Any) -> Any:

@@ -52,7 +52,11 @@ def read(path: str | Path) -> Trace:
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()
         rest = itertools.chain([first], file)
-        found, fields = (MOONCAKE, _objects(rest, path)) if first.lstrip().startswith("{") else _table(rest, path)
+        found, fields = (
+            (MOONCAKE, _objects(rest, path))
+            if first.lstrip().startswith("{")
+            else _table(rest, path)
+        )
         times: list[float] = []
         lengths: tuple[list[int], list[int]] = ([], [])
         blocks: list[tuple[int, ...] | None] = []
@@ -60,7 +64,9 @@ def read(path: str | Path) -> Trace:
             place = Place(path, line, found.columns[0])
             time = found.time(field, place)
             if times and time < times[-1]:
-                raise place.wrong(f"{field} is before the time of the line above; sort the file by time")
+                raise place.wrong(
+                    f"{field} is before the time of the line above; sort the file by time"
+                )
             times.append(time)
             for column, field, into in zip(found.columns[1:], (prompt, output), lengths):
                 into.append(_count(field, Place(path, line, column)))
@@ -68,8 +74,12 @@ def read(path: str | Path) -> Trace:
     if not times:
         raise TraceError(f"{path}: no requests below the header")
     at = np.array(times)
-    return Trace((at - at[0]) * found.unit, np.array(lengths[0], np.int32), np.array(lengths[1], np.int32),
-                 None if None in blocks else tuple(blocks))
+    return Trace(
+        (at - at[0]) * found.unit,
+        np.array(lengths[0], np.int32),
+        np.array(lengths[1], np.int32),
+        None if None in blocks else tuple(blocks),
+    )
 
 
 # --------------------------------------------------------------------------- lines to fields
@@ -82,12 +92,16 @@ def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int
     found = max((AZURE, BURSTGPT), key=lambda f: sum(name in header for name in f.columns))
     missing = [name for name in found.columns if name not in header]
     if len(missing) == len(found.columns):
-        raise TraceError(f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; known are "
-                         + ", ".join(f"{f.name} ({', '.join(f.columns)})" for f in (AZURE, BURSTGPT))
-                         + f" and {MOONCAKE.name} (a JSON object a line: {', '.join(MOONCAKE.columns)})")
+        raise TraceError(
+            f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; known are "
+            + ", ".join(f"{f.name} ({', '.join(f.columns)})" for f in (AZURE, BURSTGPT))
+            + f" and {MOONCAKE.name} (a JSON object a line: {', '.join(MOONCAKE.columns)})"
+        )
     if missing:
-        raise TraceError(f"{path}, line 1: no column {', '.join(missing)}; found {header}, "
-                         f"{found.name} needs {', '.join(found.columns)}")
+        raise TraceError(
+            f"{path}, line 1: no column {', '.join(missing)}; found {header}, "
+            f"{found.name} needs {', '.join(found.columns)}"
+        )
     return found, _cells(rows, header, [header.index(name) for name in found.columns], path)
 
 
@@ -100,14 +114,17 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
         raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
 
 
-def _cells(rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int],
-           path: Path) -> Iterator[tuple[int, list[str]]]:
+def _cells(
+    rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int], path: Path
+) -> Iterator[tuple[int, list[str]]]:
     for line, row in rows:
         if not row:
             continue
         if len(row) <= max(places):
-            raise TraceError(f"{path}, line {line}, column {header[len(row)]}: missing; {len(row)} fields, "
-                             f"the header has {len(header)}")
+            raise TraceError(
+                f"{path}, line {line}, column {header[len(row)]}: missing; {len(row)} fields, "
+                f"the header has {len(header)}"
+            )
         yield line, [row[place] for place in places]
 
 
@@ -118,15 +135,28 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise TraceError(f"{path}, line {line}, character {error.colno}: no JSON: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+            raise TraceError(
+                f"{path}, line {line}, character {error.colno}: no JSON: {error.msg}"
+            ) from None
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # a number of thousands of digits, brackets in brackets
             raise TraceError(f"{path}, line {line}: no JSON object of a trace: {error}") from None
         if not isinstance(found, dict):
             raise TraceError(f"{path}, line {line}: {text.strip()[:40]!r} is no JSON object")
         if missing := [name for name in MOONCAKE.columns if name not in found]:
-            raise TraceError(f"{path}, line {line}: no column {', '.join(missing)}; {MOONCAKE.name} needs "
-                             f"{', '.join(MOONCAKE.columns)}")
-        yield line, [*(found[name] for name in MOONCAKE.columns), *([found[BLOCKS]] if BLOCKS in found else [])]
+            raise TraceError(
+                f"{path}, line {line}: no column {', '.join(missing)}; {MOONCAKE.name} needs "
+                f"{', '.join(MOONCAKE.columns)}"
+            )
+        yield (
+            line,
+            [
+                *(found[name] for name in MOONCAKE.columns),
+                *([found[BLOCKS]] if BLOCKS in found else []),
+            ],
+        )
 
 
 # --------------------------------------------------------------------------- fields to numbers
@@ -169,7 +199,9 @@ def _count(field: Any, place: Place) -> int:
 
 
 def _blocks(field: Any, place: Place) -> tuple[int, ...]:
-    if not isinstance(field, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in field):
+    if not isinstance(field, list) or any(
+        isinstance(one, bool) or not isinstance(one, int) for one in field
+    ):
         raise place.wrong(f"{str(field)[:40]!r} is no list of whole numbers")
     return tuple(field)
 

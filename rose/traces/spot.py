@@ -47,7 +47,9 @@ class Availability:
 
     def count(self, at: float | np.ndarray) -> np.ndarray:
         """Instances there at these times; int64, of the shape of `at`."""
-        return np.searchsorted(self.begin, at, "right") - np.searchsorted(np.sort(self.end), at, "right")
+        return np.searchsorted(self.begin, at, "right") - np.searchsorted(
+            np.sort(self.end), at, "right"
+        )
 
     @property
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +61,10 @@ class Availability:
         """What is there within [start_s, start_s + seconds), at times from `start_s`."""
         stop = min(start_s + seconds, self.seconds)
         held = (self.begin < stop) & (self.end > start_s)
-        begin, end = np.maximum(self.begin[held], start_s) - start_s, np.minimum(self.end[held], stop) - start_s
+        begin, end = (
+            np.maximum(self.begin[held], start_s) - start_s,
+            np.minimum(self.end[held], stop) - start_s,
+        )
         order = np.argsort(begin, kind="stable")
         return Availability(begin[order], end[order], max(0.0, stop - start_s))
 
@@ -79,10 +84,13 @@ class Availability:
         removed = self.end[self.end < self.seconds]
         added = self.begin[self.begin > 0]
         held = float((self.end - self.begin).sum())
-        return Statistics(mean=held / self.seconds, most=int(self.count(np.unique(self.begin)).max()),
-                          life_s=held / len(removed) if len(removed) else math.inf,
-                          removed_at_once=len(removed) / max(1, len(np.unique(removed))),
-                          added_at_once=len(added) / max(1, len(np.unique(added))))
+        return Statistics(
+            mean=held / self.seconds,
+            most=int(self.count(np.unique(self.begin)).max()),
+            life_s=held / len(removed) if len(removed) else math.inf,
+            removed_at_once=len(removed) / max(1, len(np.unique(removed))),
+            added_at_once=len(added) / max(1, len(np.unique(added))),
+        )
 
 
 # --------------------------------------------------------------------------- files
@@ -96,17 +104,25 @@ def read(path: str | Path, seed: int = 0) -> Availability:
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
         try:
-            rows = [(line, [cell.strip() for cell in row]) for line, row in enumerate(reader, 1) if row]
+            rows = [
+                (line, [cell.strip() for cell in row]) for line, row in enumerate(reader, 1) if row
+            ]
         except csv.Error as error:  # such as a quote that is never closed
             raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
     if not rows:
-        raise TraceError(f"{path}, line 1: an empty file; needed `milliseconds,add|remove,name` or `date, time, count`")
-    changes, last = _named(rows, path) if rows[0][1][0].lstrip("-").isdigit() else _counted(rows, path, seed)
+        raise TraceError(
+            f"{path}, line 1: an empty file; needed `milliseconds,add|remove,name` or `date, time, count`"
+        )
+    changes, last = (
+        _named(rows, path) if rows[0][1][0].lstrip("-").isdigit() else _counted(rows, path, seed)
+    )
     there: dict[str, float] = {}
     spans: list[tuple[float, float]] = []
     for at, line, name, comes in changes:
         if comes == (name in there):
-            raise TraceError(f"{path}, line {line}, column 3: {name} is {'added twice' if comes else 'not there'}")
+            raise TraceError(
+                f"{path}, line {line}, column 3: {name} is {'added twice' if comes else 'not there'}"
+            )
         if comes:
             there[name] = at
         else:
@@ -119,7 +135,9 @@ def read(path: str | Path, seed: int = 0) -> Availability:
 
 
 Rows = list[tuple[int, list[str]]]
-Change = tuple[float, int, str, bool]  # seconds from the first line, line, instance, whether it comes
+Change = tuple[
+    float, int, str, bool
+]  # seconds from the first line, line, instance, whether it comes
 
 
 def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
@@ -129,7 +147,9 @@ def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
         _fields(row, ("milliseconds", "add or remove", "name"), path, line)
         at = _natural(row[0], path, line, 1, LATEST_MS) / 1000
         if changes and at < changes[-1][0]:
-            raise TraceError(f"{path}, line {line}, column 1: {row[0]} is before the time of the line above")
+            raise TraceError(
+                f"{path}, line {line}, column 1: {row[0]} is before the time of the line above"
+            )
         if row[1] not in ("add", "remove"):
             raise TraceError(f"{path}, line {line}, column 2: {row[1]!r} is neither add nor remove")
         changes.append((at, line, row[2], row[1] == "add"))
@@ -146,7 +166,9 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
     for line, row in rows:
         at = _clock(row, path, line)
         if at < last:
-            raise TraceError(f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line above")
+            raise TraceError(
+                f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line above"
+            )
         last, count = at, _natural(row[2], path, line, 3, MOST)
         while len(there) > count:
             changes.append((at - first, line, there.pop(draw.integers(len(there))), False))
@@ -159,8 +181,10 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
 
 def _fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> None:
     if len(row) != len(names):
-        raise TraceError(f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; needed are "
-                         f"{len(names)}: {', '.join(names)}")
+        raise TraceError(
+            f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; needed are "
+            f"{len(names)}: {', '.join(names)}"
+        )
 
 
 def _clock(row: list[str], path: Path, line: int) -> float:
@@ -171,15 +195,19 @@ def _clock(row: list[str], path: Path, line: int) -> float:
             raise ValueError
         return float(time.astype(np.int64))
     except ValueError:
-        raise TraceError(f"{path}, line {line}, column 1: {row[0]!r}, {row[1]!r} is no time like 2021-12-11, "
-                         "11:11:30") from None
+        raise TraceError(
+            f"{path}, line {line}, column 1: {row[0]!r}, {row[1]!r} is no time like 2021-12-11, "
+            "11:11:30"
+        ) from None
 
 
 def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise TraceError(f"{path}, line {line}, column {column}: {text!r} is no whole number") from None
+        raise TraceError(
+            f"{path}, line {line}, column {column}: {text!r} is no whole number"
+        ) from None
     if number < 0:
         raise TraceError(f"{path}, line {line}, column {column}: {number} is negative")
     if number > most:
@@ -190,8 +218,15 @@ def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
 # --------------------------------------------------------------------------- made
 
 
-def generate(seed: int, seconds: float, most: int = 32, life_s: float = 1.65 * HOUR_S, removed_at_once: float = 2.1,
-             added_at_once: float = 2.1, restore_s: float = 0.5 * HOUR_S) -> Availability:
+def generate(
+    seed: int,
+    seconds: float,
+    most: int = 32,
+    life_s: float = 1.65 * HOUR_S,
+    removed_at_once: float = 2.1,
+    added_at_once: float = 2.1,
+    restore_s: float = 0.5 * HOUR_S,
+) -> Availability:
     """A pool that wants `most` instances: each is taken after `life_s` on average, with others (a geometric number of
     mean `removed_at_once`, drawn evenly), and each missing one comes back after `restore_s` on average, `added_at_once`
     together. Defaults: the statistics of Bamboo's p3 trace, which holds 24 of at most 32 on average.
@@ -200,14 +235,19 @@ def generate(seed: int, seconds: float, most: int = 32, life_s: float = 1.65 * H
     once.
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
-        raise ValueError(f"seconds={seconds:g}, most={most}, life_s={life_s:g}, restore_s={restore_s:g}: must be "
-                         f"positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 at least")
+        raise ValueError(
+            f"seconds={seconds:g}, most={most}, life_s={life_s:g}, restore_s={restore_s:g}: must be "
+            f"positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 at least"
+        )
     draw = np.random.default_rng(seed)
     there = [0.0] * max(1, round(most * life_s / (life_s + restore_s)))  # it begins in equilibrium
     spans: list[tuple[float, float]] = []
     at = 0.0
     while True:
-        leave, come = len(there) / life_s / removed_at_once, (most - len(there)) / restore_s / added_at_once
+        leave, come = (
+            len(there) / life_s / removed_at_once,
+            (most - len(there)) / restore_s / added_at_once,
+        )
         at += draw.exponential(1 / (leave + come))
         if at >= seconds:
             break

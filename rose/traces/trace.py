@@ -19,10 +19,14 @@ class TraceError(ValueError):
 class Trace:
     """Requests in order of arrival; arrays of one length."""
 
-    at: np.ndarray  # float64, seconds from the first request (after `slice`: from the slice's start)
+    at: (
+        np.ndarray
+    )  # float64, seconds from the first request (after `slice`: from the slice's start)
     prompt_tokens: np.ndarray  # int32
     output_tokens: np.ndarray  # int32; 0: the service failed (BurstGPT)
-    blocks: tuple[tuple[int, ...], ...] | None = None  # of each prompt's BLOCK tokens (the last: of the rest); equal
+    blocks: tuple[tuple[int, ...], ...] | None = (
+        None  # of each prompt's BLOCK tokens (the last: of the rest); equal
+    )
     # numbers are equal prefixes up to there; null: not known
 
     def __len__(self) -> int:
@@ -40,17 +44,24 @@ class Trace:
 
     def part(self, which: slice) -> Trace:
         """Some of the requests, at their times."""
-        return Trace(self.at[which], self.prompt_tokens[which], self.output_tokens[which],
-                     self.blocks and self.blocks[which])
+        return Trace(
+            self.at[which],
+            self.prompt_tokens[which],
+            self.output_tokens[which],
+            self.blocks and self.blocks[which],
+        )
 
     def scaled(self, time_factor: float) -> Trace:
         """Times multiplied: 2 halves the rate and keeps the bursts."""
         if not (time_factor > 0 and math.isfinite(time_factor)):
-            raise ValueError(f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers only")
+            raise ValueError(
+                f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers only"
+            )
         return replace(self, at=self.at * time_factor)
 
     def tokens_scaled(self, prompt: float, output: float) -> Trace:
         """Lengths multiplied and rounded, each 1 at least; equal prefixes are not known any more."""
+
         def times(lengths: np.ndarray, factor: float) -> np.ndarray:
             return np.clip(np.rint(lengths * factor), 1, LARGEST).astype(np.int32)
 
@@ -58,8 +69,11 @@ class Trace:
 
     def clipped(self, max_prompt: int, max_output: int) -> Trace:
         """Longer prompts and outputs cut to these many tokens; no request is dropped."""
-        return replace(self, prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),
-                       output_tokens=np.minimum(self.output_tokens, np.int32(max_output)))
+        return replace(
+            self,
+            prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),
+            output_tokens=np.minimum(self.output_tokens, np.int32(max_output)),
+        )
 
     def peak(self, window_s: float) -> float:
         """Requests in the fullest window of so many seconds, in units of the mean of all whole windows."""

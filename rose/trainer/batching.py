@@ -68,12 +68,18 @@ class Shared:
         blocks waste."""
         if dense:
             return float(size_of(rows, self) ** 2)
-        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:]))]  # where each leaves the one before
-        return sum((self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
-                   + PARTLY * (self.lengths[row] - depth) for row, depth in zip(rows, depths))
+        depths = [
+            0,
+            *(self._in_common(a, b) for a, b in zip(rows, rows[1:])),
+        ]  # where each leaves the one before
+        return sum(
+            (self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
+            + PARTLY * (self.lengths[row] - depth)
+            for row, depth in zip(rows, depths)
+        )
 
     def _in_common(self, row: int, later: int) -> int:
-        return min(self._shared[self._place[row] + 1: self._place[later] + 1])
+        return min(self._shared[self._place[row] + 1 : self._place[later] + 1])
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
@@ -91,8 +97,9 @@ def size_of(rows: list[int], packing: Packing) -> int:
     return size
 
 
-def plan_batch(rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int,
-               costs: Costs | None) -> tuple[Plan, bool]:
+def plan_batch(
+    rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int, costs: Costs | None
+) -> tuple[Plan, bool]:
     """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees without `costs`.
 
     Raises what `plan_micro_batches` raises.
@@ -103,10 +110,14 @@ def plan_batch(rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, upda
         return plain, False
     shared = Shared(rows)
     trees = plan_micro_batches(shared, ranks, micro_batch_tokens, updates)
-    plain_cost = sum(costs.token * size_of(m, padded) + costs.causal * len(m) * padded.lengths[m[0]] ** 2 / 2
-                     for m in _micro_batches(plain))
-    tree_cost = sum(costs.token * size_of(m, shared) + costs.tree * shared.pairs(m, costs.dense)
-                    for m in _micro_batches(trees))
+    plain_cost = sum(
+        costs.token * size_of(m, padded) + costs.causal * len(m) * padded.lengths[m[0]] ** 2 / 2
+        for m in _micro_batches(plain)
+    )
+    tree_cost = sum(
+        costs.token * size_of(m, shared) + costs.tree * shared.pairs(m, costs.dense)
+        for m in _micro_batches(trees)
+    )
     return (trees, True) if tree_cost < plain_cost else (plain, False)
 
 
@@ -117,8 +128,12 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 def flops(shape: ModelShape, flex: bool = False) -> Costs:
     """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair and channel."""
     attention = shape.heads * shape.head_dim
-    weights = shape.hidden * (2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate)
-    return Costs(2.0 * weights, 4.0 * attention, 4.0 * attention * (FLEX if flex else MASKED), not flex)
+    weights = shape.hidden * (
+        2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate
+    )
+    return Costs(
+        2.0 * weights, 4.0 * attention, 4.0 * attention * (FLEX if flex else MASKED), not flex
+    )
 
 
 def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:
@@ -133,11 +148,15 @@ def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, up
     """
     for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
-            raise ValueError(f"row {row} has {length} tokens; a row must have 1 to trainer.micro_batch_tokens="
-                             f"{micro_batch_tokens}")
+            raise ValueError(
+                f"row {row} has {length} tokens; a row must have 1 to trainer.micro_batch_tokens="
+                f"{micro_batch_tokens}"
+            )
     if len(packing.lengths) < ranks * updates:
-        raise ValueError(f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks one in "
-                         f"each of trainer.updates_per_step={updates} updates; {ranks * updates} are needed")
+        raise ValueError(
+            f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks one in "
+            f"each of trainer.updates_per_step={updates} updates; {ranks * updates} are needed"
+        )
     plan: Plan = [[] for _ in range(ranks)]
     for update in range(updates):
         rows = [row for place, row in enumerate(packing.order) if _snake(place, updates) == update]
@@ -185,7 +204,7 @@ def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> lis
             bins.append([])
             continue
         at = bins.index(largest)
-        bins[at:at + 1] = [largest[:len(largest) // 2], largest[len(largest) // 2:]]
+        bins[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return bins
 
 

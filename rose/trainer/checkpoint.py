@@ -40,7 +40,9 @@ def mark(folder: Path, rank: int, error: str) -> None:
     """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is gone, of an attempt
     that has ended, is nobody's any more."""
     try:
-        write_whole(Path(folder) / f"{FAILED if error else SAVED}-{rank:05d}", error.encode(), sync=True)
+        write_whole(
+            Path(folder) / f"{FAILED if error else SAVED}-{rank:05d}", error.encode(), sync=True
+        )
     except OSError as trouble:
         print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
 
@@ -50,8 +52,10 @@ def saved(folder: Path) -> int:
     marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
     for found in marks:
         if found[1] == FAILED:
-            raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: "
-                             f"{(Path(folder) / found[0]).read_text()}")
+            raise SaveFailed(
+                f"{folder}: trainer rank {int(found[2])} could not save: "
+                f"{(Path(folder) / found[0]).read_text()}"
+            )
     return len(marks)
 
 
@@ -79,8 +83,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go on "
-                         "from the one before it") from None
+        raise ValueError(
+            f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go on "
+            "from the one before it"
+        ) from None
 
 
 def begin(run_dir: Path, step: int) -> Path:

@@ -64,8 +64,12 @@ class CheckpointWriter(CheckpointEngine):
             return
         if not self._told:
             self._told = True
-            print(f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} GiB of host memory "
-                  f"and {available_bytes() / 2**30:.1f} are free", file=sys.stderr, flush=True)
+            print(
+                f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} GiB of host memory "
+                f"and {available_bytes() / 2**30:.1f} are free",
+                file=sys.stderr,
+                flush=True,
+            )
         torch.save(state_dict, path)
         self._written.append(Path(path))
 
@@ -73,7 +77,9 @@ class CheckpointWriter(CheckpointEngine):
         """Write what was copied, in a thread, then mark this rank's part as saved, or as failed."""
         files, written = self._files, self._written
         self._files, self._written = [], []
-        self._thread = threading.Thread(target=self._write, args=(folder, files, written), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, files, written), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self, deadline_s: float) -> bool:
@@ -94,7 +100,9 @@ class CheckpointWriter(CheckpointEngine):
                 sync(path)
         except Exception as error:  # whatever it was: the coordinator is told, and ends the run
             why = f"{type(error).__name__}: {error}"
-            if (refused := storage.refusal(folder)) is not None:  # torch.save does not say so of a full disk
+            if (
+                refused := storage.refusal(folder)
+            ) is not None:  # torch.save does not say so of a full disk
                 why += f"; {refused}"
             checkpoint.mark(folder, self._rank, why)
             return
@@ -154,7 +162,10 @@ def _left(group: Path, limit: str, usage: str) -> float:
         if most == "max":
             return math.inf
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("active_file", "inactive_file"))
+        files = sum(
+            int(stat.get(f"total_{name}", stat.get(name, 0)))
+            for name in ("active_file", "inactive_file")
+        )
         return max(0, int(most) - int((group / usage).read_text()) + files)
     except (OSError, ValueError):
         return math.inf  # a group without limits, as the root

@@ -28,10 +28,14 @@ class MicroBatch:
     mask: Tensor  # (B, T) float32: 1 where the policy made the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
     versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
-    tree: PrefixTree | None  # of `inputs`, each up to its last token that predicts one of the policy's
+    tree: (
+        PrefixTree | None
+    )  # of `inputs`, each up to its last token that predicts one of the policy's
 
 
-def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int, trees: bool = False) -> MicroBatch:
+def collate(
+    rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int, trees: bool = False
+) -> MicroBatch:
     """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that the rank
     still takes part in the collectives of forward and backward. `trees`: with a prefix tree, if there are
     two rows to share anything.
@@ -51,28 +55,47 @@ def collate(rows: list[int], trajectories: dict[int, Trajectory], vocabulary: in
         versions[i, :end] = np.where(row_mask, row_versions, -1)
     tree = None
     if trees and len(rows) > 1:
-        needed = [int(np.flatnonzero(row).max(initial=1)) for row in mask]  # inputs up to each row's last target
+        needed = [
+            int(np.flatnonzero(row).max(initial=1)) for row in mask
+        ]  # inputs up to each row's last target
         tree = prefix_tree.build(tokens[:, :-1], np.array(needed))
-    shifted = (torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions))
+    shifted = (
+        torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions)
+    )
     targets, mask_t, behaviour_t, versions_t = shifted
-    return MicroBatch(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(tokens[:, :-1].copy()), targets,
-                      mask_t, behaviour_t, versions_t, tree)
+    return MicroBatch(
+        torch.tensor(rows, dtype=torch.int64),
+        torch.from_numpy(tokens[:, :-1].copy()),
+        targets,
+        mask_t,
+        behaviour_t,
+        versions_t,
+        tree,
+    )
 
 
-def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _fields(
+    t: Trajectory, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, mask, logprobs, versions), each (T,), checked."""
     tokens, mask = unpack_tokens(t.tokens), np.frombuffer(t.mask, np.uint8)
     logprobs, versions = unpack_floats(t.logprobs), unpack_tokens(t.versions)
     if not len(tokens) == len(mask) == len(logprobs) == len(versions) or not len(tokens):
-        raise ValueError(f"trajectory {t.id}: tokens, mask, logprobs, versions have {len(tokens)}, {len(mask)}, "
-                         f"{len(logprobs)}, {len(versions)} entries; they must be equally many, at least 1")
+        raise ValueError(
+            f"trajectory {t.id}: tokens, mask, logprobs, versions have {len(tokens)}, {len(mask)}, "
+            f"{len(logprobs)}, {len(versions)} entries; they must be equally many, at least 1"
+        )
     if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise ValueError(f"trajectory {t.id}: token ids from {tokens.min()} to {tokens.max()}; "
-                         f"the model has 0 to {vocabulary - 1}")
+        raise ValueError(
+            f"trajectory {t.id}: token ids from {tokens.min()} to {tokens.max()}; "
+            f"the model has 0 to {vocabulary - 1}"
+        )
     if mask[0] or int(mask.sum()) != t.response_tokens or mask.max() > 1:
-        raise ValueError(f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), "
-                         f"response_tokens is {t.response_tokens}; they must agree, and the first token is always "
-                         "the prompt's")
+        raise ValueError(
+            f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), "
+            f"response_tokens is {t.response_tokens}; they must agree, and the first token is always "
+            "the prompt's"
+        )
     if not np.isfinite(logprobs[mask == 1]).all():
         raise ValueError(f"trajectory {t.id}: an engine's log-probability is not finite")
     return tokens, mask, logprobs, versions

@@ -22,35 +22,51 @@ from rose.trainer.prefix_tree import build_from_rows
 
 TOKENS = 4096  # of a measurement, at most; enough to fill a GPU
 ROUNDS = 4  # of which the first is not counted
-BRANCHES = 6  # of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
+BRANCHES = (
+    6  # of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
+)
 
 
-def measure(shape: ModelShape, dtype: torch.dtype, device: torch.device, tokens: int, flex: bool,
-            recomputed: bool) -> Costs:
+def measure(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    flex: bool,
+    recomputed: bool,
+) -> Costs:
     """In seconds. `tokens`: of a micro-batch; `recomputed`: whether layers run forward twice. Takes about a second and
     some hundred MiB on a GPU. The generator of random numbers is left as it was."""
     numbers = torch.Generator(device).manual_seed(0)
 
     def seconds(function: Callable[..., Tensor], *sizes: tuple[int, ...]) -> float:
-        inputs = [torch.randn(size, generator=numbers, device=device).to(dtype).requires_grad_() for size in sizes]
+        inputs = [
+            torch.randn(size, generator=numbers, device=device).to(dtype).requires_grad_()
+            for size in sizes
+        ]
         rounds = [_seconds(function, inputs, recomputed, device) for _ in range(ROUNDS)]
         return statistics.median(rounds[1:])
 
     length = max(4 * BRANCHES, min(tokens, TOKENS))
-    product = seconds(nn.functional.linear, (length, shape.hidden), (shape.intermediate, shape.hidden))
+    product = seconds(
+        nn.functional.linear, (length, shape.hidden), (shape.intermediate, shape.hidden)
+    )
     part = length // 2
     plain = build_from_rows([part] * BRANCHES, [part // BRANCHES] * BRANCHES).to(device)
     tree, mask = tree_attention.attended(plain, flex)
     causal = seconds(_attention(shape, None), *_heads(shape, length))
     masked = seconds(_attention(shape, mask), *_heads(shape, len(tree.tokens)))
     size = len(plain.tokens)
-    pairs = float((plain.depths + 1 + PARTLY).sum()) if flex else float(size ** 2)
+    pairs = float((plain.depths + 1 + PARTLY).sum()) if flex else float(size**2)
     per_flop = product / (2.0 * length * shape.hidden * shape.intermediate)
-    return Costs(flops(shape).token * per_flop, causal / (length ** 2 / 2), masked / pairs, not flex)
+    return Costs(flops(shape).token * per_flop, causal / (length**2 / 2), masked / pairs, not flex)
 
 
 def _heads(shape: ModelShape, length: int) -> list[tuple[int, ...]]:
-    return [(1, count, length, shape.head_dim) for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    return [
+        (1, count, length, shape.head_dim)
+        for count in (shape.heads, shape.kv_heads, shape.kv_heads)
+    ]
 
 
 def _attention(shape: ModelShape, mask: object) -> Callable[..., Tensor]:
@@ -59,7 +75,9 @@ def _attention(shape: ModelShape, mask: object) -> Callable[..., Tensor]:
     return lambda query, key, value: tree_attention.attention(layer, query, key, value, mask)[0]
 
 
-def _seconds(function: Callable[..., Tensor], inputs: list[Tensor], recomputed: bool, device: torch.device) -> float:
+def _seconds(
+    function: Callable[..., Tensor], inputs: list[Tensor], recomputed: bool, device: torch.device
+) -> float:
     """Of one pass forward and backward."""
     _settle(device)
     began = time.perf_counter()

@@ -30,7 +30,9 @@ from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAVE_BEFORE_S = 1800.0  # for the last checkpoint to be on disk; the coordinator asks for no other one sooner
+SAVE_BEFORE_S = (
+    1800.0  # for the last checkpoint to be on disk; the coordinator asks for no other one sooner
+)
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
@@ -47,8 +49,14 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
     """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` of them in one layer."""
     # A bucket is allocated whole at every update: DeepSpeed's own 5e8 cost a tiny model 1.3 s each time.
     bucket = min(LARGEST_BUCKET, parameters)
-    zero: dict[str, Any] = {"stage": trainer.zero_stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    if trainer.zero_stage == 3:  # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
+    zero: dict[str, Any] = {
+        "stage": trainer.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if (
+        trainer.zero_stage == 3
+    ):  # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -78,8 +86,9 @@ def use_device(gpus: int, index: int) -> torch.device:
     return torch.device("cpu")
 
 
-def join_world(device: torch.device, rank: int, world: int, place: Place,
-               timeout_s: float) -> torch.distributed.ProcessGroup:
+def join_world(
+    device: torch.device, rank: int, world: int, place: Place, timeout_s: float
+) -> torch.distributed.ProcessGroup:
     """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after that, a collective
     that takes over `timeout_s` seconds fails.
 
@@ -96,9 +105,17 @@ def join_world(device: torch.device, rank: int, world: int, place: Place,
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
     place.use_interface()
     try:
-        store = torch.distributed.TCPStore(place.address, place.port, world, is_master=rank == 0, timeout=first,
-                                           master_listen_fd=place.claim())
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=first)
+        store = torch.distributed.TCPStore(
+            place.address,
+            place.port,
+            world,
+            is_master=rank == 0,
+            timeout=first,
+            master_listen_fd=place.claim(),
+        )
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=first
+        )
         met = torch.ones(1, device=device)
         torch.distributed.all_reduce(met)  # NCCL connects at the first collective
         if device.type == "cuda":
@@ -106,9 +123,11 @@ def join_world(device: torch.device, rank: int, world: int, place: Place,
         backend = "gloo"
         on_hosts = torch.distributed.new_group(backend=backend, timeout=first)
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
-        raise RendezvousError(f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
-                              f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
-                              f"{place.listing()}") from error
+        raise RendezvousError(
+            f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
+            f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
+            f"{place.listing()}"
+        ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes). There is no public
     # call for any of them.
@@ -129,17 +148,28 @@ class DeepSpeedEngine:
     `folder` is the model's; raises what `rose.trainer.model.load` raises. `neighbours`: trainer ranks on this host.
     """
 
-    def __init__(self, trainer: configuration.Trainer, folder: Path | str, device: torch.device, neighbours: int = 1):
+    def __init__(
+        self,
+        trainer: configuration.Trainer,
+        folder: Path | str,
+        device: torch.device,
+        neighbours: int = 1,
+    ):
         import deepspeed
 
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.updates = 0  # applied since the start of the run; the learning rate follows it
-        policy = _load_policy(trainer, folder, LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS)
+        policy = _load_policy(
+            trainer, folder, LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
+        )
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=_optimizer(trainer, policy), dist_init_required=False,
-            config=zero_config(trainer, self.parameters, policy.largest_layer()))
+            model=policy,
+            optimizer=_optimizer(trainer, policy),
+            dist_init_required=False,
+            config=zero_config(trainer, self.parameters, policy.largest_layer()),
+        )
         self.engine.train()
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
 
@@ -147,10 +177,17 @@ class DeepSpeedEngine:
     def policy(self) -> Policy:
         return self.engine.module
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor,
-                 tree: PrefixTree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        mask: torch.Tensor,
+        tree: PrefixTree | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Policy.forward`, on tensors from anywhere."""
-        inputs, targets, mask = (x.to(self.device, non_blocking=True) for x in (inputs, targets, mask))
+        inputs, targets, mask = (
+            x.to(self.device, non_blocking=True) for x in (inputs, targets, mask)
+        )
         return self.engine(inputs, targets, mask, tree and tree.to(self.device))
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -205,7 +242,11 @@ class DeepSpeedEngine:
         """ZeRO 0 in float32 is a bare torch optimizer: nobody else looks at its gradient's norm."""
         if self.settings.zero_stage or self.settings.dtype != "float32":
             return None
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None]))
+        norm = float(
+            torch.nn.utils.get_total_norm(
+                [p.grad for p in self.policy.parameters() if p.grad is not None]
+            )
+        )
         if not np.isfinite(norm):
             raise NonFiniteGradient("the gradient is not finite")
         return norm
@@ -213,7 +254,9 @@ class DeepSpeedEngine:
     def states(self) -> Iterator[torch.Tensor]:
         """Weights, and what the optimizer updates and keeps."""
         yield from self.policy.parameters()
-        optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)  # torch's, within ZeRO's
+        optimizer = getattr(
+            self.engine.optimizer, "optimizer", self.engine.optimizer
+        )  # torch's, within ZeRO's
         for group in optimizer.param_groups:
             yield from group["params"]
         for state in optimizer.state.values():
@@ -234,8 +277,12 @@ class DeepSpeedEngine:
         self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         self.writer.save(_random_states(self.device), str(folder / f"random-{self.rank}.pt"))
         if self.rank == 0:
-            state = {"updates": self.updates, "ranks": self.world, "zero_stage": self.settings.zero_stage,
-                     "dtype": self.settings.dtype}
+            state = {
+                "updates": self.updates,
+                "ranks": self.world,
+                "zero_stage": self.settings.zero_stage,
+                "dtype": self.settings.dtype,
+            }
             write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
         torch.distributed.barrier()
         self.writer.finish(folder)
@@ -243,8 +290,10 @@ class DeepSpeedEngine:
     def saved(self) -> None:
         """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S` seconds."""
         if not self.writer.wait(SAVE_BEFORE_S):
-            raise TimeoutError(f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
-                               f"{SAVE_BEFORE_S:g} s")
+            raise TimeoutError(
+                f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
+                f"{SAVE_BEFORE_S:g} s"
+            )
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""
@@ -253,7 +302,9 @@ class DeepSpeedEngine:
         if path is None:
             raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
         self.updates = state["updates"]
-        _restore_random_states(torch.load(folder / f"random-{self.rank}.pt", weights_only=True), self.device)
+        _restore_random_states(
+            torch.load(folder / f"random-{self.rank}.pt", weights_only=True), self.device
+        )
 
 
 def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict[str, Any]:
@@ -265,10 +316,16 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
     if not path.is_file():
         raise ValueError(f"{path}: absent; {folder} is not a checkpoint of a trainer")
     state = json.loads(path.read_text())
-    for key, now in {"ranks": ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}.items():
+    for key, now in {
+        "ranks": ranks,
+        "zero_stage": trainer.zero_stage,
+        "dtype": trainer.dtype,
+    }.items():
         if state[key] != now:
-            raise ValueError(f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to {state[key]}, "
-                             "or begin a run of another name")
+            raise ValueError(
+                f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to {state[key]}, "
+                "or begin a run of another name"
+            )
     return state
 
 
@@ -307,14 +364,19 @@ def _build_lock() -> Iterator[None]:
             (build / "lock").unlink(missing_ok=True)
             yield
     except TimeoutError as error:
-        raise TimeoutError(f"{error}; end its holder, or set trainer.offload_optimizer=false") from None
+        raise TimeoutError(
+            f"{error}; end its holder, or set trainer.offload_optimizer=false"
+        ) from None
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
-    states = {"torch": torch.get_rng_state(), "python": [version, list(words), gauss],
-              "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest]}
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+    }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond any cap or clip range, and its products stay finite in float32
+LOG_RATIO_LIMIT = (
+    20.0  # exp(20) = 5e8: beyond any cap or clip range, and its products stay finite in float32
+)
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -20,7 +22,9 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+def importance_weights(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None
+) -> Tensor:
     """min(exp(proximal - behaviour), cap), (B, T) float32 without gradient; 0 where mask is 0.
 
     `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine. `cap`
@@ -32,7 +36,9 @@ def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: f
 
 
 @torch.no_grad()
-def mismatch(proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None = None) -> dict[str, Tensor]:
+def mismatch(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None = None
+) -> dict[str, Tensor]:
     """How far the engine is from the trainer, over the response tokens of (B, T) log-probabilities.
 
     Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and

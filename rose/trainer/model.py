@@ -36,8 +36,10 @@ class Head(nn.Module):
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
             parts = [self._chunk(h, t) for h, t in self._chunks(hidden, targets)]
         else:
-            parts = [checkpoint(self._chunk, h, t, use_reentrant=False, preserve_rng_state=False)
-                     for h, t in self._chunks(hidden, targets)]
+            parts = [
+                checkpoint(self._chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+                for h, t in self._chunks(hidden, targets)
+            ]
         logprobs, entropies = zip(*parts)
         return torch.cat(logprobs), torch.stack(entropies).sum()
 
@@ -65,32 +67,50 @@ class Policy(nn.Module):
     def largest_layer(self) -> int:
         """Elements of its parameters, also where ZeRO-3 has split them; 0 for a model that isn't made of such layers."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
-        return max((sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers), default=0)
+        return max(
+            (
+                sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
+                for layer in layers
+            ),
+            default=0,
+        )
 
     def why_not_flex(self, device: torch.device) -> str:
         """Why flex attention can't train this model on this device; "" if it can. It is tried, with compilers."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
-        return tree_attention.why_not_flex(device, heads, getattr(config, "num_key_value_heads", None) or heads,
-                                           getattr(config, "head_dim", None) or size // heads, self.hf.dtype)
+        return tree_attention.why_not_flex(
+            device,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or size // heads,
+            self.hf.dtype,
+        )
 
     def use_flex(self) -> None:
         """Trees under flex attention from now on; rows as before. Not of models with a `prefix_tree.obstacle`."""
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
-    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor,
-                tree: PrefixTree | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None = None
+    ) -> tuple[Tensor, Tensor]:
         """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at temperature 1,
         (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32. A `tree` of the inputs
         changes no value, only the cost."""
         made = mask.bool()
         if tree is None:
-            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]  # (N, H)
+            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[
+                made
+            ]  # (N, H)
         else:
             tree, attended = tree_attention.attended(tree, self.flex)
-            states = self.hf.base_model(input_ids=tree.tokens[None], attention_mask=attended,
-                                        position_ids=tree.depths[None], use_cache=False).last_hidden_state[0]  # (L, H)
+            states = self.hf.base_model(
+                input_ids=tree.tokens[None],
+                attention_mask=attended,
+                position_ids=tree.depths[None],
+                use_cache=False,
+            ).last_hidden_state[0]  # (L, H)
             hidden = states[tree.nodes[made]]
         logprobs, entropy = self.head(hidden, targets[made])
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
@@ -100,8 +120,12 @@ class Policy(nn.Module):
         return [(name.removeprefix(HF_PREFIX), p) for name, p in self.named_parameters()]
 
 
-def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool,
-         logit_elements: int = LOGIT_ELEMENTS) -> Policy:
+def load(
+    folder: Path | str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    logit_elements: int = LOGIT_ELEMENTS,
+) -> Policy:
     """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of ZeRO-3 that
     the caller holds, the weights are split over the ranks as they are read.
 
@@ -110,12 +134,18 @@ def load(folder: Path | str, dtype: torch.dtype, gradient_checkpointing: bool,
     config = AutoConfig.from_pretrained(str(folder))
     for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, key, None) not in (None, 1, 1.0):
-            raise ValueError(f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer does "
-                             "not apply; use a model without it")
+            raise ValueError(
+                f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer does "
+                "not apply; use a model without it"
+            )
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, key, 0.0)  # the policy being trained must be the one that was sampled from
-    hf = AutoModelForCausalLM.from_pretrained(str(folder), config=config, dtype=dtype, attn_implementation="sdpa")
+            setattr(
+                config, key, 0.0
+            )  # the policy being trained must be the one that was sampled from
+    hf = AutoModelForCausalLM.from_pretrained(
+        str(folder), config=config, dtype=dtype, attn_implementation="sdpa"
+    )
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(hf, logit_elements)

@@ -37,8 +37,13 @@ class Offload:
     returns when no other thread reads tensors of the host, as one that writes a checkpoint's copies
     does; called on a CPU, where these can't be told from the trainer's states."""
 
-    def __init__(self, device: torch.device, folder: Path | str,
-                 own: Callable[[], Iterable[Tensor]] = tuple, quiet: Callable[[], object] = lambda: None):
+    def __init__(
+        self,
+        device: torch.device,
+        folder: Path | str,
+        own: Callable[[], Iterable[Tensor]] = tuple,
+        quiet: Callable[[], object] = lambda: None,
+    ):
         self._device = device
         self._quiet = quiet
         self._folder = Path(folder)
@@ -87,7 +92,8 @@ class Offload:
                 raise RuntimeError(
                     f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, which "
                     f"has {found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: "
-                    f"{error}") from error
+                    f"{error}"
+                ) from error
             for host, on_device in self._pieces():
                 on_device.copy_(host, non_blocking=True)
             self._settle()
@@ -142,21 +148,25 @@ class Offload:
                 if chunk == len(self._chunks):
                     self._chunks.append(self._chunk())
                 size = min(nbytes - done, self._chunk_bytes - at)
-                yield self._chunks[chunk][at:at + size], whole[done:done + size]
+                yield self._chunks[chunk][at : at + size], whole[done : done + size]
                 done, at = done + size, at + size
 
     def _chunk(self) -> Tensor:
         """(bytes,) uint8 of host memory."""
         if self._device.type == "cpu":
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix="offload-") as file:
-                return torch.from_file(file.name, shared=True, size=self._chunk_bytes,
-                                       dtype=torch.uint8)
+                return torch.from_file(
+                    file.name, shared=True, size=self._chunk_bytes, dtype=torch.uint8
+                )
         chunk = torch.empty(self._chunk_bytes, dtype=torch.uint8)
         # torch's own page-locked memory comes in powers of two
         code = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self._chunk_bytes, 0)
         if int(code) != 0:
-            print(f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see "
-                  "ulimit -l): the turns take longer", flush=True)
+            print(
+                f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see "
+                "ulimit -l): the turns take longer",
+                flush=True,
+            )
             try:  # CUDA would tell of it once more, at the next kernel
                 torch.zeros(1, device=self._device)
             except RuntimeError:

@@ -36,12 +36,16 @@ class PrefixTree(NamedTuple):
 
 def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
     """The tree of inputs (B, T) int64, of which row i counts up to lengths[i]."""
-    order = sorted(range(len(inputs)), key=lambda i: inputs[i, :lengths[i]].tolist())
+    order = sorted(range(len(inputs)), key=lambda i: inputs[i, : lengths[i]].tolist())
     nodes = np.zeros(inputs.shape, np.int64)
     tokens, depths, ends = (np.empty(int(lengths.sum()), np.int64) for _ in range(3))
-    size, path, previous = 0, np.empty(0, np.int64), np.empty(0, np.int64)  # `path`: the last row's nodes
+    size, path, previous = (
+        0,
+        np.empty(0, np.int64),
+        np.empty(0, np.int64),
+    )  # `path`: the last row's nodes
     for i in order:
-        row = inputs[i, :lengths[i]]
+        row = inputs[i, : lengths[i]]
         most = min(len(row), len(previous))
         different = np.flatnonzero(row[:most] != previous[:most])
         shared = int(different[0]) if len(different) else most
@@ -49,11 +53,13 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
         grown = size + len(row) - shared
         tokens[size:grown], depths[size:grown] = row[shared:], np.arange(shared, len(row))
         path = np.concatenate([path[:shared], np.arange(size, grown)])
-        nodes[i, :len(row)] = path
+        nodes[i, : len(row)] = path
         size, previous = grown, row
     ends[path] = size
-    return PrefixTree(*(torch.from_numpy(array[:size].copy()) for array in (tokens, depths, ends)),
-                      torch.from_numpy(nodes))
+    return PrefixTree(
+        *(torch.from_numpy(array[:size].copy()) for array in (tokens, depths, ends)),
+        torch.from_numpy(nodes),
+    )
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:

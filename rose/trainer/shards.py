@@ -20,13 +20,22 @@ PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 class ShardReader:
     """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
 
-    def __init__(self, engine, weights: list[tuple[str, torch.nn.Parameter]], stage: int, dtype: torch.dtype,
-                 rank: int, world: int):
+    def __init__(
+        self,
+        engine,
+        weights: list[tuple[str, torch.nn.Parameter]],
+        stage: int,
+        dtype: torch.dtype,
+        rank: int,
+        world: int,
+    ):
         self._weights, self._dtype = weights, dtype
         name = str(dtype).removeprefix("torch.")
         self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
         self.shards: Shards | None = None
-        self._masters: dict[int, tuple[int, int, int]] = {}  # parameter -> group, offset within it, first flat index
+        self._masters: dict[
+            int, tuple[int, int, int]
+        ] = {}  # parameter -> group, offset within it, first flat index
         if stage == 3:
             self._flats = engine.optimizer.fp32_partitioned_groups_flat
             self._split_evenly(engine.optimizer, rank, world)
@@ -42,7 +51,10 @@ class ShardReader:
             values = self._flats[group].detach()[at:]
         else:
             values, first = parameter.detach().reshape(-1), 0
-        pieces = [piece.reshape(-1) for piece in take(values, first, block, self.tensors[block.tensor].columns)]
+        pieces = [
+            piece.reshape(-1)
+            for piece in take(values, first, block, self.tensors[block.tensor].columns)
+        ]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
         rounded = whole.to(parameter.dtype).to(self._dtype)  # as it is in the parameter
         array = rounded.view(PATTERNS[self._dtype]).cpu().numpy()
@@ -52,8 +64,10 @@ class ShardReader:
         self.shards = {}
         for tensor, (_, parameter) in zip(self.tensors, self._weights, strict=True):
             part = parameter.ds_tensor.ds_numel
-            self.shards[tensor.name] = [(r, min(r * part, tensor.size), min((r + 1) * part, tensor.size))
-                                        for r in range(world)]
+            self.shards[tensor.name] = [
+                (r, min(r * part, tensor.size), min((r + 1) * part, tensor.size))
+                for r in range(world)
+            ]
         for number, group in enumerate(optimizer.fp16_groups):
             at = 0
             for parameter in group:
@@ -64,14 +78,20 @@ class ShardReader:
     def _split_groups(self, optimizer, rank: int, world: int) -> None:
         names = {id(parameter): name for name, parameter in self._weights}
         self.shards = {}
-        for number, (group, offsets, flat) in enumerate(zip(
-                optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, optimizer.bit16_groups_flat,
-                strict=True)):
+        for number, (group, offsets, flat) in enumerate(
+            zip(
+                optimizer.round_robin_bit16_groups,
+                optimizer.round_robin_bit16_offsets,
+                optimizer.bit16_groups_flat,
+                strict=True,
+            )
+        ):
             part = flat.numel() // world
             for parameter, offset in zip(group, offsets, strict=True):
                 end = offset + parameter.numel()
                 self.shards[names[id(parameter)]] = [
                     (r, max(offset, r * part) - offset, min(end, (r + 1) * part) - offset)
-                    for r in range(offset // part, -(-end // part))]
+                    for r in range(offset // part, -(-end // part))
+                ]
                 begin = max(offset, rank * part)
                 self._masters[id(parameter)] = (number, begin - rank * part, begin - offset)

@@ -29,7 +29,13 @@ from rose.trainer.batching import flops
 from rose.trainer.collate import MicroBatch, collate
 from rose.trainer.costs import measure
 from rose.trainer.deepspeed_engine import (
-    DTYPES, DeepSpeedEngine, NonFiniteGradient, join_world, make_deterministic, use_device)
+    DTYPES,
+    DeepSpeedEngine,
+    NonFiniteGradient,
+    join_world,
+    make_deterministic,
+    use_device,
+)
 from rose.trainer.prefix_tree import obstacle
 from rose.trainer.offload import Offload
 from rose.trainer.importance import importance_weights, mismatch
@@ -52,8 +58,15 @@ class Trainer:
     """Rank `index` of `world`; all must be made, and each method called, together. torch.distributed meets
     at `place`, where rank 0 listens."""
 
-    def __init__(self, config: Config, index: int, world: int, place: Place, folder: Path | str,
-                 recorder: NullRecorder):
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        world: int,
+        place: Place,
+        folder: Path | str,
+        recorder: NullRecorder,
+    ):
         self.config, self.index, self.world, self.recorder = config, index, world, recorder
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
@@ -80,18 +93,34 @@ class Trainer:
         if flex:
             policy.use_flex()
         elif t.micro_batch_tokens > DENSE_TOKENS:
-            return (f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, above which a mask "
-                    f"of all pairs takes too much memory; without it: {without or 'another rank cannot'}"), None
+            return (
+                f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, above which a mask "
+                f"of all pairs takes too much memory; without it: {without or 'another rank cannot'}"
+            ), None
         shape = read_shape(Path(folder))
         if self.device.type != "cuda" or self.config.deterministic:
             return "", flops(shape, flex)
-        costs = measure(shape, DTYPES[t.dtype], self.device, t.micro_batch_tokens, flex, t.gradient_checkpointing)
-        print(f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} s a pair of tokens, "
-              f"{costs.tree:.3g} s one in a prefix tree; {without or 'flex attention'}", flush=True)
+        costs = measure(
+            shape,
+            DTYPES[t.dtype],
+            self.device,
+            t.micro_batch_tokens,
+            flex,
+            t.gradient_checkpointing,
+        )
+        print(
+            f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} s a pair of tokens, "
+            f"{costs.tree:.3g} s one in a prefix tree; {without or 'flex attention'}",
+            flush=True,
+        )
         return "", costs
 
-    def train(self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory],
-              publish_as: int | None = None) -> dict[str, float]:
+    def train(
+        self,
+        step: protocol.TrainStep,
+        trajectories: dict[int, protocol.Trajectory],
+        publish_as: int | None = None,
+    ) -> dict[str, float]:
         """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank. A
         version to `publish` next is encoded from the moment at which this rank's optimizer has stepped.
 
@@ -102,20 +131,39 @@ class Trainer:
             stepped = None if publish_as is None else lambda: self._publisher.ahead(publish_as)
             return _Step(self, step, trajectories, stepped).run()
 
-    def open_store(self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]) -> None:
+    def open_store(
+        self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]
+    ) -> None:
         """Versions go to this folder from now on; before `load`, while the weights are still the model folder's.
 
         `cuts(name, shape)`: rows and columns at which some server's part of a tensor begins or ends.
         """
         codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
         c, dtype = self.config, DTYPES[self.config.model.dtype]
-        shards = ShardReader(self.engine.engine, self.engine.policy.named_weights(), c.trainer.zero_stage, dtype,
-                             self.index, self.world)
-        blocks = cut(shards.tensors, {t.name: cuts(t.name, t.shape) for t in shards.tensors}, shards.shards, self.world)
+        shards = ShardReader(
+            self.engine.engine,
+            self.engine.policy.named_weights(),
+            c.trainer.zero_stage,
+            dtype,
+            self.index,
+            self.world,
+        )
+        blocks = cut(
+            shards.tensors,
+            {t.name: cuts(t.name, t.shape) for t in shards.tensors},
+            shards.shards,
+            self.world,
+        )
         self._publisher = Publisher(
-            folder, Plan(FORMAT, "", self.world, shards.tensors, blocks), self._peers,
-            shards.read, c.transfer.threads or c.trainer.threads or usable_threads(), c.transfer.full_every,
-            c.transfer.keep_versions, c.trainer.step_timeout_s)
+            folder,
+            Plan(FORMAT, "", self.world, shards.tensors, blocks),
+            self._peers,
+            shards.read,
+            c.transfer.threads or c.trainer.threads or usable_threads(),
+            c.transfer.full_every,
+            c.transfer.keep_versions,
+            c.trainer.step_timeout_s,
+        )
 
     def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:
         """Write the weights, in model.dtype, as `version`; see `Publisher.publish`."""
@@ -181,20 +229,31 @@ class _Peers:
 class _Step:
     """One training step's data and running sums."""
 
-    def __init__(self, trainer: Trainer, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory],
-                 stepped: Callable[[], None] | None):
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: protocol.TrainStep,
+        trajectories: dict[int, protocol.Trajectory],
+        stepped: Callable[[], None] | None,
+    ):
         self.stepped = stepped  # after the last update
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, step.step
         self.device, self.recorder = trainer.device, trainer.recorder
         self.cap = trainer.config.algorithm.importance_cap
-        summary = Summary(torch.tensor(step.summary.rewards, dtype=torch.float32), torch.tensor(step.summary.groups),
-                          torch.tensor(step.summary.response_tokens), torch.tensor(step.summary.truncated))
+        summary = Summary(
+            torch.tensor(step.summary.rewards, dtype=torch.float32),
+            torch.tensor(step.summary.groups),
+            torch.tensor(step.summary.response_tokens),
+            torch.tensor(step.summary.truncated),
+        )
         self.advantages = self.algorithm.advantages(summary)  # (N,)
         self.weights = self.algorithm.token_weights(summary)  # (N,)
         self.tokens = int(summary.response_tokens.sum())
         vocabulary = self.engine.policy.vocabulary
-        self.updates = [[collate(rows, trajectories, vocabulary, step.trees) for rows in update]
-                        for update in step.micro_batches]
+        self.updates = [
+            [collate(rows, trajectories, vocabulary, step.trees) for rows in update]
+            for update in step.micro_batches
+        ]
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -216,11 +275,16 @@ class _Step:
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
         with self._phase("proximal"), torch.no_grad():
-            return {(u, m): self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)[0]
-                    for u, update in enumerate(self.updates) if u for m, batch in enumerate(update)}
+            return {
+                (u, m): self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)[0]
+                for u, update in enumerate(self.updates)
+                if u
+                for m, batch in enumerate(update)
+            }
 
-    def _accumulate(self, update: int, micro_batches: list[MicroBatch],
-                    proximal: dict[tuple[int, int], Tensor]) -> None:
+    def _accumulate(
+        self, update: int, micro_batches: list[MicroBatch], proximal: dict[tuple[int, int], Tensor]
+    ) -> None:
         """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
@@ -231,8 +295,10 @@ class _Step:
             self.sums["loss"] += loss.detach()
         torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MIN)
         if int(bad) != NEVER:
-            raise TrainingDiverged(f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not "
-                                   "finite; nothing of this update was applied")
+            raise TrainingDiverged(
+                f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not "
+                "finite; nothing of this update was applied"
+            )
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
         """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
@@ -244,7 +310,9 @@ class _Step:
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
         cap = None if self.algorithm.corrects_mismatch else self.cap
         importance = importance_weights(proximal, behaviour, mask, cap)
-        self._count(statistics | {"entropy": entropy.detach()}, mismatch(policy, behaviour, mask, cap))
+        self._count(
+            statistics | {"entropy": entropy.detach()}, mismatch(policy, behaviour, mask, cap)
+        )
         return (self._of(self.weights, batch)[:, None] * importance * losses).sum()
 
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
@@ -255,7 +323,11 @@ class _Step:
 
     def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
         self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])
-        named = {"mismatch_kl": gap["kl_k3"], "mismatch_abs": gap["abs_diff"], "importance_capped": gap["capped"]}
+        named = {
+            "mismatch_kl": gap["kl_k3"],
+            "mismatch_abs": gap["abs_diff"],
+            "importance_capped": gap["capped"],
+        }
         for name, value in (statistics | named).items():
             self.sums[name] += value
 
@@ -263,19 +335,25 @@ class _Step:
         try:
             return self.engine.update(self.stepped if update == len(self.updates) - 1 else None)
         except NonFiniteGradient as error:
-            raise TrainingDiverged(f"step {self.number}, update {update}, after its last micro-batch: {error}; "
-                                   "nothing of this update was applied") from None
+            raise TrainingDiverged(
+                f"step {self.number}, update {update}, after its last micro-batch: {error}; "
+                "nothing of this update was applied"
+            ) from None
 
     def _reduced(self) -> dict[str, float]:
         """Sums over ranks, per response token but for the loss; times of the slowest rank."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
-        maxima = torch.tensor([float(self.ratio_max), *self.seconds.values()], dtype=torch.float64, device=self.device)
+        maxima = torch.tensor(
+            [float(self.ratio_max), *self.seconds.values()], dtype=torch.float64, device=self.device
+        )
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
         ratio_max, *seconds = maxima.tolist()
-        per_token = {name: value if name == "loss" else value / max(1, self.tokens)
-                     for name, value in zip(names, sums.tolist(), strict=True)}
+        per_token = {
+            name: value if name == "loss" else value / max(1, self.tokens)
+            for name, value in zip(names, sums.tolist(), strict=True)
+        }
         times = {f"seconds_{phase}": s for phase, s in zip(self.seconds, seconds, strict=True)}
         return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": float(self.tokens)}
 

@@ -23,10 +23,17 @@ from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 NAME = "rose_tree"  # in transformers' registry of attention functions
 BLOCK = 128  # tokens; of the kernel's, too
-SMALLEST = 2 * BLOCK  # tokens of a tree, with padding: one of a single block would be compiled apart
+SMALLEST = (
+    2 * BLOCK
+)  # tokens of a tree, with padding: one of a single block would be compiled apart
 DENSE_TOKENS = 8192  # of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
 CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
-PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))  # shared and own tokens of the trees that are tried at start
+PROBE_ROWS = (
+    (200, 150),
+    (200, 90),
+    (200, 33),
+    (0, 140),
+)  # shared and own tokens of the trees that are tried at start
 
 
 def attended(tree: PrefixTree, flex: bool) -> tuple[PrefixTree, Tensor | BlockMask]:
@@ -60,8 +67,13 @@ def block_mask(ends: Tensor) -> BlockMask:
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
 
-    return BlockMask.from_kv_blocks(*_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=attends,
-                                    seq_lengths=(len(ends), len(ends)))
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~full),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=attends,
+        seq_lengths=(len(ends), len(ends)),
+    )
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,14 +82,25 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-              scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """As transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d) -> (B, L, heads, d)."""
     if not isinstance(attention_mask, BlockMask):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     # Elsewhere it is not compiled: right, but as large and slow as a dense mask.
     flex = _compiled() if query.device.type == "cuda" else flex_attention
-    return flex(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+    return flex(
+        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
+    ).transpose(1, 2), None
 
 
 @functools.cache
@@ -90,12 +113,16 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def why_not_flex(device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+def why_not_flex(
+    device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> str:
     """Why attention of this shape can't be trained by flex attention on this device; "" if it can. It is tried."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     try:  # a second length: torch compiles once more, for all that come
-        found = max(difference(device, heads, kv_heads, head_dim, dtype, times) for times in (1, 3, 2))
+        found = max(
+            difference(device, heads, kv_heads, head_dim, dtype, times) for times in (1, 3, 2)
+        )
     except Exception as error:  # of the compilers of torch, Triton and C, which have no common base
         return f"flex attention fails: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     if not found <= CLOSE:
@@ -103,8 +130,14 @@ def why_not_flex(device: torch.device, heads: int, kv_heads: int, head_dim: int,
     return ""
 
 
-def difference(device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
-               times: int = 1) -> float:
+def difference(
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    times: int = 1,
+) -> float:
     """The largest of values and gradients between `attention` and float32 under the dense mask, relative to the largest
     value or gradient, over a tree of random numbers, `times` PROBE_ROWS. The generator of random numbers is left as it
     was."""
@@ -113,18 +146,24 @@ def difference(device: torch.device, heads: int, kv_heads: int, head_dim: int, d
     shapes = [(1, count, len(tree.tokens), head_dim) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(shape, generator=numbers, device=device).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], generator=numbers, device=device).transpose(1, 2)
-    ours = _with_gradients(lambda q, k, v: attention(nn.Module(), q, k, v, block_mask(tree.ends))[0], inputs, weights)
+    ours = _with_gradients(
+        lambda q, k, v: attention(nn.Module(), q, k, v, block_mask(tree.ends))[0], inputs, weights
+    )
     dense = tree.attention()
 
     def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = (repeat_kv(x, heads // kv_heads) for x in (key, value))
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=dense
+        ).transpose(1, 2)
 
     exact = _with_gradients(reference, [x.float() for x in inputs], weights)
     return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(ours, exact))
 
 
-def _with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+def _with_gradients(
+    function: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor
+) -> list[Tensor]:
     """Values, and the gradient of each input; on a device that trains."""
     leaves = [x.clone().requires_grad_(x.device.type == "cuda") for x in inputs]
     values = function(*leaves)

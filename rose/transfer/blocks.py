@@ -58,35 +58,62 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     owner: int
 
 
-Cuts = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # tensor -> rows and columns where some server's part ends
-Shards = Mapping[str, Sequence[tuple[int, int, int]]]  # tensor -> (owner, start, stop) of flat indices, in order
+Cuts = Mapping[
+    str, tuple[Sequence[int], Sequence[int]]
+]  # tensor -> rows and columns where some server's part ends
+Shards = Mapping[
+    str, Sequence[tuple[int, int, int]]
+]  # tensor -> (owner, start, stop) of flat indices, in order
 
 
-def cut(tensors: Sequence[Tensor], cuts: Cuts, shards: Shards | None, world: int, largest: int = LARGEST) -> list[Block]:
+def cut(
+    tensors: Sequence[Tensor], cuts: Cuts, shards: Shards | None, world: int, largest: int = LARGEST
+) -> list[Block]:
     """Every value of every tensor in exactly one block, in the order of the tensors.
 
     Without `shards` (all ranks hold all values) the blocks are shared out evenly, largest first.
     Raises `ValueError` for a tensor that the shards don't cover exactly once.
     """
-    blocks = [block for number, tensor in enumerate(tensors)
-              for block in _cut(number, tensor, *cuts.get(tensor.name, ((), ())),
-                                shards[tensor.name] if shards is not None else [(0, 0, tensor.size)], largest)]
+    blocks = [
+        block
+        for number, tensor in enumerate(tensors)
+        for block in _cut(
+            number,
+            tensor,
+            *cuts.get(tensor.name, ((), ())),
+            shards[tensor.name] if shards is not None else [(0, 0, tensor.size)],
+            largest,
+        )
+    ]
     if shards is None:
         owners = share([size(block, tensors[block.tensor].columns) for block in blocks], world)
-        blocks = [msgspec.structs.replace(block, owner=owner) for block, owner in zip(blocks, owners, strict=True)]
+        blocks = [
+            msgspec.structs.replace(block, owner=owner)
+            for block, owner in zip(blocks, owners, strict=True)
+        ]
     return blocks
 
 
-def _cut(number: int, tensor: Tensor, row_cuts: Sequence[int], column_cuts: Sequence[int],
-         shards: Sequence[tuple[int, int, int]], largest: int) -> Iterator[Block]:
+def _cut(
+    number: int,
+    tensor: Tensor,
+    row_cuts: Sequence[int],
+    column_cuts: Sequence[int],
+    shards: Sequence[tuple[int, int, int]],
+    largest: int,
+) -> Iterator[Block]:
     columns = tensor.columns
     ends = [start for _, start, _ in shards[1:]] + [tensor.size]
     if [(s, e) for _, s, e in shards] != list(zip([0, *ends[:-1]], ends)):
-        raise ValueError(f"tensor {tensor.name!r} of {tensor.size} values: the shards {list(shards)} don't cover it "
-                         "exactly once")
+        raise ValueError(
+            f"tensor {tensor.name!r} of {tensor.size} values: the shards {list(shards)} don't cover it "
+            "exactly once"
+        )
     bands = sorted({0, columns, *column_cuts})
     for owner, start, stop in shards:
-        edges = sorted({start, stop, *(row * columns for row in row_cuts if start < row * columns < stop)})
+        edges = sorted(
+            {start, stop, *(row * columns for row in row_cuts if start < row * columns < stop)}
+        )
         for low, high in zip(edges, edges[1:]):
             for first, last in zip(bands, bands[1:]):
                 step = max(1, largest // (last - first)) * columns  # whole rows
@@ -114,7 +141,10 @@ def _before(index: int, block: Block, columns: int) -> int:
 def rectangles(block: Block, columns: int) -> list[Rectangle]:
     """At most three whose values, each row-major, one after the other, are the block's: the end of a row, whole rows
     of the band, the beginning of a row."""
-    (row, column), (last_row, last_column) = divmod(block.start, columns), divmod(block.stop, columns)
+    (row, column), (last_row, last_column) = (
+        divmod(block.start, columns),
+        divmod(block.stop, columns),
+    )
     low, high = block.first, block.last
     if row == last_row:
         found = [Rectangle(row, row + 1, max(low, column), min(high, last_column))]
@@ -134,15 +164,22 @@ def take(values, offset: int, block: Block, columns: int) -> list:
     """The pieces of `values`, a flat run of the tensor from flat index `offset` on (ndarray or torch tensor), that
     make up the block, in order: views of one or two dimensions."""
     if block.first == 0 and block.last == columns:
-        return [values[block.start - offset:block.stop - offset]]
+        return [values[block.start - offset : block.stop - offset]]
     pieces = []
     for r in rectangles(block, columns):
-        begin, height, width = r.first_row * columns + r.first_column - offset, r.last_row - r.first_row, \
-            r.last_column - r.first_column
+        begin, height, width = (
+            r.first_row * columns + r.first_column - offset,
+            r.last_row - r.first_row,
+            r.last_column - r.first_column,
+        )
         # strided rather than reshaped: the last row may end with the band, not with the tensor's columns
-        run = values[begin:begin + (height - 1) * columns + width]
+        run = values[begin : begin + (height - 1) * columns + width]
         if isinstance(run, np.ndarray):
-            pieces.append(np.lib.stride_tricks.as_strided(run, (height, width), (columns * run.itemsize, run.itemsize)))
+            pieces.append(
+                np.lib.stride_tricks.as_strided(
+                    run, (height, width), (columns * run.itemsize, run.itemsize)
+                )
+            )
         else:
             pieces.append(run.as_strided((height, width), (columns, 1)))
     return pieces

@@ -59,15 +59,19 @@ class Header:
     MAGIC = b"RSB1"
 
     def write(self, buffer: memoryview) -> None:
-        self.LAYOUT.pack_into(buffer, 0, self.MAGIC, self.kind, self.root, self.sequence, self.length, self.at)
+        self.LAYOUT.pack_into(
+            buffer, 0, self.MAGIC, self.kind, self.root, self.sequence, self.length, self.at
+        )
 
     @classmethod
     def read(cls, buffer: memoryview) -> Header:
         """Raises `TransferError` on bytes that are no header."""
         magic, kind, *rest = cls.LAYOUT.unpack_from(buffer)
         if magic != cls.MAGIC or kind not in list(Kind):
-            raise TransferError(f"a broadcast frame begins with {cls.MAGIC!r} and a kind from 1 to {len(Kind)}, "
-                                f"this one with {magic!r} and {kind}")
+            raise TransferError(
+                f"a broadcast frame begins with {cls.MAGIC!r} and a kind from 1 to {len(Kind)}, "
+                f"this one with {magic!r} and {kind}"
+            )
         return cls(Kind(kind), *rest)
 
 
@@ -119,8 +123,14 @@ class Broadcast(ABC):
         """
 
 
-def make_broadcast(kind: str, world, trainers: Sequence[int], rollouts: Sequence[int],
-                   deadline_s: float, interface: str | None = None) -> Broadcast | None:
+def make_broadcast(
+    kind: str,
+    world,
+    trainers: Sequence[int],
+    rollouts: Sequence[int],
+    deadline_s: float,
+    interface: str | None = None,
+) -> Broadcast | None:
     """This rank's end of the broadcast from the MPI ranks `trainers` to `rollouts` of `world` (an `MPI.Comm`), each in
     the order of its role's indices; `interface` (cluster.interface) is for NCCL's. None for kind "none", without rollout ranks, and on a rank that is neither.
 
@@ -139,12 +149,20 @@ def make_broadcast(kind: str, world, trainers: Sequence[int], rollouts: Sequence
     import torch
 
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise TransferError(f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
-                            "'mpi' needs neither")
+        raise TransferError(
+            f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
+            "'mpi' needs neither"
+        )
     from rose.transfer.broadcast_nccl import TorchBroadcast
 
-    return TorchBroadcast(world, trainers, rollouts, deadline_s, torch.device("cuda", torch.cuda.current_device()),
-                          interface)
+    return TorchBroadcast(
+        world,
+        trainers,
+        rollouts,
+        deadline_s,
+        torch.device("cuda", torch.cuda.current_device()),
+        interface,
+    )
 
 
 class Stream:
@@ -155,11 +173,21 @@ class Stream:
     in which `send` and `finish` waited for receivers.
     """
 
-    def __init__(self, name: str, root: int, sequence: int, frames: list[Frame],
-                 start: Callable[[Frame], list[Transit]], deadline_s: float, receivers: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        root: int,
+        sequence: int,
+        frames: list[Frame],
+        start: Callable[[Frame], list[Transit]],
+        deadline_s: float,
+        receivers: str,
+    ) -> None:
         if not _NAME.fullmatch(name):
-            raise TransferError(f"a broadcast's name is {name!r}; it must be a relative path of letters, digits, "
-                                "'_', '-' and '.'")
+            raise TransferError(
+                f"a broadcast's name is {name!r}; it must be a relative path of letters, digits, "
+                "'_', '-' and '.'"
+            )
         self.name, self.root, self.deadline_s, self.blocked_s = name, root, deadline_s, 0.0
         self.finished = False
         self._receivers, self._start = receivers, start
@@ -201,10 +229,10 @@ class Stream:
             if self._frame is None:
                 self._frame = self._take()
             filled = self._frame.filled
-            part = rest[:FRAME_BYTES - filled]
-            self._frame.body[filled:filled + len(part)] = part
+            part = rest[: FRAME_BYTES - filled]
+            self._frame.body[filled : filled + len(part)] = part
             self._frame.filled += len(part)
-            rest = rest[len(part):]
+            rest = rest[len(part) :]
             if self._frame.filled == FRAME_BYTES:
                 self._flush(kind)
 
@@ -225,11 +253,15 @@ class Stream:
             frame = self._free.get(timeout=self.deadline_s)
         except queue.Empty:
             self._abandoned.set()
-            raise TransferError(f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took no "
-                                f"frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes") from None
+            raise TransferError(
+                f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took no "
+                f"frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes"
+            ) from None
         self.blocked_s += time.monotonic() - began
         if isinstance(frame, BaseException):
-            raise TransferError(f"broadcast of {self.name!r} by trainer rank {self.root}: {frame}") from frame
+            raise TransferError(
+                f"broadcast of {self.name!r} by trainer rank {self.root}: {frame}"
+            ) from frame
         frame.filled = 0
         return frame
 
@@ -239,7 +271,11 @@ class Stream:
         try:
             while not self._abandoned.is_set():
                 try:
-                    frame = self._full.get(timeout=_TICK_S) if under_way else self._full.get(timeout=self.deadline_s)
+                    frame = (
+                        self._full.get(timeout=_TICK_S)
+                        if under_way
+                        else self._full.get(timeout=self.deadline_s)
+                    )
                     if frame is None:
                         return
                     under_way.append((frame, self._start(frame)))
@@ -257,7 +293,9 @@ class _Open:
 
     name: str
     heard: float  # time.monotonic() of its last frame
-    seen: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))  # bytes of each kind
+    seen: dict[Kind, int] = field(
+        default_factory=lambda: dict.fromkeys(Kind, 0)
+    )  # bytes of each kind
 
 
 class Assembly:
@@ -271,8 +309,10 @@ class Assembly:
         """Raises `TransferError` when this can't be the next frame of its root."""
         stream = self._open.get(header.root)
         if (stream is None) != (header.kind is Kind.BEGIN):
-            raise TransferError(f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast of "
-                                f"{stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun")
+            raise TransferError(
+                f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast of "
+                f"{stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun"
+            )
         if stream is None:
             name = str(body, "utf-8")
             self._open[header.root] = _Open(name, time.monotonic())
@@ -280,8 +320,10 @@ class Assembly:
             return
         seen = stream.seen[Kind.PAYLOAD if header.kind is Kind.END else header.kind]
         if header.at != seen:
-            raise TransferError(f"broadcast of {stream.name!r} by trainer rank {header.root}: a {header.kind.name} "
-                                f"frame for byte {header.at} came after {seen} bytes")
+            raise TransferError(
+                f"broadcast of {stream.name!r} by trainer rank {header.root}: a {header.kind.name} "
+                f"frame for byte {header.at} came after {seen} bytes"
+            )
         stream.heard = time.monotonic()
         stream.seen[header.kind] += len(body)
         match header.kind:
@@ -299,5 +341,7 @@ class Assembly:
         for root, stream in self._open.items():
             if now - stream.heard > self.deadline_s:
                 stream.heard = now
-                raise TransferError(f"broadcast of {stream.name!r} by trainer rank {root}: no frame for "
-                                    f"{self.deadline_s:g} s, after {stream.seen[Kind.PAYLOAD]} bytes of payload")
+                raise TransferError(
+                    f"broadcast of {stream.name!r} by trainer rank {root}: no frame for "
+                    f"{self.deadline_s:g} s, after {stream.seen[Kind.PAYLOAD]} bytes of payload"
+                )

@@ -24,7 +24,16 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from rose.transfer.broadcast import FRAMES, Assembly, Broadcast, Frame, Header, Sink, Stream, Transit
+from rose.transfer.broadcast import (
+    FRAMES,
+    Assembly,
+    Broadcast,
+    Frame,
+    Header,
+    Sink,
+    Stream,
+    Transit,
+)
 from rose.transfer.errors import TransferError
 
 # Ranks that a rollout rank sends each frame to. With 1 (a chain) nobody sends more than it receives, but every rank
@@ -40,11 +49,15 @@ class MpiBroadcast(Broadcast):
     """Collective over the ranks `trainers` and `rollouts` of `world`, which are in the order of their roles' indices
     and at least one of each. Raises `TransferError` when MPI was not started for several threads."""
 
-    def __init__(self, world: MPI.Comm, trainers: Sequence[int], rollouts: Sequence[int], deadline_s: float) -> None:
+    def __init__(
+        self, world: MPI.Comm, trainers: Sequence[int], rollouts: Sequence[int], deadline_s: float
+    ) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise TransferError("transfer.broadcast='mpi': a trainer rank sends in a thread of its own, and this MPI "
-                                f"gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
-                                f"({MPI.THREAD_MULTIPLE}); build it with that, or choose 'none'")
+            raise TransferError(
+                "transfer.broadcast='mpi': a trainer rank sends in a thread of its own, and this MPI "
+                f"gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
+                f"({MPI.THREAD_MULTIPLE}); build it with that, or choose 'none'"
+            )
         group = world.Get_group().Incl([*trainers, *rollouts])
         self._comm = world.Create_group(group, _GROUP_TAG)
         group.Free()
@@ -52,15 +65,21 @@ class MpiBroadcast(Broadcast):
         self._roots, self._receivers = len(trainers), list(rollouts)
         rank = self._comm.Get_rank()
         self.root = rank if rank < len(trainers) else None  # index of the trainer rank
-        self.receiver = rank - len(trainers) if self.root is None else None  # index of the rollout rank
+        self.receiver = (
+            rank - len(trainers) if self.root is None else None
+        )  # index of the rollout rank
         self._stream: Stream | None = None
         self._frames: list[Frame] = []  # all, made at first use
         self._next = [len(trainers)] if self.root is not None else self._children(len(trainers))
         self._assembly = Assembly(deadline_s)
         self._due = [0] * len(trainers)  # sequence number of each root's next frame
         self._coming: list[tuple[Frame, MPI.Request]] = []  # in the order of posting
-        self._here: deque[tuple[Header, Frame, Transit | None, list[Transit]]] = deque()  # body, then on to the next
-        self._leaving: deque[tuple[Frame, list[Transit], float]] = deque()  # handed over at this time
+        self._here: deque[tuple[Header, Frame, Transit | None, list[Transit]]] = (
+            deque()
+        )  # body, then on to the next
+        self._leaving: deque[tuple[Frame, list[Transit], float]] = (
+            deque()
+        )  # handed over at this time
 
     def _children(self, first: int) -> list[int]:
         numbers = range(self.receiver * PASS_ON + 1, self.receiver * PASS_ON + PASS_ON + 1)
@@ -70,14 +89,25 @@ class MpiBroadcast(Broadcast):
 
     def begin(self, name: str) -> Stream:
         if self.root is None:
-            raise TransferError(f"rollout rank {self.receiver} can't begin a broadcast of {name!r}: trainer ranks do")
+            raise TransferError(
+                f"rollout rank {self.receiver} can't begin a broadcast of {name!r}: trainer ranks do"
+            )
         if self._stream is not None and not self._stream.finished:
-            raise TransferError(f"trainer rank {self.root} begins a broadcast of {name!r} before that of "
-                                f"{self._stream.name!r} is finished")
+            raise TransferError(
+                f"trainer rank {self.root} begins a broadcast of {name!r} before that of "
+                f"{self._stream.name!r} is finished"
+            )
         self._frames = self._frames or [self._new_frame() for _ in range(FRAMES)]
         sequence = self._stream.sequence if self._stream else 0
-        self._stream = Stream(name, self.root, sequence, self._frames, self._start, self.deadline_s,
-                              f"rollout rank 0 (MPI rank {self._receivers[0]})")
+        self._stream = Stream(
+            name,
+            self.root,
+            sequence,
+            self._frames,
+            self._start,
+            self.deadline_s,
+            f"rollout rank 0 (MPI rank {self._receivers[0]})",
+        )
         return self._stream
 
     def _start(self, frame: Frame) -> list[Transit]:
@@ -109,7 +139,9 @@ class MpiBroadcast(Broadcast):
         return moved
 
     def _post(self, frame: Frame) -> None:
-        self._coming.append((frame, self._comm.Irecv([frame.buffer, MPI.BYTE], MPI.ANY_SOURCE, _TAG)))
+        self._coming.append(
+            (frame, self._comm.Irecv([frame.buffer, MPI.BYTE], MPI.ANY_SOURCE, _TAG))
+        )
 
     def _pass_on(self) -> bool:
         """Messages that are complete go to the next ranks, those of one root in their order. A large one may be
@@ -140,7 +172,7 @@ class MpiBroadcast(Broadcast):
                 continue
             self._here.remove(here)
             self._leaving.append((frame, sends, time.monotonic()))
-            self._assembly.take(header, frame.body[:header.length], sink)
+            self._assembly.take(header, frame.body[: header.length], sink)
             moved = True
         return moved
 
@@ -148,10 +180,18 @@ class MpiBroadcast(Broadcast):
         if self._leaving and time.monotonic() - self._leaving[0][2] > self.deadline_s:
             frame, sends, _ = self._leaving[0]
             self._leaving[0] = (frame, sends, time.monotonic())
-            late = [rank - self._roots for rank, send in zip(self._next, sends, strict=True) if not send.Test()]
-            names = " and ".join(f"rollout rank {index} (MPI rank {self._receivers[index]})" for index in late)
-            raise TransferError(f"rollout rank {self.receiver} passes broadcasts on to {names}, which took no frame "
-                                f"for {self.deadline_s:g} s")
+            late = [
+                rank - self._roots
+                for rank, send in zip(self._next, sends, strict=True)
+                if not send.Test()
+            ]
+            names = " and ".join(
+                f"rollout rank {index} (MPI rank {self._receivers[index]})" for index in late
+            )
+            raise TransferError(
+                f"rollout rank {self.receiver} passes broadcasts on to {names}, which took no frame "
+                f"for {self.deadline_s:g} s"
+            )
         self._assembly.check_silence()
 
     # ----------------------------------------------------------------- how a frame travels
@@ -161,7 +201,7 @@ class MpiBroadcast(Broadcast):
 
     def _send_on(self, frame: Frame, header: Header) -> list[Transit]:
         """Start the frame's way to the next ranks: header and body as one message."""
-        message = frame.view[:Header.LAYOUT.size + header.length]
+        message = frame.view[: Header.LAYOUT.size + header.length]
         return [self._comm.Isend([message, MPI.BYTE], rank, _TAG) for rank in self._next]
 
     def _receive_body(self, frame: Frame, header: Header) -> Transit | None:

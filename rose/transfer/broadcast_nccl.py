@@ -30,30 +30,59 @@ class TorchFrame(Frame):
     """Its body is also a tensor, uint8 (FRAME_BYTES,): `host`, and `staged` on the GPU (`host` itself without one)."""
 
     def __init__(self, device: torch.device) -> None:
-        pinned = torch.empty(HEADER_BYTES + FRAME_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned = torch.empty(
+            HEADER_BYTES + FRAME_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
         super().__init__(pinned.numpy())
         self.host = pinned[HEADER_BYTES:]
-        self.staged = self.host if device.type == "cpu" else torch.empty(FRAME_BYTES, dtype=torch.uint8, device=device)
+        self.staged = (
+            self.host
+            if device.type == "cpu"
+            else torch.empty(FRAME_BYTES, dtype=torch.uint8, device=device)
+        )
 
 
 class TorchBroadcast(MpiBroadcast):
     """Collective as `MpiBroadcast` is. `device`: this rank's; its type, the same at all ranks, decides for NCCL or
     gloo. Every trainer and rollout rank needs a GPU that it shares with no other."""
 
-    def __init__(self, world: MPI.Comm, trainers: Sequence[int], rollouts: Sequence[int], deadline_s: float,
-                 device: torch.device = torch.device("cpu"), interface: str | None = None) -> None:
+    def __init__(
+        self,
+        world: MPI.Comm,
+        trainers: Sequence[int],
+        rollouts: Sequence[int],
+        deadline_s: float,
+        device: torch.device = torch.device("cpu"),
+        interface: str | None = None,
+    ) -> None:
         super().__init__(world, trainers, rollouts, deadline_s)
         self._device = device
         self._stream_of_copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         first = self._comm.Get_rank() == 0
         # who imports from a cold file system is minutes late, and no fault of the network's
-        gather_texts(self._comm, "", max(address.MEET_S, deadline_s), "the broadcast's start (transfer.load_timeout_s)")
-        place = address.meet(lambda text: gather_texts(self._comm, text, address.MEET_S, "the broadcast's addresses"),
-                             self._comm.Get_rank(), interface)
+        gather_texts(
+            self._comm,
+            "",
+            max(address.MEET_S, deadline_s),
+            "the broadcast's start (transfer.load_timeout_s)",
+        )
+        place = address.meet(
+            lambda text: gather_texts(
+                self._comm, text, address.MEET_S, "the broadcast's addresses"
+            ),
+            self._comm.Get_rank(),
+            interface,
+        )
         place.use_interface()
         timeout = timedelta(seconds=2 * deadline_s)  # ours, which says more, comes first
-        self._store = distributed.TCPStore(place.address, place.port, is_master=first, timeout=timeout,
-                                           wait_for_workers=False, master_listen_fd=place.claim())
+        self._store = distributed.TCPStore(
+            place.address,
+            place.port,
+            is_master=first,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=place.claim(),
+        )
         self._groups = {}  # by root
         for root in range(len(trainers)) if self.root is None else [self.root]:
             rank = 0 if self.root is not None else 1 + self.receiver
@@ -80,7 +109,11 @@ class TorchBroadcast(MpiBroadcast):
     def _move(self, frame: TorchFrame, header: Header) -> Transit | None:
         if not header.length:
             return None
-        host, staged, group = frame.host[:header.length], frame.staged[:header.length], self._groups[header.root]
+        host, staged, group = (
+            frame.host[: header.length],
+            frame.staged[: header.length],
+            self._groups[header.root],
+        )
         if self._stream_of_copies is None:
             return _OnHost(group.broadcast(host, 0))
         with torch.cuda.stream(self._stream_of_copies):
@@ -111,7 +144,9 @@ class _OnDevice:
         return self._event.query()
 
 
-def _group(store: distributed.Store, rank: int, size: int, timeout: timedelta, device: torch.device):
+def _group(
+    store: distributed.Store, rank: int, size: int, timeout: timedelta, device: torch.device
+):
     if device.type == "cpu":
         return distributed.ProcessGroupGloo(store, rank, size, timeout)
     options = distributed.ProcessGroupNCCL.Options()

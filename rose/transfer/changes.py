@@ -21,8 +21,12 @@ from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.live import Live
 
 PIECE = 2**20  # values that are worked on at once
-WORK = 8 + 8 + 4 + 4 + 1  # bytes of one of them: torch's index, ours, the new value, the live one, whether they differ
-RESERVE = 512 * 2**20  # bytes of the device that staging leaves free: an engine's activations grow with its batches
+WORK = (
+    8 + 8 + 4 + 4 + 1
+)  # bytes of one of them: torch's index, ours, the new value, the live one, whether they differ
+RESERVE = (
+    512 * 2**20
+)  # bytes of the device that staging leaves free: an engine's activations grow with its batches
 LEAST = 32 * 2**20  # bytes that it takes even where less is free than that
 LARGE = 256 * 2**20  # bytes from which on the allocator is told to give them back
 
@@ -62,7 +66,7 @@ class _Room:
 
     def part(self, number: int, dtype: torch.dtype, count: int) -> Tensor:
         """(count,) of the part `number` of `WORK`'s sum."""
-        return self._memory[self._ends[number]:self._ends[number + 1]].view(dtype)[:count]
+        return self._memory[self._ends[number] : self._ends[number + 1]].view(dtype)[:count]
 
 
 class Changes:
@@ -89,27 +93,40 @@ class Changes:
         self.pieces = list(self._cut(values))
         at = 0
         for piece in self.pieces:
-            ends = at + _aligned(piece.indices.nbytes), at + _aligned(piece.indices.nbytes) + _aligned(piece.new.nbytes)
+            ends = (
+                at + _aligned(piece.indices.nbytes),
+                at + _aligned(piece.indices.nbytes) + _aligned(piece.new.nbytes),
+            )
             if ends[1] > memory.numel():
                 continue
             for name, begin, end in (("indices", at, ends[0]), ("new", *ends)):
                 host = getattr(piece, name)
-                setattr(piece, name, memory[begin:end].view(host.dtype)[:len(host)].copy_(host))
+                setattr(piece, name, memory[begin:end].view(host.dtype)[: len(host)].copy_(host))
             piece.resident, at = True, ends[1]
 
     def _take(self, most: int) -> tuple[int, Tensor]:
         """(values of a piece, memory for the resident ones): a quarter of what there is for the first, at most."""
-        wanted = sum(_aligned(part.nbytes) for parts in self._added.values() for indices, new, _ in parts
-                     for part in (indices, new))
+        wanted = sum(
+            _aligned(part.nbytes)
+            for parts in self._added.values()
+            for indices, new, _ in parts
+            for part in (indices, new)
+        )
         while True:
             values = max(1, min(PIECE, most // (4 * WORK)))
             # each piece is aligned anew
-            wanted_here = wanted + 16 * (len(self._added) + sum(
-                len(indices) for parts in self._added.values() for indices, _, _ in parts) // values)
+            wanted_here = wanted + 16 * (
+                len(self._added)
+                + sum(len(indices) for parts in self._added.values() for indices, _, _ in parts)
+                // values
+            )
             try:
                 self._room = _Room(values, self._live.device)
-                memory = torch.empty(max(0, min(wanted_here, most - values * WORK)), dtype=torch.uint8,
-                                     device=self._live.device)
+                memory = torch.empty(
+                    max(0, min(wanted_here, most - values * WORK)),
+                    dtype=torch.uint8,
+                    device=self._live.device,
+                )
                 self.device_bytes = values * WORK + memory.numel()
                 return values, memory
             except torch.OutOfMemoryError as error:
@@ -118,12 +135,15 @@ class Changes:
                 if most <= LEAST:
                     raise TransferError(
                         f"staging a version needs {LEAST / 2**20:g} MiB of {self._live.device}, which has not even "
-                        f"those: lower rollout.gpu_memory_utilization or rollout.kv_cache_gib ({error})") from error
+                        f"those: lower rollout.gpu_memory_utilization or rollout.kv_cache_gib ({error})"
+                    ) from error
                 most = max(LEAST, most // 4)
 
     def _cut(self, values: int) -> Iterator[_Piece]:
         for parameter in sorted(self._added):
-            indices, new, old = (torch.from_numpy(np.concatenate(part)) for part in zip(*self._added.pop(parameter)))
+            indices, new, old = (
+                torch.from_numpy(np.concatenate(part)) for part in zip(*self._added.pop(parameter))
+            )
             for low in range(0, len(new), values):
                 high = low + values
                 yield _Piece(parameter, indices[low:high], new[low:high], old[low:high])
@@ -134,7 +154,11 @@ class Changes:
     def put(self, which: str) -> None:
         """Write the "new" values, or the "old" ones. On a CPU single values cost a miss of the cache each, so that
         threads help, and scatter_ takes a quarter to all of the time of `parameter[indices] = new`."""
-        self._each(lambda piece: self._flat(piece).scatter_(0, self._index(piece), self._values(piece, which)))
+        self._each(
+            lambda piece: self._flat(piece).scatter_(
+                0, self._index(piece), self._values(piece, which)
+            )
+        )
 
     def check(self) -> None:
         """Compare what stands in the parameters with the new values. Raises `Corrupted`."""
@@ -146,13 +170,17 @@ class Changes:
             else:
                 found = self._room.part(3, flat.dtype, count)
                 torch.gather(flat, 0, self._index(piece), out=found)
-                differ = torch.ne(found, self._values(piece, "new"), out=self._room.part(4, torch.bool, count))
+                differ = torch.ne(
+                    found, self._values(piece, "new"), out=self._room.part(4, torch.bool, count)
+                )
             wrong[piece.parameter] += int(differ.sum())
         for parameter, count in wrong.items():
             if count:
                 total = sum(len(piece.new) for piece in self.pieces if piece.parameter == parameter)
-                raise Corrupted(f"live parameter {parameter}: {count} of {total} values are not what the flip wrote; "
-                                "the weights are a mixture now")
+                raise Corrupted(
+                    f"live parameter {parameter}: {count} of {total} values are not what the flip wrote; "
+                    "the weights are a mixture now"
+                )
 
     def release(self) -> None:
         """Give the memory back; afterwards there are no changes."""

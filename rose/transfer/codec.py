@@ -20,8 +20,20 @@ from rose.transfer.payload import Delta, Dense, Info, Layout, Plain, Subset
 
 DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # width in bytes -> patterns
 
-__all__ = ["DTYPES", "Info", "apply", "as_bytes", "changes", "compile_all", "compose", "decode", "digest", "encode",
-           "info", "moved"]
+__all__ = [
+    "DTYPES",
+    "Info",
+    "apply",
+    "as_bytes",
+    "changes",
+    "compile_all",
+    "compose",
+    "decode",
+    "digest",
+    "encode",
+    "info",
+    "moved",
+]
 
 
 @cache
@@ -47,8 +59,10 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         return _encode_dense(new)
     old = _block(old)
     if old.shape != new.shape or old.dtype != new.dtype:
-        raise ValueError(f"new values {new.shape} {new.dtype}, old values {old.shape} {old.dtype}: both must be "
-                         "the same")
+        raise ValueError(
+            f"new values {new.shape} {new.dtype}, old values {old.shape} {old.dtype}: both must be "
+            "the same"
+        )
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
     delta = _Measured(new.size, new.itemsize, positions[:count], differences[:count])
@@ -109,15 +123,20 @@ def compose(first, second) -> np.ndarray:
     data, layout = _parse(first)
     next_data, next_layout = _parse(second)
     if (layout.width, layout.values) != (next_layout.width, next_layout.values):
-        raise ValueError(f"payloads of {layout.values} values of {layout.width} bytes and of {next_layout.values} "
-                         f"values of {next_layout.width} bytes are not of the same block")
+        raise ValueError(
+            f"payloads of {layout.values} values of {layout.width} bytes and of {next_layout.values} "
+            f"values of {next_layout.width} bytes are not of the same block"
+        )
     if not layouts.info(next_layout).needs_base:
         return _as_payload(second).copy()
     if not layouts.info(layout).needs_base:
         values = decode(first)
         apply(second, values)
         return _encode_dense(values)
-    (positions, differences), (more, moves) = _read_changes(layout, data), _read_changes(next_layout, next_data)
+    (positions, differences), (more, moves) = (
+        _read_changes(layout, data),
+        _read_changes(next_layout, next_data),
+    )
     at, sums = (np.empty(positions.size + more.size, np.int32) for _ in range(2))
     count = _loops().merge(positions, differences, more, moves, layout.width * 8, at, sums)
     return _Measured(layout.values, layout.width, at[:count], sums[:count]).write()
@@ -171,22 +190,50 @@ class _Measured:
         k = layouts.excess_k(lengths.tolist())
         loops.excess_sizes(self._excess, found, k, sizes)
         which, self._coded_large = _measure_subset(count, large[:found])
-        self.layout = layouts.best_delta(width, mask, which, layouts.measured_excess(found, k, *sizes.tolist()))
+        self.layout = layouts.best_delta(
+            width, mask, which, layouts.measured_excess(found, k, *sizes.tolist())
+        )
 
     def write(self) -> np.ndarray:
         layout, loops, differences = self.layout, _loops(), self._differences
         words = _start(layout)
         if isinstance(layout, Delta):
-            (mask, mask_remainders, signs, large, large_remainders, unary, remainders, escapes, _) = layout.offsets
-            loops.write_gaps(self._coded, self._coded.size, layout.mask.k, words, mask, mask_remainders)
+            (
+                mask,
+                mask_remainders,
+                signs,
+                large,
+                large_remainders,
+                unary,
+                remainders,
+                escapes,
+                _,
+            ) = layout.offsets
+            loops.write_gaps(
+                self._coded, self._coded.size, layout.mask.k, words, mask, mask_remainders
+            )
             if layout.large is None:
                 loops.write_plain(differences, differences.size, layout.width * 8, words, signs)
             else:
                 loops.write_signs(differences, differences.size, words, signs)
-                loops.write_gaps(self._coded_large, self._coded_large.size, layout.large.k, words, large,
-                                 large_remainders)
-                loops.write_excess(self._excess, self._excess.size, layout.excess.k, layout.excess.escape_bits, words,
-                                   unary, remainders, escapes)
+                loops.write_gaps(
+                    self._coded_large,
+                    self._coded_large.size,
+                    layout.large.k,
+                    words,
+                    large,
+                    large_remainders,
+                )
+                loops.write_excess(
+                    self._excess,
+                    self._excess.size,
+                    layout.excess.k,
+                    layout.excess.escape_bits,
+                    words,
+                    unary,
+                    remainders,
+                    escapes,
+                )
         return words.view(np.uint8)
 
 
@@ -206,7 +253,9 @@ def _measure_subset(total: int, positions: np.ndarray) -> tuple[Subset, np.ndarr
 
 def _read_subset(subset: Subset, words: np.ndarray, unary: int, remainders: int) -> np.ndarray:
     coded = np.empty(subset.coded, np.int32)
-    if not _loops().read_gaps(words, unary, subset.unary_bits, remainders, subset.k, subset.coded, subset.total, coded):
+    if not _loops().read_gaps(
+        words, unary, subset.unary_bits, remainders, subset.k, subset.coded, subset.total, coded
+    ):
         raise ValueError(f"a payload whose gaps are not {subset.coded} items of {subset.total}")
     if not subset.complement:
         return coded
@@ -223,7 +272,9 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _read_delta(layout: Delta, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     loops, words = _loops(), data.view(np.uint64)
-    (mask, mask_remainders, signs, large, large_remainders, unary, remainders, escapes, _) = layout.offsets
+    (mask, mask_remainders, signs, large, large_remainders, unary, remainders, escapes, _) = (
+        layout.offsets
+    )
     positions = _read_subset(layout.mask, words, mask, mask_remainders)
     differences = np.empty(positions.size, np.int32)
     if layout.large is None:
@@ -232,9 +283,23 @@ def _read_delta(layout: Delta, data: np.ndarray) -> tuple[np.ndarray, np.ndarray
     loops.read_signs(words, signs, positions.size, differences)
     which = _read_subset(layout.large, words, large, large_remainders)
     excess = layout.excess
-    if not loops.read_excess(words, unary, excess.unary_bits, remainders, excess.k, escapes, excess.escape_bits,
-                             excess.escapes, layout.width * 8, which, excess.count, differences):
-        raise ValueError(f"a payload whose differences are not {excess.count} of at most {layout.width * 8} bits")
+    if not loops.read_excess(
+        words,
+        unary,
+        excess.unary_bits,
+        remainders,
+        excess.k,
+        escapes,
+        excess.escape_bits,
+        excess.escapes,
+        layout.width * 8,
+        which,
+        excess.count,
+        differences,
+    ):
+        raise ValueError(
+            f"a payload whose differences are not {excess.count} of at most {layout.width * 8} bits"
+        )
     return positions, differences
 
 
@@ -252,44 +317,55 @@ def _write_dense(layout: Dense | Plain, values: np.ndarray) -> np.ndarray:
     words = _start(layout)
     data = words.view(np.uint8)
     if isinstance(layout, Plain):
-        data[layouts.WORD:layouts.WORD + values.nbytes] = as_bytes(values)
+        data[layouts.WORD : layouts.WORD + values.nbytes] = as_bytes(values)
         return data
     ranks = np.zeros(256, np.uint8)
     ranks[np.frombuffer(layout.exponents, np.uint8)] = np.arange(len(layout.exponents))
     halves, planes, unary, remainders, _ = layout.offsets
-    _loops().write_dense(values, ranks, layout.k, data, halves // 8, planes // 8, words, unary, remainders)
+    _loops().write_dense(
+        values, ranks, layout.k, data, halves // 8, planes // 8, words, unary, remainders
+    )
     return data
 
 
 def _read_dense(layout: Dense, data: np.ndarray) -> np.ndarray:
     loops = _loops()
-    values, quotients = np.empty(layout.values, DTYPES[layout.width]), np.empty(layout.values + 8, np.uint8)
+    values, quotients = (
+        np.empty(layout.values, DTYPES[layout.width]),
+        np.empty(layout.values + 8, np.uint8),
+    )
     halves, planes, unary, remainders, _ = layout.offsets
     exponents = np.frombuffer(layout.exponents, np.uint8)
     well = loops.read_quotients(data, unary // 8, layout.unary_bits, quotients)
     if well and layout.k:
         well = loops.append_remainders(data, data.view(np.uint64), remainders, layout.k, quotients)
-    if not (well and loops.read_dense(data, halves // 8, planes // 8, quotients, exponents, values)):
-        raise ValueError(f"a payload whose exponents are not {layout.values} of {exponents.size} different ones")
+    if not (
+        well and loops.read_dense(data, halves // 8, planes // 8, quotients, exponents, values)
+    ):
+        raise ValueError(
+            f"a payload whose exponents are not {layout.values} of {exponents.size} different ones"
+        )
     return values
 
 
 def _raw(layout: Plain, data: np.ndarray) -> np.ndarray:
-    return data[layouts.WORD:layouts.WORD + layout.values * layout.width].view(DTYPES[layout.width])
+    return data[layouts.WORD : layouts.WORD + layout.values * layout.width].view(
+        DTYPES[layout.width]
+    )
 
 
 def _start(layout: Layout) -> np.ndarray:
     """The payload's words, zero but for the header."""
     words = np.zeros(layout.nbytes // layouts.WORD, np.uint64)
     header = layout.header
-    words.view(np.uint8)[:len(header)] = np.frombuffer(header, np.uint8)
+    words.view(np.uint8)[: len(header)] = np.frombuffer(header, np.uint8)
     return words
 
 
 def _parse(payload) -> tuple[np.ndarray, Layout]:
     """The payload's bytes, aligned to words, and its layout."""
     data = _as_payload(payload)
-    layout = layouts.parse(data[:layouts.HEADER_LIMIT].tobytes(), data.size)
+    layout = layouts.parse(data[: layouts.HEADER_LIMIT].tobytes(), data.size)
     return (data if data.ctypes.data % layouts.WORD == 0 else data.copy()), layout
 
 
@@ -303,13 +379,19 @@ def _as_payload(payload) -> np.ndarray:
 def _block(values: np.ndarray) -> np.ndarray:
     """Checked, contiguous and aligned."""
     if values.ndim != 1 or values.dtype not in DTYPES.values():
-        raise ValueError(f"a block is one row of uint16 or uint32 patterns, not {values.shape} {values.dtype}")
+        raise ValueError(
+            f"a block is one row of uint16 or uint32 patterns, not {values.shape} {values.dtype}"
+        )
     if values.size > layouts.MAX_VALUES:
-        raise ValueError(f"a block of {values.size} values; at most {layouts.MAX_VALUES} are allowed")
+        raise ValueError(
+            f"a block of {values.size} values; at most {layouts.MAX_VALUES} are allowed"
+        )
     return np.require(values, requirements=["C", "A"])
 
 
 def _check_base(layout: Layout, values: np.ndarray) -> None:
     if values.shape != (layout.values,) or values.dtype != DTYPES[layout.width]:
-        raise ValueError(f"a payload of {layout.values} values of {DTYPES[layout.width]}, but the block is "
-                         f"{values.shape} {values.dtype}")
+        raise ValueError(
+            f"a payload of {layout.values} values of {DTYPES[layout.width]}, but the block is "
+            f"{values.shape} {values.dtype}"
+        )

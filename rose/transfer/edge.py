@@ -11,7 +11,17 @@ import xxhash
 
 from rose.transfer.errors import Corrupted
 from rose.transfer.source import Refused, Source
-from rose.transfer.store import ENTRY, FORMAT, MANIFEST, PLAN, Manifest, Plan, edge_name, hash_of, unseal
+from rose.transfer.store import (
+    ENTRY,
+    FORMAT,
+    MANIFEST,
+    PLAN,
+    Manifest,
+    Plan,
+    edge_name,
+    hash_of,
+    unseal,
+)
 
 JOIN = 64 * 1024  # bytes between two payloads that are read over rather than asked for apart
 COMPLETE = "complete"  # file of a mirrored edge, written last
@@ -46,21 +56,28 @@ class Edge:
         checked; bytes that fail are asked for once more, past all caches. Raises `Missing`, `Corrupted`."""
         table = self.table(rank)
         rows = np.searchsorted(table["block"], np.array(blocks, np.uint32))
-        rows = [r for r, b in zip(rows.tolist(), blocks) if r < len(table) and table["block"][r] == b]
+        rows = [
+            r for r, b in zip(rows.tolist(), blocks) if r < len(table) and table["block"][r] == b
+        ]
         found: dict[int, tuple[np.void, memoryview]] = {}
         for span in _spans(table, rows):
-            low, high = int(table["offset"][span[0]]), int(table["offset"][span[-1]] + table["length"][span[-1]])
+            low, high = (
+                int(table["offset"][span[0]]),
+                int(table["offset"][span[-1]] + table["length"][span[-1]]),
+            )
             data, fresh = memoryview(self._read(rank, low, high - low, False)), False
             for row in span:
                 entry = table[row]
                 begin = int(entry["offset"]) - low
                 while True:
-                    payload = data[begin:begin + int(entry["length"])]
+                    payload = data[begin : begin + int(entry["length"])]
                     if xxhash.xxh3_64_intdigest(payload) == entry["check"]:
                         break
                     if fresh:
-                        raise Corrupted(f"{self.source}/{self.name}: rank {rank}'s file: the payload of block "
-                                        f"{entry['block']} is damaged")
+                        raise Corrupted(
+                            f"{self.source}/{self.name}: rank {rank}'s file: the payload of block "
+                            f"{entry['block']} is damaged"
+                        )
                     data, fresh = memoryview(self._read(rank, low, high - low, True)), True
                 found[int(entry["block"])] = (entry, payload)
         return found
@@ -79,8 +96,9 @@ class Edge:
             raise Corrupted(f"{where}: its blocks are not in order, or not in the plan")
         if any(self.plan.blocks[b].owner != rank for b in blocks.tolist()):
             raise Corrupted(f"{where}: a block of another rank")
-        if (table["offset"] != np.concatenate([[0], ends[:-1]])[:len(table)]).any() \
-                or (int(ends[-1]) if len(table) else 0) != self._data_size(rank):
+        if (table["offset"] != np.concatenate([[0], ends[:-1]])[: len(table)]).any() or (
+            int(ends[-1]) if len(table) else 0
+        ) != self._data_size(rank):
             raise Corrupted(f"{where}: its payloads don't cover the data")
         return table
 
@@ -95,10 +113,20 @@ class StoredEdge(Edge):
         super().__init__(source, version, base, plan)
         where = f"{self.name}/{MANIFEST}"
         self.manifest: Manifest = unseal(source.read(where), Manifest, f"{source}/{where}")
-        found = (self.manifest.lineage, self.manifest.plan, self.manifest.version, self.manifest.base)
-        if found != (plan.lineage, plan_hash, version, base) or len(self.manifest.files) != plan.world:
-            raise Corrupted(f"{source}/{where}: (lineage, plan, version, base) is {found}, expected "
-                            f"{(plan.lineage, plan_hash, version, base)}, with {plan.world} files")
+        found = (
+            self.manifest.lineage,
+            self.manifest.plan,
+            self.manifest.version,
+            self.manifest.base,
+        )
+        if (
+            found != (plan.lineage, plan_hash, version, base)
+            or len(self.manifest.files) != plan.world
+        ):
+            raise Corrupted(
+                f"{source}/{where}: (lineage, plan, version, base) is {found}, expected "
+                f"{(plan.lineage, plan_hash, version, base)}, with {plan.world} files"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +142,9 @@ class StoredEdge(Edge):
             if xxhash.xxh3_128_hexdigest(head + tail) == file.rest:
                 break
         else:
-            raise Corrupted(f"{self.source}/{path}: its HDF5 structure is damaged, or the file is cut short")
+            raise Corrupted(
+                f"{self.source}/{path}: its HDF5 structure is damaged, or the file is cut short"
+            )
         try:
             with h5py.File(_Holed(head, file.data_size, tail), "r") as parsed:
                 table = parsed["blocks"][()]
@@ -129,8 +159,12 @@ class StoredEdge(Edge):
 
     def _range(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
-            return self.source.read(f"{self.name}/{self.manifest.files[rank].file}", offset, length, fresh)
-        except Refused as error:  # the manifest is right, so the file is shorter than it was, or no file
+            return self.source.read(
+                f"{self.name}/{self.manifest.files[rank].file}", offset, length, fresh
+            )
+        except (
+            Refused
+        ) as error:  # the manifest is right, so the file is shorter than it was, or no file
             raise Corrupted(f"not what its manifest describes: {error}") from error
 
     def _data_size(self, rank: int) -> int:
@@ -166,7 +200,10 @@ def pack_table(table: np.ndarray) -> bytes:
 
 
 def unpack_table(data: bytes, where: str) -> np.ndarray:
-    if xxhash.xxh3_128_digest(data[:-16]) != data[-16:] or len(data) % ENTRY.itemsize != 16 % ENTRY.itemsize:
+    if (
+        xxhash.xxh3_128_digest(data[:-16]) != data[-16:]
+        or len(data) % ENTRY.itemsize != 16 % ENTRY.itemsize
+    ):
         raise Corrupted(f"{where}: the table is damaged")
     return np.frombuffer(data[:-16], ENTRY)
 
@@ -210,6 +247,6 @@ class _Holed(io.RawIOBase):
         for start, part in ((0, self._head), (len(self._head) + self._hole, self._tail)):
             low, high = max(self._at, start), min(self._at + wanted, start + len(part))
             if low < high:
-                out[low - self._at:high - self._at] = part[low - start:high - start]
+                out[low - self._at : high - self._at] = part[low - start : high - start]
         self._at += wanted
         return wanted

@@ -30,9 +30,11 @@ class Place(NamedTuple):
 def check_type(name: str, tensor: torch.Tensor) -> None:
     """Raises `TransferError` for a parameter of a type that no version has."""
     if tensor.dtype not in TYPES:
-        raise TransferError(f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
-                            "quantised engine can't be brought to them; start it with the unquantised model, without "
-                            "rollout.engine_args.quantization")
+        raise TransferError(
+            f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
+            "quantised engine can't be brought to them; start it with the unquantised model, without "
+            "rollout.engine_args.quantization"
+        )
 
 
 class Live:
@@ -51,7 +53,9 @@ class Live:
             if not tensor.is_contiguous():
                 raise TransferError(f"live parameter {name} is not contiguous in memory")
             if tensor.device != self.device:
-                raise TransferError(f"live parameter {name} is on {tensor.device}, the first one on {self.device}")
+                raise TransferError(
+                    f"live parameter {name} is on {tensor.device}, the first one on {self.device}"
+                )
             patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
             self.matrices[name] = patterns.view(patterns.shape[0] if patterns.dim() else 1, -1)
 
@@ -74,8 +78,8 @@ class Live:
         matrix, at = self.matrices[place.parameter], 0
         out = torch.empty(place.size, dtype=matrix.dtype)
         for r in place.rectangles:
-            part = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
-            out[at:at + r.size].view(part.shape).copy_(part)
+            part = matrix[r.first_row : r.last_row, r.first_column : r.last_column]
+            out[at : at + r.size].view(part.shape).copy_(part)
             at += r.size
         return _unsigned(out)
 
@@ -83,17 +87,20 @@ class Live:
         """The patterns at these positions (c,) of a block, (c,) uint16 or uint32 in host memory. On the device are
         `most` of them at a time, at 14 to 16 bytes each."""
         flat = self.matrices[place.parameter].view(-1)
-        indices, out = torch.from_numpy(self.indices(place, positions)), torch.empty(len(positions), dtype=flat.dtype)
+        indices, out = (
+            torch.from_numpy(self.indices(place, positions)),
+            torch.empty(len(positions), dtype=flat.dtype),
+        )
         for low in range(0, len(positions), most):
-            out[low:low + most].copy_(flat[indices[low:low + most].to(flat.device).long()])
+            out[low : low + most].copy_(flat[indices[low : low + most].to(flat.device).long()])
         return _unsigned(out)
 
     def write(self, place: Place, values: torch.Tensor) -> None:
         """`values` (n,) patterns, on the parameter's device or the host."""
         matrix, at = self.matrices[place.parameter], 0
         for r in place.rectangles:
-            target = matrix[r.first_row:r.last_row, r.first_column:r.last_column]
-            target.copy_(values[at:at + r.size].view(target.shape))
+            target = matrix[r.first_row : r.last_row, r.first_column : r.last_column]
+            target.copy_(values[at : at + r.size].view(target.shape))
             at += r.size
 
     def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
@@ -106,7 +113,10 @@ class Live:
         ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
         low = 0
         for r, high in zip(place.rectangles, ends.tolist()):
-            if (r.first_column, r.last_column) == (0, columns):  # whole rows: a run of the parameter
+            if (r.first_column, r.last_column) == (
+                0,
+                columns,
+            ):  # whole rows: a run of the parameter
                 out[low:high] = positions[low:high] + (r.first_row * columns - at)
             else:
                 row, column = np.divmod(positions[low:high] - at, r.last_column - r.first_column)

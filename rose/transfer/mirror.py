@@ -45,13 +45,22 @@ class Mirror:
     `failures` tells why edges were dropped, by name.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, rank: int, roots: int, folder: Path | None = None,
-                 limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        rank: int,
+        roots: int,
+        folder: Path | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
         self.failures: dict[str, str] = {}
         self._roots, self._limit_bytes = roots, limit_bytes
         self._edges: dict[str, _Edge] = {}
         self._names: dict[int, str] = {}  # of the stream that each root has open
-        parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+        parent = folder or (
+            SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        )
         run = hashlib.blake2s(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
         prefix = f"rose-{os.getuid()}-{run}-"
         self.path = parent / f"{prefix}{attempt}-{rank}-{os.getpid()}.{_start_time(os.getpid())}"
@@ -76,7 +85,9 @@ class Mirror:
                     raise FileNotFoundError(f"{self.path} could not be made")
                 edge.folder.mkdir(parents=True)
             for kind in ("payload", "table"):
-                edge.files[root, kind] = open(edge.folder / f"rank-{root:05d}.{kind}", "xb", buffering=0)
+                edge.files[root, kind] = open(
+                    edge.folder / f"rank-{root:05d}.{kind}", "xb", buffering=0
+                )
         except OSError as error:
             self._fail(name, error)
 
@@ -109,9 +120,13 @@ class Mirror:
         try:
             edge.nbytes += len(data)
             if self._limit_bytes is not None and self.nbytes > self._limit_bytes:
-                raise OSError(f"the mirror would hold {self.nbytes} bytes; its limit is {self._limit_bytes}")
+                raise OSError(
+                    f"the mirror would hold {self.nbytes} bytes; its limit is {self._limit_bytes}"
+                )
             while data:
-                data = data[edge.files[root, kind].write(data):]  # memory that is nearly full takes a part
+                data = data[
+                    edge.files[root, kind].write(data) :
+                ]  # memory that is nearly full takes a part
         except OSError as error:
             self._fail(self._names[root], error)
 
@@ -152,7 +167,9 @@ class Mirror:
             if name not in names and edge.ended == self._roots:
                 self._drop(name)
         open_now = set(self._names.values())
-        self.failures = {name: why for name, why in self.failures.items() if name in names or name in open_now}
+        self.failures = {
+            name: why for name, why in self.failures.items() if name in names or name in open_now
+        }
 
     def close(self) -> None:
         """Remove everything."""

@@ -52,10 +52,16 @@ class Subset:
     def check(self) -> None:
         if self.chosen > self.total:
             raise ValueError(f"{self.chosen} of {self.total} items are chosen")
-        if (self.k > 27 or not self.coded <= self.unary_bits <= self.coded + (self.total >> self.k)
-                or not self.coded and (self.k or self.unary_bits)):
-            raise ValueError(f"{self.coded} gaps within {self.total} items in {self.unary_bits} unary bits, {self.k} "
-                             "bits a remainder")
+        if (
+            self.k > 27
+            or not self.coded <= self.unary_bits <= self.coded + (self.total >> self.k)
+            or not self.coded
+            and (self.k or self.unary_bits)
+        ):
+            raise ValueError(
+                f"{self.coded} gaps within {self.total} items in {self.unary_bits} unary bits, {self.k} "
+                "bits a remainder"
+            )
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,15 @@ class Excess:
         return self.unary_bits + self.count * self.k + self.escapes * self.escape_bits
 
     def check(self) -> None:
-        if (self.k + self.escape_bits > 31 or self.escapes > self.count
-                or not self.count <= self.unary_bits <= self.count * (ESCAPE + 1)):
-            raise ValueError(f"{self.count} magnitudes in {self.unary_bits} unary bits, {self.k} bits a remainder, "
-                             f"{self.escapes} escapes of {self.escape_bits} bits")
+        if (
+            self.k + self.escape_bits > 31
+            or self.escapes > self.count
+            or not self.count <= self.unary_bits <= self.count * (ESCAPE + 1)
+        ):
+            raise ValueError(
+                f"{self.count} magnitudes in {self.unary_bits} unary bits, {self.k} bits a remainder, "
+                f"{self.escapes} escapes of {self.escape_bits} bits"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,9 @@ class Delta:
     kind: ClassVar[int] = DELTA
     width: int
     mask: Subset
-    large: Subset | None = None  # which differences are not 1 or -1; None: differences are plain integers
+    large: Subset | None = (
+        None  # which differences are not 1 or -1; None: differences are plain integers
+    )
     excess: Excess | None = None  # of the large ones; None with `large`
 
     @property
@@ -100,8 +113,14 @@ class Delta:
         if self.large is None:
             sizes += [changed * self.width * 8, 0, 0, 0, 0, 0]
         else:
-            sizes += [changed, self.large.unary_bits, self.large.remainder_bits, self.excess.unary_bits,
-                      self.excess.count * self.excess.k, self.excess.escapes * self.excess.escape_bits]
+            sizes += [
+                changed,
+                self.large.unary_bits,
+                self.large.remainder_bits,
+                self.excess.unary_bits,
+                self.excess.count * self.excess.k,
+                self.excess.escapes * self.excess.escape_bits,
+            ]
         return running(sizes)
 
     @cached_property
@@ -114,8 +133,16 @@ class Delta:
         if self.large is None:
             fields += [0]
         else:
-            fields += [1, self.large.chosen, self.large.k, self.large.unary_bits, self.excess.k,
-                       self.excess.unary_bits, self.excess.escapes, self.excess.escape_bits]
+            fields += [
+                1,
+                self.large.chosen,
+                self.large.k,
+                self.large.unary_bits,
+                self.excess.k,
+                self.excess.unary_bits,
+                self.excess.escapes,
+                self.excess.escape_bits,
+            ]
         return head(DELTA, self.width, fields)
 
 
@@ -136,8 +163,15 @@ class Dense:
     @cached_property
     def offsets(self) -> list[int]:
         """Bit offsets in the payload: low halves (fp32 only), sign and mantissa bytes, unary, remainders, end."""
-        return running([len(self.header) * 8, self.values * (self.width - 2) * 8, self.values * 8, self.unary_bits,
-                        self.values * self.k])
+        return running(
+            [
+                len(self.header) * 8,
+                self.values * (self.width - 2) * 8,
+                self.values * 8,
+                self.unary_bits,
+                self.values * self.k,
+            ]
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -145,7 +179,12 @@ class Dense:
 
     @cached_property
     def header(self) -> bytes:
-        return head(DENSE, self.width, [self.values, self.k, self.unary_bits, len(self.exponents)], self.exponents)
+        return head(
+            DENSE,
+            self.width,
+            [self.values, self.k, self.unary_bits, len(self.exponents)],
+            self.exponents,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +208,9 @@ Layout = Plain | Delta | Dense
 
 
 def info(layout: Layout) -> Info:
-    changed = layout.mask.chosen if isinstance(layout, Delta) else 0 if layout.kind == UNCHANGED else None
+    changed = (
+        layout.mask.chosen if isinstance(layout, Delta) else 0 if layout.kind == UNCHANGED else None
+    )
     return Info(KINDS[layout.kind], layout.width, layout.values, changed, changed is not None)
 
 
@@ -203,11 +244,15 @@ def parse(start: bytes, size: int) -> Layout:
     if size < WORD or size % WORD:
         raise ValueError(f"a payload of {size} bytes; they are whole words of {WORD}")
     if start[0] != MAGIC or start[1] != VERSION:
-        raise ValueError(f"a payload that begins with {start[:2].hex(' ')}; version {VERSION} begins with "
-                         f"{MAGIC:02x} {VERSION:02x}")
+        raise ValueError(
+            f"a payload that begins with {start[:2].hex(' ')}; version {VERSION} begins with "
+            f"{MAGIC:02x} {VERSION:02x}"
+        )
     kind, width = start[2], start[3]
     if kind >= len(KINDS) or width not in (2, 4):
-        raise ValueError(f"a payload of kind {kind} and width {width}; kinds are 0 to 3, widths 2 and 4")
+        raise ValueError(
+            f"a payload of kind {kind} and width {width}; kinds are 0 to 3, widths 2 and 4"
+        )
     fields = _Fields(start)
     values = fields.next()
     if values > MAX_VALUES:
@@ -217,12 +262,14 @@ def parse(start: bytes, size: int) -> Layout:
     elif kind == DENSE:
         k, unary_bits, count = fields.next(), fields.next(), fields.next()
         if k > 7 or not values <= unary_bits <= values * 256 or count > 256:
-            raise ValueError(f"{values} exponents of {count} different ones in {unary_bits} unary bits, {k} bits a "
-                             "remainder")
+            raise ValueError(
+                f"{values} exponents of {count} different ones in {unary_bits} unary bits, {k} bits a "
+                "remainder"
+            )
         layout = Dense(width, values, fields.bytes(count), k, unary_bits)
     else:
         layout = Plain(kind, width, values)
-    if layout.header != start[:len(layout.header)]:
+    if layout.header != start[: len(layout.header)]:
         raise ValueError("a payload whose header is not in its shortest form")
     if layout.nbytes != size:
         raise ValueError(f"a payload of {size} bytes whose header says {layout.nbytes}")
@@ -269,7 +316,7 @@ class _Fields:
         self._at += count
         if self._at > len(self._start):
             raise ValueError("a payload whose header is cut short")
-        return self._start[self._at - count:self._at]
+        return self._start[self._at - count : self._at]
 
 
 def first_k(gaps: int, coded: int) -> int:
@@ -285,7 +332,9 @@ def best_subset(total: int, chosen: int, first: int, quotients: Sequence[int]) -
     made = [Subset(total, chosen, first + i, quotient) for i, quotient in enumerate(quotients)]
     coded = made[0].coded
     best = min(made, key=lambda subset: subset.unary_bits + subset.remainder_bits)
-    return Subset(total, chosen, best.k, best.unary_bits + coded) if coded else Subset(total, chosen)
+    return (
+        Subset(total, chosen, best.k, best.unary_bits + coded) if coded else Subset(total, chosen)
+    )
 
 
 def excess_k(lengths: Sequence[int]) -> int:
@@ -311,7 +360,9 @@ def excess_k(lengths: Sequence[int]) -> int:
 
 def measured_excess(count: int, k: int, quotients: int, escapes: int, largest: int) -> Excess:
     """`quotients`: their sum, each at most `ESCAPE`; `largest` of them as they are."""
-    return Excess(count, k, count + quotients, escapes, (largest - ESCAPE).bit_length() if escapes else 0)
+    return Excess(
+        count, k, count + quotients, escapes, (largest - ESCAPE).bit_length() if escapes else 0
+    )
 
 
 def best_delta(width: int, mask: Subset, large: Subset, excess: Excess) -> Delta | Plain:
@@ -332,7 +383,9 @@ def best_dense(width: int, counts: Sequence[int]) -> Dense | Plain:
     raw."""
     ranked = sorted((e for e in range(256) if counts[e]), key=lambda e: (-counts[e], e))
     values = sum(counts)
-    unary = [values + sum(counts[e] * (rank >> k) for rank, e in enumerate(ranked)) for k in range(8)]
+    unary = [
+        values + sum(counts[e] * (rank >> k) for rank, e in enumerate(ranked)) for k in range(8)
+    ]
     k = min(range(8), key=lambda k: unary[k] + k * values)
     dense, raw = Dense(width, values, bytes(ranked), k, unary[k]), Plain(RAW, width, values)
     return dense if dense.nbytes < raw.nbytes else raw

@@ -28,7 +28,17 @@ from rose.transfer.edge import StoredEdge, pack_table, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.route import Step, present, shortest
 from rose.transfer.source import Folder, leases
-from rose.transfer.store import FULL, INITIAL, MANIFEST, EdgeWriter, Plan, commit, create, edge_name, prepare
+from rose.transfer.store import (
+    FULL,
+    INITIAL,
+    MANIFEST,
+    EdgeWriter,
+    Plan,
+    commit,
+    create,
+    edge_name,
+    prepare,
+)
 
 AHEAD = 8  # blocks encoded but not yet handed on, per thread
 
@@ -65,12 +75,23 @@ class Publisher:
     `read(block)`: the block's values now, (n,) uint16 or uint32 patterns that nobody will write to.
     """
 
-    def __init__(self, store: Path, plan: Plan, peers: Peers, read: Callable[[Block], np.ndarray], threads: int,
-                 full_every: int, keep: int, timeout_s: float):
+    def __init__(
+        self,
+        store: Path,
+        plan: Plan,
+        peers: Peers,
+        read: Callable[[Block], np.ndarray],
+        threads: int,
+        full_every: int,
+        keep: int,
+        timeout_s: float,
+    ):
         self.store, self.peers = Path(store), peers
         self._read, self._ahead, self._timeout_s = read, AHEAD * threads, timeout_s
         self._full_every, self._keep = full_every, keep
-        self._mine = [number for number, block in enumerate(plan.blocks) if block.owner == peers.rank]
+        self._mine = [
+            number for number, block in enumerate(plan.blocks) if block.owner == peers.rank
+        ]
         self._version = INITIAL
         self._first: int | None = None
         self._fulls: list[int] = []  # the last two
@@ -81,7 +102,9 @@ class Publisher:
         peers.barrier()
         self.plan, _ = read_plan(Folder(self.store))  # with the lineage
         if msgspec.structs.replace(self.plan, lineage=plan.lineage) != plan:
-            raise TransferError(f"{self.store}: trainer rank {peers.rank} would cut the model in another way than rank 0")
+            raise TransferError(
+                f"{self.store}: trainer rank {peers.rank} would cut the model in another way than rank 0"
+            )
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None  # while a version is being encoded
         self._begun: int | None = None  # that version
@@ -111,13 +134,18 @@ class Publisher:
         elif self._begun != version:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         delta = self._version
-        bases = [delta] if self._fulls else [delta, FULL]  # nobody rolls out yet; later ones are made by `tidy`
+        bases = (
+            [delta] if self._fulls else [delta, FULL]
+        )  # nobody rolls out yet; later ones are made by `tidy`
         if self.peers.rank == 0:
             for base in bases:
                 prepare(self.store, version, base)
         self.peers.barrier()
         start = time.perf_counter()
-        edges = {base: EdgeWriter(self.store, self.plan, version, base, self.peers.rank) for base in bases}
+        edges = {
+            base: EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
+            for base in bases
+        }
         stream = begin(edge_name(version, delta)) if begin is not None else None
         self._encode(edges, delta, stream)
         if stream is not None:
@@ -138,18 +166,29 @@ class Publisher:
         return Published(version, nbytes[delta], encoded - start, time.perf_counter() - encoded)
 
     def _has_full(self, nbytes: int) -> None:
-        self._fulls, self._full_bytes, self._since_full = [*self._fulls[-1:], self._version], nbytes, 0
+        self._fulls, self._full_bytes, self._since_full = (
+            [*self._fulls[-1:], self._version],
+            nbytes,
+            0,
+        )
 
     def full_due(self) -> bool:
         """Each `full_every` versions, and when the deltas since the last outweigh it (as a log is rewritten)."""
-        return self._version - self._fulls[-1] >= self._full_every or self._since_full >= self._full_bytes
+        return (
+            self._version - self._fulls[-1] >= self._full_every
+            or self._since_full >= self._full_bytes
+        )
 
     def _encode_more(self) -> None:
         full = not self._fulls
-        while len(self._encoding) < self._ahead and (block := next(self._waiting, None)) is not None:
+        while (
+            len(self._encoding) < self._ahead and (block := next(self._waiting, None)) is not None
+        ):
             self._encoding.append((block, self._pool.submit(self._one, block, full)))
 
-    def _encode(self, edges: dict[int | None, EdgeWriter], delta: int, stream: Stream | None) -> None:
+    def _encode(
+        self, edges: dict[int | None, EdgeWriter], delta: int, stream: Stream | None
+    ) -> None:
         """Blocks are encoded by several threads and handed on in order, so that the first travel while the last are
         still being encoded."""
         while self._encoding:
@@ -205,7 +244,9 @@ class Publisher:
         """The last version once more, without a base; whether that worked on all ranks."""
         writer = EdgeWriter(self.store, self.plan, self._version, FULL, self.peers.rank)
         with ThreadPoolExecutor(self._threads, "encode") as pool:
-            payloads = pool.map(lambda block: codec.encode(self._previous[block][0], None), self._mine)
+            payloads = pool.map(
+                lambda block: codec.encode(self._previous[block][0], None), self._mine
+            )
             for block, payload in zip(self._mine, payloads):
                 writer.add(block, payload, b"", self._previous[block][1])
         done = self._finish(writer, FULL)
@@ -227,7 +268,10 @@ class Publisher:
         that is as it was written, and none."""
         with closing(Folder(self.store)) as source:
             plan, digest = read_plan(source)
-            parts = [StoredEdge(source, *step, plan, digest).payloads(self.peers.rank, self._mine) for step in steps]
+            parts = [
+                StoredEdge(source, *step, plan, digest).payloads(self.peers.rank, self._mine)
+                for step in steps
+            ]
 
         def composed(block: int) -> np.ndarray:
             payload, *others = (np.frombuffer(part[block][1], np.uint8) for part in parts)
@@ -235,11 +279,20 @@ class Publisher:
 
         with ThreadPoolExecutor(self._threads, "squash") as pool:
             for block, payload in zip(self._mine, pool.map(composed, self._mine)):
-                writer.add(block, payload, parts[0][block][0]["old"].tobytes(), parts[-1][block][0]["new"].tobytes())
+                writer.add(
+                    block,
+                    payload,
+                    parts[0][block][0]["old"].tobytes(),
+                    parts[-1][block][0]["new"].tobytes(),
+                )
 
     def _finish(self, writer: EdgeWriter, base: int | None) -> bool:
         done = self._together(writer.finish) and self._together(
-            lambda: self.peers.rank or commit(self.store, self.plan, self._version, base, self._timeout_s))
+            lambda: (
+                self.peers.rank
+                or commit(self.store, self.plan, self._version, base, self._timeout_s)
+            )
+        )
         if done:
             self._edges.add((self._version, base))
         return done
@@ -271,13 +324,23 @@ def collect(store: Path, keep: int) -> list[Step]:
     if not versions:
         return []
     oldest = versions[-keep:][0]
-    full = max((version for version, base in edges if base is FULL and version <= oldest), default=None)
+    full = max(
+        (version for version, base in edges if base is FULL and version <= oldest), default=None
+    )
     # a relay's root is the folder of all stores of the run
-    held = leases(store, time.time()) | {name.removeprefix(f"{store.name}/")
-                                         for name in leases(store.parent, time.time())}
-    dead = [step for step in sorted(edges, key=lambda s: (s[0], s[1] is None, s[1] or 0))
-            if step[0] < oldest and full is not None and step[0] <= full and step != (full, FULL)
-            and step != (full, INITIAL) and edge_name(*step) not in held]
+    held = leases(store, time.time()) | {
+        name.removeprefix(f"{store.name}/") for name in leases(store.parent, time.time())
+    }
+    dead = [
+        step
+        for step in sorted(edges, key=lambda s: (s[0], s[1] is None, s[1] or 0))
+        if step[0] < oldest
+        and full is not None
+        and step[0] <= full
+        and step != (full, FULL)
+        and step != (full, INITIAL)
+        and edge_name(*step) not in held
+    ]
     for step in dead:
         folder = store / edge_name(*step)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -285,4 +348,3 @@ def collect(store: Path, keep: int) -> list[Step]:
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
     return dead
-

@@ -29,8 +29,15 @@ class Receiver:
     Raises `TransferError` when the store can't be opened.
     """
 
-    def __init__(self, store: str, mirror: str | None, token_file: str | None,
-                 places: Callable[[Plan, Live], dict[int, Place]], live: Live, holder: str):
+    def __init__(
+        self,
+        store: str,
+        mirror: str | None,
+        token_file: str | None,
+        places: Callable[[Plan, Live], dict[int, Place]],
+        live: Live,
+        holder: str,
+    ):
         self.where = (store, mirror)
         token = read_token(token_file) if token_file else None
         self._source = open_source(store, token)
@@ -39,12 +46,23 @@ class Receiver:
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
         self.lineage = self._plan.lineage
-        self._digests: tuple[int | None, dict[int, bytes]] = (None, {})  # of the version that was staged last
+        self._digests: tuple[int | None, dict[int, bytes]] = (
+            None,
+            {},
+        )  # of the version that was staged last
         self._staged = 0  # versions
 
-    def stage(self, have: int | None, want: int, threads: int, dense_bytes: int, timeout_s: float,
-              device_bytes: int | None = None, verify_every: int = 1,
-              wanted: Callable[[], bool] = lambda: True) -> Staged:
+    def stage(
+        self,
+        have: int | None,
+        want: int,
+        threads: int,
+        dense_bytes: int,
+        timeout_s: float,
+        device_bytes: int | None = None,
+        verify_every: int = 1,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Staged:
         """`have`: the version in the live weights, null if none that can be built on. `device_bytes`: see
         `rose.transfer.stage.stage`. `wanted` is asked now and then: once it says no, nothing is staged.
 
@@ -64,10 +82,18 @@ class Receiver:
             while True:
                 route = self._route(have, want, useless, why)
                 try:
-                    staged = stage(self._live, self._plan, self._places, route, have is not None
-                                   and route[0].base is not None, threads, dense_bytes,
-                                   self._ticker(route, want, end, timeout_s, wanted), device_bytes,
-                                   self._compared(have, verify_every))
+                    staged = stage(
+                        self._live,
+                        self._plan,
+                        self._places,
+                        route,
+                        have is not None and route[0].base is not None,
+                        threads,
+                        dense_bytes,
+                        self._ticker(route, want, end, timeout_s, wanted),
+                        device_bytes,
+                        self._compared(have, verify_every),
+                    )
                     self._staged += 1
                     self._digests = want, staged.digests
                     staged.route = [edge.name for edge in route]
@@ -77,10 +103,17 @@ class Receiver:
                     have = None
                     why.append(str(error))
                 except (Corrupted, Missing) as error:
-                    useless.add((isinstance(error.edge, MirroredEdge), (error.edge.version, error.edge.base)))
+                    useless.add(
+                        (
+                            isinstance(error.edge, MirroredEdge),
+                            (error.edge.version, error.edge.base),
+                        )
+                    )
                     why.append(str(error))
         finally:
-            self._leased = staged is not None and staged.rereads  # until the next version, or the lease's end
+            self._leased = (
+                staged is not None and staged.rereads
+            )  # until the next version, or the lease's end
             if not self._leased:
                 self._give_back()
 
@@ -111,7 +144,9 @@ class Receiver:
             return [edge]
         edges = {step for step in present(self._source) if (False, step) not in useless}
         while True:
-            route = choose(edges, have, want, lambda step: self._nbytes(step, opened, useless, why), why)
+            route = choose(
+                edges, have, want, lambda step: self._nbytes(step, opened, useless, why), why
+            )
             for step in route:
                 if opened.get(step) is None:
                     edges.discard(step)
@@ -122,7 +157,9 @@ class Receiver:
     def _nbytes(self, step: Step, opened: dict, useless: set, why: list[str]) -> int:
         if step not in opened:
             opened[step] = self._open(step, useless, why)
-        return 0 if opened[step] is None else opened[step].nbytes  # one that is not there is found out next
+        return (
+            0 if opened[step] is None else opened[step].nbytes
+        )  # one that is not there is found out next
 
     def _open(self, step: Step, useless: set, why: list[str]) -> Edge | None:
         if self._mirror is not None and (True, step) not in useless:
@@ -141,8 +178,9 @@ class Receiver:
             why.append(str(error))
         return None
 
-    def _ticker(self, route: list[Edge], want: int, end: float, timeout_s: float,
-                wanted: Callable[[], bool]) -> Callable[[], None]:
+    def _ticker(
+        self, route: list[Edge], want: int, end: float, timeout_s: float, wanted: Callable[[], bool]
+    ) -> Callable[[], None]:
         held = [edge.name for edge in route if isinstance(edge, StoredEdge)]
         renewed = 0.0
 
@@ -152,8 +190,10 @@ class Receiver:
             if not wanted():
                 raise TransferError(f"version {want} is not wanted any more")
             if now > end:
-                raise TransferError(f"version {want} was not staged within {timeout_s:g} s, by "
-                                    + ", ".join(edge_name(edge.version, edge.base) for edge in route))
+                raise TransferError(
+                    f"version {want} was not staged within {timeout_s:g} s, by "
+                    + ", ".join(edge_name(edge.version, edge.base) for edge in route)
+                )
             if held and now - renewed > RENEW_S:
                 renewed = now
                 self._source.hold(self._holder, held, LEASE_S)
@@ -178,5 +218,9 @@ def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
 
 def whole(plan: Plan, live: Live) -> dict[int, Place]:
     """Places in parameters that are the store's tensors themselves."""
-    return {number: Place(plan.tensors[block.tensor].name, rectangles(block, plan.tensors[block.tensor].columns))
-            for number, block in enumerate(plan.blocks)}
+    return {
+        number: Place(
+            plan.tensors[block.tensor].name, rectangles(block, plan.tensors[block.tensor].columns)
+        )
+        for number, block in enumerate(plan.blocks)
+    }

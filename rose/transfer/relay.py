@@ -24,7 +24,16 @@ from aiohttp import web
 from rose.transfer.errors import TransferError
 from rose.transfer.relay_cache import Cache
 from rose.transfer.relay_pull import STAT_S, TTL_S, Counters, Late, Puller
-from rose.transfer.source import Changed, Folder, Missing, Refused, Source, Stat, checked, held_until
+from rose.transfer.source import (
+    Changed,
+    Folder,
+    Missing,
+    Refused,
+    Source,
+    Stat,
+    checked,
+    held_until,
+)
 
 WAIT_S = 30.0  # of a client that doesn't say how long it waits
 LONGEST_WAIT_S = 60.0
@@ -32,7 +41,11 @@ STALLED_S = 60.0  # a client that takes no byte for so long is cut off
 MAX_BODY = 1 << 20  # bytes of a request: leases of some thousand folders
 _STOP_S = 0.5  # for answers under way when the relay is told to stop
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-_STATUS = {Missing: 404, Changed: 412, Refused: 424}  # 424, failed dependency: the upstream's refusal is final
+_STATUS = {
+    Missing: 404,
+    Changed: 412,
+    Refused: 424,
+}  # 424, failed dependency: the upstream's refusal is final
 
 
 class _Lease(msgspec.Struct):
@@ -51,15 +64,26 @@ class Relay:
         self.counters = Counters()
         self.puller = Puller(upstream, cache, self.counters)
         self._cache, self._token, self._holder = cache, f"Bearer {token}".encode(), holder
-        self._leases = Folder(cache.folder)  # its clients', so that a restarted relay still knows them
+        self._leases = Folder(
+            cache.folder
+        )  # its clients', so that a restarted relay still knows them
         self._leasing = asyncio.Lock()
-        self._held: tuple[set[str], float] = (set(), 0.0)  # what the upstream was told last, unix seconds
+        self._held: tuple[set[str], float] = (
+            set(),
+            0.0,
+        )  # what the upstream was told last, unix seconds
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY)
-        app.add_routes([web.get("/files/{path:.*}", self._files), web.get("/stat/{path:.*}", self._stat),
-                        web.get("/names/{path:.*}", self._names), web.put("/leases/{holder}", self._lease),
-                        web.get("/metrics", self._metrics)])
+        app.add_routes(
+            [
+                web.get("/files/{path:.*}", self._files),
+                web.get("/stat/{path:.*}", self._stat),
+                web.get("/names/{path:.*}", self._names),
+                web.put("/leases/{holder}", self._lease),
+                web.get("/metrics", self._metrics),
+            ]
+        )
         app.on_response_prepare.append(self._sign)
         return app
 
@@ -71,8 +95,12 @@ class Relay:
         """Token first; errors become an answer whose text is the cause."""
         shown = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(shown, self._token):
-            return self._refuse(401, "wrong token: it must be the content of this relay's token file" if shown else
-                                "no token: it belongs into the header `Authorization: Bearer TOKEN`")
+            return self._refuse(
+                401,
+                "wrong token: it must be the content of this relay's token file"
+                if shown
+                else "no token: it belongs into the header `Authorization: Bearer TOKEN`",
+            )
         try:
             return await handler(request)
         except Bad as error:
@@ -108,15 +136,23 @@ class Relay:
         if wanted and wanted != stat.tag:
             stat = await self._found(path, until, 0.0)
             if wanted != stat.tag:
-                raise Changed(f"{path}: written anew since it was looked at (tag {stat.tag}, not {wanted[:100]})")
+                raise Changed(
+                    f"{path}: written anew since it was looked at (tag {stat.tag}, not {wanted[:100]})"
+                )
         try:
             return await self._send(request, path, stat, fresh, until)
-        except Changed:  # what was remembered of it is wrong; once, as the upstream's own memory is short
+        except (
+            Changed
+        ):  # what was remembered of it is wrong; once, as the upstream's own memory is short
             if wanted:
                 raise
-            return await self._send(request, path, await self._found(path, until, 0.0), fresh, until)
+            return await self._send(
+                request, path, await self._found(path, until, 0.0), fresh, until
+            )
 
-    async def _send(self, request: web.Request, path: str, stat: Stat, fresh: bool, until: float) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, path: str, stat: Stat, fresh: bool, until: float
+    ) -> web.StreamResponse:
         """Raises what keeps the first piece from coming; after that the header is out, and the client only sees a
         broken connection: it asks for the rest, and hears why not."""
         begin, end = _range(request, path, stat.size)
@@ -176,9 +212,14 @@ class Relay:
     async def _metrics(self, request: web.Request) -> web.Response:
         values = {f"{name}_total": value for name, value in asdict(self.counters).items()}
         values |= {"in_flight": self.puller.in_flight, "cache_bytes": self._cache.bytes}
-        text = "".join(f"# TYPE rose_relay_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
-                       f"rose_relay_{name} {value}\n" for name, value in values.items())
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        text = "".join(
+            f"# TYPE rose_relay_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+            f"rose_relay_{name} {value}\n"
+            for name, value in values.items()
+        )
+        return web.Response(
+            text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
 
 
 def _json(value) -> web.Response:
@@ -197,7 +238,9 @@ def _until(request: web.Request) -> float:
         wait_s = float(request.headers.get("X-Rose-Wait", WAIT_S))
     except ValueError:
         raise Bad("X-Rose-Wait: expected seconds") from None
-    return time.monotonic() + (min(max(wait_s, 0.05), LONGEST_WAIT_S) if wait_s == wait_s else WAIT_S)
+    return time.monotonic() + (
+        min(max(wait_s, 0.05), LONGEST_WAIT_S) if wait_s == wait_s else WAIT_S
+    )
 
 
 def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
@@ -212,8 +255,15 @@ def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
     return begin, end
 
 
-async def serve(upstream: Source, cache: Cache, token: str, holder: str, host: str, port: int,
-                said: Callable[[int], None]) -> None:
+async def serve(
+    upstream: Source,
+    cache: Cache,
+    token: str,
+    holder: str,
+    host: str,
+    port: int,
+    said: Callable[[int], None],
+) -> None:
     """Serve until SIGTERM or SIGINT. `said` is called with the port when the relay listens (0 finds one).
 
     Raises OSError if it can't listen there. Threads may still be blocked in a dead mount when this returns."""

@@ -21,7 +21,9 @@ from rose.storage import write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
-CHUNK = 1 << 20  # bytes; small enough that a reader of a slice wastes little, large enough that requests are few
+CHUNK = (
+    1 << 20
+)  # bytes; small enough that a reader of a slice wastes little, large enough that requests are few
 
 
 class Chunk(NamedTuple):
@@ -45,19 +47,27 @@ class Cache:
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
         self.bytes = 0
-        self._edges: OrderedDict[str, OrderedDict[Chunk, None]] = OrderedDict()  # both least recently used first
+        self._edges: OrderedDict[str, OrderedDict[Chunk, None]] = (
+            OrderedDict()
+        )  # both least recently used first
         self._pins: Counter[Chunk] = Counter()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.geteuid():
-                raise TransferError(f"cache {folder}: belongs to user {folder.stat().st_uid}; give another --cache")
+                raise TransferError(
+                    f"cache {folder}: belongs to user {folder.stat().st_uid}; give another --cache"
+                )
             self._lock = (folder / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._find()
         except BlockingIOError:
-            raise TransferError(f"cache {folder}: another relay uses it; give each its own --cache") from None
+            raise TransferError(
+                f"cache {folder}: another relay uses it; give each its own --cache"
+            ) from None
         except OSError as error:
-            raise TransferError(f"cache {folder}: {error.strerror}; give another --cache") from error
+            raise TransferError(
+                f"cache {folder}: {error.strerror}; give another --cache"
+            ) from error
 
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk in self._edges.get(chunk.edge, ())
@@ -109,7 +119,9 @@ class Cache:
         path = self._file(chunk)
         try:
             write_whole(path, data)
-        except FileNotFoundError:  # the folder's first, or `erase` has just removed the folder's last
+        except (
+            FileNotFoundError
+        ):  # the folder's first, or `erase` has just removed the folder's last
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, data)
 
@@ -128,13 +140,17 @@ class Cache:
     def _make_room(self, newest: str) -> list[Chunk]:
         dropped: list[Chunk] = []
         kept = {newest} | {chunk.edge for chunk in self._pins}
-        for edge in [edge for edge in self._edges if edge not in kept] if self.bytes > self.limit else []:
+        for edge in (
+            [edge for edge in self._edges if edge not in kept] if self.bytes > self.limit else []
+        ):
             dropped += self._edges[edge]
             self.bytes -= sum(chunk.length for chunk in self._edges.pop(edge))
             if self.bytes <= self.limit:
                 return dropped
         single, freed = [], 0
-        for chunk in (chunk for chunks in self._edges.values() for chunk in chunks if chunk not in self._pins):
+        for chunk in (
+            chunk for chunks in self._edges.values() for chunk in chunks if chunk not in self._pins
+        ):
             if self.bytes - freed <= self.limit:
                 break
             single.append(chunk)
@@ -145,8 +161,12 @@ class Cache:
 
     def _file(self, chunk: Chunk) -> Path:
         edge, _, name = chunk.path.rpartition("/")
-        return (self.folder / "chunks" / (edge.replace("/", "~") or "~")
-                / f"{name}@{chunk.stat.size}-{chunk.stat.tag}@{chunk.index:08d}")
+        return (
+            self.folder
+            / "chunks"
+            / (edge.replace("/", "~") or "~")
+            / f"{name}@{chunk.stat.size}-{chunk.stat.tag}@{chunk.index:08d}"
+        )
 
     def _find(self) -> None:
         """Take over what an earlier relay left, oldest first; whatever is no whole chunk goes."""

@@ -28,7 +28,9 @@ from rose.transfer.source import Changed, Missing, Refused, Stat, checked, check
 
 ATTEMPT_S = 10.0  # without a byte: the connection is taken for dead, and another one tried
 _CONNECT_S = 3.0
-_PIECE = 1 << 17  # bytes taken from a connection at a time; of the last piece before it breaks nothing is kept
+_PIECE = (
+    1 << 17
+)  # bytes taken from a connection at a time; of the last piece before it breaks nothing is kept
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubles
 _CONNECTIONS = 32  # kept open; more threads than that open one for each request
 
@@ -47,10 +49,18 @@ class Relayed:
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0):
         parsed = urllib3.util.parse_url(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.path not in (None, "", "/"):
-            raise TransferError(f"{url}: expected http://host:port, the address that a relay prints")
+        if (
+            parsed.scheme not in ("http", "https")
+            or not parsed.host
+            or parsed.path not in (None, "", "/")
+        ):
+            raise TransferError(
+                f"{url}: expected http://host:port, the address that a relay prints"
+            )
         if not token:
-            raise TransferError(f"{url}: a relay needs its token; give the token file that it was started with")
+            raise TransferError(
+                f"{url}: a relay needs its token; give the token file that it was started with"
+            )
         self.url = f"{parsed.scheme}://{parsed.netloc}"
         self.timeout_s = timeout_s
         self._pool = urllib3.connection_from_url(self.url, maxsize=_CONNECTIONS)
@@ -69,15 +79,25 @@ class Relayed:
     def stat(self, path: str) -> Stat | None:
         found = self._ask("GET", "stat", checked(path), Stat | None)
         if found is not None and not _TAG.fullmatch(found.tag):
-            raise TransferError(f"{self.url}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or ._-")
+            raise TransferError(
+                f"{self.url}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or ._-"
+            )
         return found
 
     def hold(self, holder: str, edges: list[str], seconds: float) -> None:
         checked_lease(holder, edges, seconds)
-        self._ask("PUT", "leases", holder, dict, msgspec.json.encode({"edges": edges, "seconds": seconds}))
+        self._ask(
+            "PUT", "leases", holder, dict, msgspec.json.encode({"edges": edges, "seconds": seconds})
+        )
 
-    def read(self, path: str, offset: int = 0, length: int | None = None, fresh: bool = False,
-             tag: str | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        offset: int = 0,
+        length: int | None = None,
+        fresh: bool = False,
+        tag: str | None = None,
+    ) -> bytes:
         if offset < 0 or (length is not None and length < 0):
             raise Refused(f"{self.url}: {path}: {length} bytes from {offset} were asked for")
         if length == 0:
@@ -89,13 +109,17 @@ class Relayed:
     def close(self) -> None:
         self._pool.close()
 
-    def _ask(self, method: str, kind: str, path: str, type: type[T], body: bytes | None = None) -> T:
+    def _ask(
+        self, method: str, kind: str, path: str, type: type[T], body: bytes | None = None
+    ) -> T:
         def attempt(wait_s: float) -> T:
             response = self.request(method, kind, path, wait_s, {}, body)
             try:
                 return msgspec.json.decode(response.read(), type=type)
             except msgspec.DecodeError as error:
-                raise TransferError(f"{self.url}: {kind} of {path!r}: no sensible answer: {error}") from error
+                raise TransferError(
+                    f"{self.url}: {kind} of {path!r}: no sensible answer: {error}"
+                ) from error
             finally:
                 response.release_conn()
 
@@ -113,19 +137,35 @@ class Relayed:
             if progress() > before:
                 until, before, pause = time.monotonic() + self.timeout_s, progress(), _FIRST_PAUSE_S
             if time.monotonic() + pause > until:
-                raise TransferError(f"{self.url}: {path}: {why}; given up after {self.timeout_s:g} s without a "
-                                    "byte") from why
+                raise TransferError(
+                    f"{self.url}: {path}: {why}; given up after {self.timeout_s:g} s without a byte"
+                ) from why
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def request(self, method: str, kind: str, path: str, wait_s: float, headers: dict[str, str],
-                body: bytes | None = None) -> urllib3.BaseHTTPResponse:
+    def request(
+        self,
+        method: str,
+        kind: str,
+        path: str,
+        wait_s: float,
+        headers: dict[str, str],
+        body: bytes | None = None,
+    ) -> urllib3.BaseHTTPResponse:
         """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing` or `Refused`."""
-        words = self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}  # less: to hear from it what it lacks
+        words = (
+            self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}
+        )  # less: to hear from it what it lacks
         response = self._pool.request(
-            method, f"/{kind}/{quote(path)}", body=body, headers=words, retries=False, redirect=False,
+            method,
+            f"/{kind}/{quote(path)}",
+            body=body,
+            headers=words,
+            retries=False,
+            redirect=False,
             preload_content=False,
-            timeout=urllib3.Timeout(connect=min(wait_s, _CONNECT_S), read=wait_s))
+            timeout=urllib3.Timeout(connect=min(wait_s, _CONNECT_S), read=wait_s),
+        )
         if response.status in (200, 206):
             return response
         text = f"{response.status}: {response.read(2000).decode(errors='replace').strip()}"
@@ -133,7 +173,9 @@ class Relayed:
         if response.status >= 500:
             raise _Unavailable(text)
         if "X-Rose-Relay" not in response.headers:
-            raise Refused(f"{self.url}: {path}: no relay of ROSE answers there, but something else: {text[:200]}")
+            raise Refused(
+                f"{self.url}: {path}: no relay of ROSE answers there, but something else: {text[:200]}"
+            )
         kinds = {401: Refused, 404: Missing, 412: Changed}
         raise kinds.get(response.status, Refused)(f"{self.url}: {path}: {text}")
 
@@ -141,7 +183,15 @@ class Relayed:
 class _Reading:
     """One range of one file, gathered over as many connections as it takes."""
 
-    def __init__(self, relayed: Relayed, path: str, offset: int, length: int | None, fresh: bool, tag: str | None):
+    def __init__(
+        self,
+        relayed: Relayed,
+        path: str,
+        offset: int,
+        length: int | None,
+        fresh: bool,
+        tag: str | None,
+    ):
         self._relayed, self._path, self._offset, self._length = relayed, path, offset, length
         self._fresh, self._tag = fresh, tag
         self.parts: list[bytes] = []
@@ -165,7 +215,9 @@ class _Reading:
                 self.parts.append(piece)
                 self.got += len(piece)
             if self.got != self._length:
-                raise urllib3.exceptions.ProtocolError(f"connection ended after {self.got} of {self._length} bytes")
+                raise urllib3.exceptions.ProtocolError(
+                    f"connection ended after {self.got} of {self._length} bytes"
+                )
             response.release_conn()
         finally:
             response.close()  # a whole answer has given its connection back by now
@@ -178,5 +230,7 @@ class _Reading:
             self._length = begin - self._offset + length
         self._tag = self._tag or response.headers.get("ETag", "").strip('"') or None
         if length != self._length - self.got:
-            raise TransferError(f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} were "
-                                f"asked for, the relay sends {length}")
+            raise TransferError(
+                f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} were "
+                f"asked for, the relay sends {length}"
+            )

@@ -41,7 +41,9 @@ class Late(TransferError):
 class Counters:
     upstream_bytes: int = 0  # of files
     served_bytes: int = 0
-    hits: int = 0  # chunks that needed no pull of their own: on disk, or in flight for somebody else
+    hits: int = (
+        0  # chunks that needed no pull of their own: on disk, or in flight for somebody else
+    )
     pulls: int = 0
     upstream_errors: int = 0  # failed attempts
     cache_errors: int = 0  # chunks that the disk did not take
@@ -65,7 +67,9 @@ class Puller:
         self._names: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
         self._stats: OrderedDict[str, tuple[float, Stat | None]] = OrderedDict()
         self._refreshed: OrderedDict[Chunk, float] = OrderedDict()
-        self._streams: OrderedDict[str, list[tuple[int, int]]] = OrderedDict()  # path -> (end, window) of reads
+        self._streams: OrderedDict[str, list[tuple[int, int]]] = (
+            OrderedDict()
+        )  # path -> (end, window) of reads
         self._ahead = 0  # flights that nobody asked for
         self._keeping = cache.limit > 0  # the cache took the last chunk; a full disk takes none
         self._words = ThreadPoolExecutor(4, "words")  # listings and sizes don't queue behind bytes
@@ -83,27 +87,42 @@ class Puller:
         """`oldest_s`: seconds for which what is remembered is good enough."""
         manifest = path.rpartition("/")[2] == "manifest.json"
         _, before = self._stats.get(path, (0.0, None))
-        found = await self._known(self._stats, path, self.upstream.stat,
-                                  lambda found: min(oldest_s, TTL_S if manifest or found is None else STAT_S), until)
+        found = await self._known(
+            self._stats,
+            path,
+            self.upstream.stat,
+            lambda found: min(oldest_s, TTL_S if manifest or found is None else STAT_S),
+            until,
+        )
         if manifest and found != before:  # then nothing that is remembered of its folder is sure
             folder = path.removesuffix("manifest.json")
-            for other in [other for other in self._stats if other.startswith(folder) and other != path]:
+            for other in [
+                other for other in self._stats if other.startswith(folder) and other != path
+            ]:
                 del self._stats[other]
         return found
 
     async def hold(self, holder: str, edges: list[str], seconds: float, until: float) -> None:
-        await self._share(("hold", holder, tuple(edges), seconds),
-                          lambda: self._in(self._words, lambda: self.upstream.hold(holder, edges, seconds)), until)
+        await self._share(
+            ("hold", holder, tuple(edges), seconds),
+            lambda: self._in(self._words, lambda: self.upstream.hold(holder, edges, seconds)),
+            until,
+        )
 
-    async def read(self, path: str, stat: Stat, begin: int, end: int, fresh: bool,
-                   until: float) -> AsyncGenerator[bytes, None]:
+    async def read(
+        self, path: str, stat: Stat, begin: int, end: int, fresh: bool, until: float
+    ) -> AsyncGenerator[bytes, None]:
         """Bytes `begin` to `end` in order, at most a chunk at a time. `until` goes for each of them.
 
         Raises `Changed` if the upstream's file is not the one of `stat`, `Missing`, `Refused` or `Late`."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
-        window = AHEAD if self._keeping else 1  # what comes before its turn would else be lost, and pulled again
+        window = (
+            AHEAD if self._keeping else 1
+        )  # what comes before its turn would else be lost, and pulled again
         wanted = [Chunk(path, stat, index) for index in range(first, last + 1)]
-        beyond = [Chunk(path, stat, last + 1 + step) for step in range(self._window(path, begin, end))]
+        beyond = [
+            Chunk(path, stat, last + 1 + step) for step in range(self._window(path, begin, end))
+        ]
         wait_s = until - time.monotonic()
         for chunk in wanted[:window]:
             self.cache.pin(chunk)
@@ -111,7 +130,7 @@ class Puller:
         try:
             for at, chunk in enumerate(wanted):
                 if not fresh:
-                    for coming in wanted[at + 1:at + window]:
+                    for coming in wanted[at + 1 : at + window]:
                         self._start_pull(coming)
                 if at == 0 and self._keeping:
                     self._read_ahead(beyond)
@@ -123,7 +142,7 @@ class Puller:
                 if at + window < len(wanted):
                     self.cache.pin(wanted[at + window])
         finally:
-            for chunk in wanted[pinned:pinned + window]:
+            for chunk in wanted[pinned : pinned + window]:
                 self.cache.unpin(chunk)
 
     def close(self) -> None:
@@ -168,7 +187,9 @@ class Puller:
         streams = self._streams.setdefault(path, [])
         self._streams.move_to_end(path)
         _shorten(self._streams)
-        follows = next((stream for stream in streams if stream[0] <= begin <= stream[0] + CHUNK), None)
+        follows = next(
+            (stream for stream in streams if stream[0] <= begin <= stream[0] + CHUNK), None
+        )
         window = 0
         if follows is not None:
             streams.remove(follows)
@@ -199,7 +220,9 @@ class Puller:
 
     def _fetch(self, chunk: Chunk, fresh: bool) -> tuple[bytes, bool]:
         """In a thread: the bytes, and whether they are on the disk now."""
-        data = self.upstream.read(chunk.path, chunk.index * CHUNK, chunk.length, fresh, chunk.stat.tag)
+        data = self.upstream.read(
+            chunk.path, chunk.index * CHUNK, chunk.length, fresh, chunk.stat.tag
+        )
         if not self.cache.limit:
             return data, False
         try:
@@ -208,8 +231,14 @@ class Puller:
             return data, False
         return data, True
 
-    async def _known(self, table: OrderedDict[str, tuple[float, T]], path: str, ask: Callable[[str], T],
-                     ttl: Callable[[T], float], until: float) -> T:
+    async def _known(
+        self,
+        table: OrderedDict[str, tuple[float, T]],
+        path: str,
+        ask: Callable[[str], T],
+        ttl: Callable[[T], float],
+        until: float,
+    ) -> T:
         """What `table` remembers of `path`, or else the upstream's word, which it then remembers for `ttl` seconds."""
         if path in table:
             asked, found = table[path]

@@ -25,8 +25,10 @@ ONE = np.uint64(1)
 # Of each byte of a unary stream: the zeros before each of its ones (eight bytes in a word), how many ones, the zeros
 # after the last.
 _ONES = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
-RUNS = np.array([sum(b - a - 1 << 8 * i for i, (a, b) in enumerate(zip([-1, *ones], ones))) for ones in _ONES],
-                np.uint64)
+RUNS = np.array(
+    [sum(b - a - 1 << 8 * i for i, (a, b) in enumerate(zip([-1, *ones], ones))) for ones in _ONES],
+    np.uint64,
+)
 COUNTS = np.array([len(ones) for ones in _ONES], np.int64)
 TAILS = np.array([7 - ones[-1] if ones else 8 for ones in _ONES], np.int64)
 
@@ -36,8 +38,12 @@ def _array(dtype, readonly: bool = False):
 
 
 BIT, INT = types.boolean, types.int64
-HALVES, SINGLES, BYTES, WORDS = (_array(t, True) for t in (types.uint16, types.uint32, types.uint8, types.uint64))
-OUT_BYTES, OUT_WORDS, INTS, LONGS = (_array(t) for t in (types.uint8, types.uint64, types.int32, types.int64))
+HALVES, SINGLES, BYTES, WORDS = (
+    _array(t, True) for t in (types.uint16, types.uint32, types.uint8, types.uint64)
+)
+OUT_BYTES, OUT_WORDS, INTS, LONGS = (
+    _array(t) for t in (types.uint8, types.uint64, types.int32, types.int64)
+)
 READ_INTS = _array(types.int32, True)
 
 
@@ -48,6 +54,7 @@ def _compile(*signatures):
 @intrinsic
 def _zeros_below(_, word):
     """Trailing zeros of a word that is not zero."""
+
     def generate(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
@@ -57,6 +64,7 @@ def _zeros_below(_, word):
 @intrinsic
 def _load(_, array, at):
     """Eight bytes from byte `at` of an array, which need not be aligned."""
+
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         place = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [args[1]])
@@ -68,6 +76,7 @@ def _load(_, array, at):
 @intrinsic
 def _store(_, array, at, word):
     """Eight bytes to byte `at` of an array."""
+
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         place = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [args[1]])
@@ -80,6 +89,7 @@ def _store(_, array, at, word):
 @intrinsic
 def _bits(_, array):
     """Of one item; a constant, so that what depends on it is decided when the loop is compiled."""
+
     def generate(context, builder, signature, args):
         return context.get_constant(types.int64, array.dtype.bitwidth)
 
@@ -111,7 +121,9 @@ def _moved(old, difference, bits):
 def _peek(words, at, bits):
     """`bits` in 1..57 from bit `at` on, in one load that stays within the words."""
     byte = min(at >> 3, words.size * 8 - 8)
-    return np.int64((_load(words, byte) >> np.uint64(at - byte * 8)) & ((ONE << np.uint64(bits)) - ONE))
+    return np.int64(
+        (_load(words, byte) >> np.uint64(at - byte * 8)) & ((ONE << np.uint64(bits)) - ONE)
+    )
 
 
 @numba.njit(inline="always")
@@ -135,11 +147,17 @@ def scan(new, old, positions, differences):
     count = 0
     for start in range(0, size - group + 1, group):
         at = start * (bits // 8)
-        if ((_load(new, at) ^ _load(old, at)) | (_load(new, at + 8) ^ _load(old, at + 8))
-                | (_load(new, at + 16) ^ _load(old, at + 16)) | (_load(new, at + 24) ^ _load(old, at + 24))):
+        if (
+            (_load(new, at) ^ _load(old, at))
+            | (_load(new, at + 8) ^ _load(old, at + 8))
+            | (_load(new, at + 16) ^ _load(old, at + 16))
+            | (_load(new, at + 24) ^ _load(old, at + 24))
+        ):
             for word in range(4):
                 changed = _load(new, at + 8 * word) ^ _load(old, at + 8 * word)
-                changed = (((changed & ~high) + ~high) | changed) & high  # the highest bit of each lane that differs
+                changed = (
+                    ((changed & ~high) + ~high) | changed
+                ) & high  # the highest bit of each lane that differs
                 while changed:
                     i = start + word * lanes + np.int64(np.uint64(_zeros_below(changed)) >> shift)
                     changed &= changed - ONE
@@ -334,8 +352,20 @@ def read_plain(words, at, count, bits, differences):
 
 
 @_compile(BIT(WORDS, INT, INT, INT, INT, INT, INT, INT, INT, READ_INTS, INT, INTS))
-def read_excess(words, unary, unary_bits, remainders, k, escapes, escape_bits, escape_count, bits_each, large, count,
-                differences):
+def read_excess(
+    words,
+    unary,
+    unary_bits,
+    remainders,
+    k,
+    escapes,
+    escape_bits,
+    escape_count,
+    bits_each,
+    large,
+    count,
+    differences,
+):
     """Makes `large[i]`'s difference, 1 or -1, its sign times the i-th magnitude, at most 2^(bits_each - 1)."""
     if count == 0:
         return True
@@ -372,8 +402,10 @@ def read_excess(words, unary, unary_bits, remainders, k, escapes, escape_bits, e
     return previous == end - 1 and escaped == escape_count
 
 
-@_compile(types.void(_array(types.uint16), READ_INTS, READ_INTS, INT),
-          types.void(_array(types.uint32), READ_INTS, READ_INTS, INT))
+@_compile(
+    types.void(_array(types.uint16), READ_INTS, READ_INTS, INT),
+    types.void(_array(types.uint32), READ_INTS, READ_INTS, INT),
+)
 def add(values, positions, differences, count):
     """In place: the value at each position moves by its difference."""
     bits = _bits(values)
@@ -417,8 +449,10 @@ def exponent_counts(values, counts):
         counts[((np.int64(values[i]) >> shift) & 255) << 2] += 1
 
 
-@_compile(types.void(HALVES, BYTES, INT, OUT_BYTES, INT, INT, OUT_WORDS, INT, INT),
-          types.void(SINGLES, BYTES, INT, OUT_BYTES, INT, INT, OUT_WORDS, INT, INT))
+@_compile(
+    types.void(HALVES, BYTES, INT, OUT_BYTES, INT, INT, OUT_WORDS, INT, INT),
+    types.void(SINGLES, BYTES, INT, OUT_BYTES, INT, INT, OUT_WORDS, INT, INT),
+)
 def write_dense(values, ranks, k, out, halves, planes, words, unary, remainders):
     """`out` and `words` are the same memory; `halves` and `planes` are byte offsets, the streams' are of bits."""
     wide = _bits(values) == 32
@@ -485,7 +519,9 @@ def append_remainders(data, words, at, k, quotients):
     largest = 0
     i = 0
     while i + 8 <= count and ((at + i * k) >> 3) + 8 <= data.size:
-        bits = _load(data, (at + i * k) >> 3) >> np.uint64(at & 7)  # 8 values later: whole bytes later
+        bits = _load(data, (at + i * k) >> 3) >> np.uint64(
+            at & 7
+        )  # 8 values later: whole bytes later
         for j in range(8):
             largest = max(largest, np.int64(quotients[i + j]))
             quotients[i + j] = (np.uint64(quotients[i + j]) << np.uint64(k)) | (bits & low)
@@ -497,8 +533,10 @@ def append_remainders(data, words, at, k, quotients):
     return largest <= most
 
 
-@_compile(BIT(BYTES, INT, INT, BYTES, BYTES, _array(types.uint16)),
-          BIT(BYTES, INT, INT, BYTES, BYTES, _array(types.uint32)))
+@_compile(
+    BIT(BYTES, INT, INT, BYTES, BYTES, _array(types.uint16)),
+    BIT(BYTES, INT, INT, BYTES, BYTES, _array(types.uint32)),
+)
 def read_dense(data, halves, planes, ranks, exponents, values):
     """Inverse of `write_dense`; `exponents` in order of rank."""
     wide = _bits(values) == 32
@@ -511,6 +549,10 @@ def read_dense(data, halves, planes, ranks, exponents, values):
         plane = np.int64(data[planes + i])
         value = ((plane & 128) << 8) | (np.int64(exponents[ranks[i]]) << 7) | (plane & 127)
         if wide:
-            value = (value << 16) | (np.int64(data[halves + 2 * i + 1]) << 8) | np.int64(data[halves + 2 * i])
+            value = (
+                (value << 16)
+                | (np.int64(data[halves + 2 * i + 1]) << 8)
+                | np.int64(data[halves + 2 * i])
+            )
         values[i] = value
     return True

@@ -20,8 +20,12 @@ Step = tuple[int, int | None]  # (version, base)
 def present(source: Source, version: int | None = None) -> set[Step]:
     """The edges of which there is a folder, of one version or of all; whether they are committed, reading tells."""
     folders = [f"v{version:06d}"] if version is not None else source.names("")
-    found = {parse_edge(folder, origin) for folder in folders if folder.startswith("v")
-             for origin in source.names(folder)}
+    found = {
+        parse_edge(folder, origin)
+        for folder in folders
+        if folder.startswith("v")
+        for origin in source.names(folder)
+    }
     return found - {None}
 
 
@@ -64,12 +68,21 @@ def shortest(edges: list[Step], have: int, want: int) -> list[Step] | None:
     return route[::-1]
 
 
-def choose(edges: set[Step], have: int | None, want: int, nbytes: Callable[[Step], int], why: list[str]) -> list[Step]:
+def choose(
+    edges: set[Step], have: int | None, want: int, nbytes: Callable[[Step], int], why: list[str]
+) -> list[Step]:
     """The route with the least to read. Raises `TransferError` saying what is there and, from `why`, what was tried."""
     routes = candidates(edges, have, want)
     if not routes:
-        here = ", ".join(edge_name(*edge) for edge in sorted(edges, key=lambda e: (e[0], e[1] is None, e[1] or 0)))
-        held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}.get(have, f"version {have}")
-        raise TransferError(f"version {want} can't be reached from {held}: the store has {here or 'no edge'}"
-                            + "".join(f"; {reason}" for reason in why))
+        here = ", ".join(
+            edge_name(*edge)
+            for edge in sorted(edges, key=lambda e: (e[0], e[1] is None, e[1] or 0))
+        )
+        held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}.get(
+            have, f"version {have}"
+        )
+        raise TransferError(
+            f"version {want} can't be reached from {held}: the store has {here or 'no edge'}"
+            + "".join(f"; {reason}" for reason in why)
+        )
     return min(routes, key=lambda route: sum(nbytes(step) for step in route))

@@ -27,8 +27,12 @@ from rose.storage import write_whole
 from rose.transfer.errors import Missing, TransferError
 
 LEASES = "leases"  # folder of the root
-MAX_LEASE_S = 3600.0  # a reader renews within minutes; whoever does not is gone, and its lease with it
-FORGET_S = 60.0  # expired for so long: removed. Not at once: its holder may be renewing it this moment
+MAX_LEASE_S = (
+    3600.0  # a reader renews within minutes; whoever does not is gone, and its lease with it
+)
+FORGET_S = (
+    60.0  # expired for so long: removed. Not at once: its holder may be renewing it this moment
+)
 _MAX_PATH = 180  # characters: a relay makes one file name of a folder's path
 _NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*")  # of a file or folder
 _HOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -59,8 +63,14 @@ class Source(Protocol):
 
     def stat(self, path: str) -> Stat | None: ...
 
-    def read(self, path: str, offset: int = 0, length: int | None = None, fresh: bool = False,
-             tag: str | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        offset: int = 0,
+        length: int | None = None,
+        fresh: bool = False,
+        tag: str | None = None,
+    ) -> bytes:
         """Exactly `length` bytes (None: to the end) from `offset`. `fresh`: trust no cache, for bytes that were found
         corrupted. Raises `Missing`, `Changed` if a `tag` is given and is not the file's, or `TransferError`."""
 
@@ -93,20 +103,28 @@ def read_token(path: str | Path) -> str:
     except OSError as error:
         raise TransferError(f"token file {path}: {error.strerror}") from error
     if status.st_mode & 0o077:
-        raise TransferError(f"token file {path} has mode {modes.S_IMODE(status.st_mode):04o}: others can read it, so "
-                            "it is no secret; make a new one with mode 0600")
+        raise TransferError(
+            f"token file {path} has mode {modes.S_IMODE(status.st_mode):04o}: others can read it, so "
+            "it is no secret; make a new one with mode 0600"
+        )
     if not _TOKEN.fullmatch(token):
-        raise TransferError(f"token file {path}: expected 16 to 256 letters, digits or ._~+/=-, "
-                            f"as of `openssl rand -hex 32`; found {len(token)} characters")
+        raise TransferError(
+            f"token file {path}: expected 16 to 256 letters, digits or ._~+/=-, "
+            f"as of `openssl rand -hex 32`; found {len(token)} characters"
+        )
     return token
 
 
 def checked(path: str, root_too: bool = False) -> str:
     """`path` if it is a plain relative one ("" only with `root_too`). Raises `Refused`."""
-    if (root_too and path == "") or (len(path) <= _MAX_PATH and all(map(_NAME.fullmatch, path.split("/")))):
+    if (root_too and path == "") or (
+        len(path) <= _MAX_PATH and all(map(_NAME.fullmatch, path.split("/")))
+    ):
         return path
-    raise Refused(f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none beginning "
-                  f"with a dot, {_MAX_PATH} characters at most")
+    raise Refused(
+        f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none beginning "
+        f"with a dot, {_MAX_PATH} characters at most"
+    )
 
 
 def checked_lease(holder: str, edges: list[str], seconds: float) -> None:
@@ -114,7 +132,9 @@ def checked_lease(holder: str, edges: list[str], seconds: float) -> None:
     if not _HOLDER.fullmatch(holder):
         raise Refused(f"holder {holder[:200]!r}: expected 1 to 100 letters, digits or ._-")
     if edges and not 0 < seconds <= MAX_LEASE_S:
-        raise Refused(f"lease of {holder} for {seconds} s: expected more than 0, {MAX_LEASE_S:.0f} at most; renew it")
+        raise Refused(
+            f"lease of {holder} for {seconds} s: expected more than 0, {MAX_LEASE_S:.0f} at most; renew it"
+        )
     for edge in edges:
         checked(edge)
 
@@ -131,7 +151,11 @@ class Folder:
 
     def names(self, path: str) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(self._inside(path, root_too=True)) if _NAME.fullmatch(name))
+            return sorted(
+                name
+                for name in os.listdir(self._inside(path, root_too=True))
+                if _NAME.fullmatch(name)
+            )
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -150,8 +174,14 @@ class Folder:
             raise TransferError(f"{self.root / path}: {error.strerror}") from error
         return _stat(status) if modes.S_ISREG(status.st_mode) else None
 
-    def read(self, path: str, offset: int = 0, length: int | None = None, fresh: bool = False,
-             tag: str | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        offset: int = 0,
+        length: int | None = None,
+        fresh: bool = False,
+        tag: str | None = None,
+    ) -> bytes:
         try:
             descriptor = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -163,23 +193,39 @@ class Folder:
         except OSError as error:
             raise TransferError(f"{self.root / path}: {error.strerror}") from error
 
-    def _read(self, descriptor: int, path: str, offset: int, length: int | None, fresh: bool, tag: str | None) -> bytes:
+    def _read(
+        self,
+        descriptor: int,
+        path: str,
+        offset: int,
+        length: int | None,
+        fresh: bool,
+        tag: str | None,
+    ) -> bytes:
         status = os.fstat(descriptor)
         if not modes.S_ISREG(status.st_mode):
             raise Refused(f"{self.root / path}: no file, so there is nothing to read")
         found = _stat(status)
         if tag is not None and found.tag != tag:
-            raise Changed(f"{self.root / path}: written anew since it was looked at (tag {found.tag}, not {tag})")
+            raise Changed(
+                f"{self.root / path}: written anew since it was looked at (tag {found.tag}, not {tag})"
+            )
         end = found.size if length is None else offset + length
         if not 0 <= offset <= end <= found.size:
-            raise Refused(f"{self.root / path}: bytes {offset} to {end} were asked for, it has {found.size}")
+            raise Refused(
+                f"{self.root / path}: bytes {offset} to {end} were asked for, it has {found.size}"
+            )
         if fresh:
-            os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)  # from the disk, not the memory
+            os.posix_fadvise(
+                descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED
+            )  # from the disk, not the memory
         parts, at = [], offset
         while at < end:  # Linux gives 2 GiB at most at a time
             parts.append(os.pread(descriptor, end - at, at))
             if not parts[-1]:
-                raise TransferError(f"{self.root / path}: ended at byte {at} of {found.size} while being read")
+                raise TransferError(
+                    f"{self.root / path}: ended at byte {at} of {found.size} while being read"
+                )
             at += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -191,15 +237,27 @@ class Folder:
         try:
             if edges:
                 path.parent.mkdir(exist_ok=True)
-                write_whole(path, msgspec.json.encode({"edges": edges, "until": time.time() + seconds}))
+                write_whole(
+                    path, msgspec.json.encode({"edges": edges, "until": time.time() + seconds})
+                )
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in (
+                errno.EROFS,
+                errno.EACCES,
+                errno.EPERM,
+                errno.ENOSPC,
+                errno.EDQUOT,
+                errno.EFBIG,
+            ):
                 raise TransferError(f"{path}: lease not written: {error.strerror}") from error
             if not self._warned:
-                warnings.warn(f"{path}: {error.strerror}: this store takes no leases, so versions may be collected "
-                              "while they are read, and readers then begin anew", stacklevel=2)
+                warnings.warn(
+                    f"{path}: {error.strerror}: this store takes no leases, so versions may be collected "
+                    "while they are read, and readers then begin anew",
+                    stacklevel=2,
+                )
             self._warned = True
 
     def close(self) -> None:
@@ -268,8 +326,14 @@ class Within:
     def stat(self, path: str) -> Stat | None:
         return self._source.stat(f"{self._folder}/{path}")
 
-    def read(self, path: str, offset: int = 0, length: int | None = None, fresh: bool = False,
-             tag: str | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        offset: int = 0,
+        length: int | None = None,
+        fresh: bool = False,
+        tag: str | None = None,
+    ) -> bytes:
         return self._source.read(f"{self._folder}/{path}", offset, length, fresh, tag)
 
     def hold(self, holder: str, edges: list[str], seconds: float) -> None:

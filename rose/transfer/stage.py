@@ -62,12 +62,20 @@ class _Change(NamedTuple):
 class Staged:
     """Made by `stage`: everything that a flip needs, verified."""
 
-    def __init__(self, live: Live, places: Mapping[int, Place], again: Callable[[int], np.ndarray], threads: int):
+    def __init__(
+        self,
+        live: Live,
+        places: Mapping[int, Place],
+        again: Callable[[int], np.ndarray],
+        threads: int,
+    ):
         self._live, self._places, self._again = live, places, again
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
-        self._hashes: dict[int, np.ndarray] = {}  # of dense and late blocks: xxh3-128 after the flip
+        self._hashes: dict[
+            int, np.ndarray
+        ] = {}  # of dense and late blocks: xxh3-128 after the flip
         self._lock = threading.Lock()
         self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
         self.blocks = 0  # that change
@@ -135,7 +143,9 @@ class Staged:
                     raise error
                 self._take_back(done_dense, half)
             except Exception:
-                raise TransferError(f"the flip broke off, and the weights are a mixture now: {error}") from error
+                raise TransferError(
+                    f"the flip broke off, and the weights are a mixture now: {error}"
+                ) from error
             raise TransferError(f"the flip broke off, and was taken back: {error}") from error
 
     def _take_back(self, done_dense: list[int], half: tuple[int, torch.Tensor] | None) -> None:
@@ -154,18 +164,29 @@ class Staged:
             for block, wanted in self._hashes.items():
                 found = _hash(self._live.read(self._places[block]))
                 if (found != wanted).any():
-                    raise Corrupted(f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
-                                    f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a mixture "
-                                    "now")
+                    raise Corrupted(
+                        f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
+                        f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a mixture "
+                        "now"
+                    )
 
     def release(self) -> None:
         """Give back the device's memory. Nothing can be flipped, taken back or checked afterwards."""
         self.changes.release()
 
 
-def stage(live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge], from_live: bool, threads: int,
-          dense_bytes: int, tick: Callable[[], None] = lambda: None, device_bytes: int | None = None,
-          compared: Callable[[int], bytes | None] = lambda block: None) -> Staged:
+def stage(
+    live: Live,
+    plan: Plan,
+    places: Mapping[int, Place],
+    route: list[Edge],
+    from_live: bool,
+    threads: int,
+    dense_bytes: int,
+    tick: Callable[[], None] = lambda: None,
+    device_bytes: int | None = None,
+    compared: Callable[[int], bytes | None] = lambda block: None,
+) -> Staged:
     """Stage the last version of `route`. `from_live`: the first edge builds on the live weights.
 
     `device_bytes`: of the device that may be taken; null: all that is free but a reserve. `compared(block)`: the xxh3-128
@@ -175,7 +196,9 @@ def stage(live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge]
     """
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
-    staged = Staged(live, places, lambda block: next(work.changes([block], verify=False)).whole, threads)
+    staged = Staged(
+        live, places, lambda block: next(work.changes([block], verify=False)).whole, threads
+    )
 
     def run(batch: list[int]) -> None:
         tick()
@@ -196,9 +219,23 @@ def stage(live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge]
 
 
 class _Work:
-    def __init__(self, live: Live, plan: Plan, places: Mapping[int, Place], route: list[Edge], from_live: bool,
-                 compared: Callable[[int], bytes | None], at_a_time: int):
-        self.live, self.plan, self.places, self.route, self.from_live = live, plan, places, route, from_live
+    def __init__(
+        self,
+        live: Live,
+        plan: Plan,
+        places: Mapping[int, Place],
+        route: list[Edge],
+        from_live: bool,
+        compared: Callable[[int], bytes | None],
+        at_a_time: int,
+    ):
+        self.live, self.plan, self.places, self.route, self.from_live = (
+            live,
+            plan,
+            places,
+            route,
+            from_live,
+        )
         self._compared, self._at_a_time = compared, at_a_time
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
@@ -222,24 +259,42 @@ class _Work:
             return None
         edge, entry, payload = steps[0]
         try:
-            if self._compared(block) != entry["old"].tobytes() or not (info := codec.info(payload)).needs_base:
+            if (
+                self._compared(block) != entry["old"].tobytes()
+                or not (info := codec.info(payload)).needs_base
+            ):
                 return None
             place = self.places[block]
-            fits = (info.values, info.width) == (place.size, self.live.matrices[place.parameter].element_size())
+            fits = (info.values, info.width) == (
+                place.size,
+                self.live.matrices[place.parameter].element_size(),
+            )
             if not fits or info.changed >= DENSE * info.values:
                 return None
             positions, differences = codec.changes(payload)
         except ValueError as error:
             raise _damaged(edge, block, error) from None
         old = self.live.read_at(place, positions, self._at_a_time) if len(positions) else NOTHING
-        return _Change(block, positions, old, codec.moved(old, differences), None, info.values, entry["new"],
-                       len(payload))
+        return _Change(
+            block,
+            positions,
+            old,
+            codec.moved(old, differences),
+            None,
+            info.values,
+            entry["new"],
+            len(payload),
+        )
 
     def _block(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
-        first = next((i for i in reversed(range(len(steps))) if not codec.info(steps[i][2]).needs_base), None)
+        first = next(
+            (i for i in reversed(range(len(steps))) if not codec.info(steps[i][2]).needs_base), None
+        )
         if first is None and not self.from_live:
-            error = Corrupted(f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full edge")
+            error = Corrupted(
+                f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full edge"
+            )
             error.edge = self.route[0]
             raise error
         if not steps:
@@ -247,7 +302,7 @@ class _Work:
         old = self.live.read(self.places[block])
         new = old.copy() if first is None else None
         try:
-            for i, (edge, entry, payload) in enumerate(steps[first or 0:], first or 0):
+            for i, (edge, entry, payload) in enumerate(steps[first or 0 :], first or 0):
                 if i == first:
                     new = codec.decode(payload)
                     self._fits(block, new, old)
@@ -265,16 +320,24 @@ class _Work:
 
     def _fits(self, block: int, new: np.ndarray, old: np.ndarray) -> None:
         if new.dtype.itemsize != old.dtype.itemsize or len(new) != len(old):
-            raise ValueError(f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of {old.itemsize}")
+            raise ValueError(
+                f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of {old.itemsize}"
+            )
 
-    def _mismatch(self, block: int, steps: list[tuple], first: int | None, old: np.ndarray, new: np.ndarray):
+    def _mismatch(
+        self, block: int, steps: list[tuple], first: int | None, old: np.ndarray, new: np.ndarray
+    ):
         edge, entry, _ = steps[-1]
         if first is None and (_hash(old) != steps[0][1]["old"]).any():
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
-            return WrongBase(f"{steps[0][0].name} builds on other weights than the live ones: block {block} of {name} "
-                             f"has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}")
-        error = Corrupted(f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table says "
-                          f"{_hex(entry['new'])}")
+            return WrongBase(
+                f"{steps[0][0].name} builds on other weights than the live ones: block {block} of {name} "
+                f"has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
+            )
+        error = Corrupted(
+            f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table says "
+            f"{_hex(entry['new'])}"
+        )
         error.edge = edge
         return error
 
@@ -294,8 +357,10 @@ def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:
     for mine in by_owner.values():
         held = BATCH_BYTES
         for block in mine:
-            nbytes = size(plan.blocks[block], plan.tensors[plan.blocks[block].tensor].columns) \
+            nbytes = (
+                size(plan.blocks[block], plan.tensors[plan.blocks[block].tensor].columns)
                 * plan.width(block).itemsize
+            )
             if held + nbytes > BATCH_BYTES or len(batches[-1]) == BATCH_BLOCKS:
                 batches.append([])
                 held = 0
@@ -304,8 +369,9 @@ def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:
     return batches
 
 
-def place_blocks(plan: Plan, slices: Callable[[str, tuple[int, ...]], object],
-                 live: Live) -> tuple[dict[int, Place], dict[str, int]]:
+def place_blocks(
+    plan: Plan, slices: Callable[[str, tuple[int, ...]], object], live: Live
+) -> tuple[dict[int, Place], dict[str, int]]:
     """Where each block lies in the live parameters (those that other ranks hold are left out), and how many values of
     each parameter the blocks fill.
 
@@ -331,8 +397,10 @@ def place_blocks(plan: Plan, slices: Callable[[str, tuple[int, ...]], object],
         if found is None:
             continue
         if sum(r.size for r in found) != size(block, tensor.columns):
-            raise TransferError(f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut it "
-                                "for other tensor-parallel degrees; add this engine's to transfer.tensor_parallel")
+            raise TransferError(
+                f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut it "
+                "for other tensor-parallel degrees; add this engine's to transfer.tensor_parallel"
+            )
         places[number] = Place(place.parameter, found)
         filled[place.parameter] += sum(r.size for r in found)
     return places, filled
@@ -355,26 +423,47 @@ def _bounds(place, shape: tuple[int, ...]) -> tuple[Rectangle, Rectangle]:
 def _check_fit(tensor, place, live: Live) -> None:
     source, destination = _bounds(place, tensor.shape)
     matrix = live.matrices.get(place.parameter)
-    if matrix is None or destination.last_row > matrix.shape[0] or destination.last_column > matrix.shape[1]:
-        raise TransferError(f"tensor {tensor.name!r} {tuple(tensor.shape)} doesn't fit the engine's parameter "
-                            f"{place.parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}")
+    if (
+        matrix is None
+        or destination.last_row > matrix.shape[0]
+        or destination.last_column > matrix.shape[1]
+    ):
+        raise TransferError(
+            f"tensor {tensor.name!r} {tuple(tensor.shape)} doesn't fit the engine's parameter "
+            f"{place.parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}"
+        )
     width = {"bfloat16": 2, "float32": 4}[tensor.dtype]
     if matrix.element_size() != width:
-        raise TransferError(f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} has "
-                            f"{matrix.element_size()} bytes a value; the engine must run in model.dtype")
+        raise TransferError(
+            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} has "
+            f"{matrix.element_size()} bytes a value; the engine must run in model.dtype"
+        )
 
 
 def _shift(block, tensor, place) -> list[Rectangle] | None:
     """The part of the block that lies in the slice, in the parameter's coordinates; null if none does."""
     source, destination = _bounds(place, tensor.shape)
-    down, right = destination.first_row - source.first_row, destination.first_column - source.first_column
+    down, right = (
+        destination.first_row - source.first_row,
+        destination.first_column - source.first_column,
+    )
     found = []
     for r in rectangles(block, tensor.columns):
-        part = Rectangle(max(r.first_row, source.first_row), min(r.last_row, source.last_row),
-                         max(r.first_column, source.first_column), min(r.last_column, source.last_column))
+        part = Rectangle(
+            max(r.first_row, source.first_row),
+            min(r.last_row, source.last_row),
+            max(r.first_column, source.first_column),
+            min(r.last_column, source.last_column),
+        )
         if part.first_row < part.last_row and part.first_column < part.last_column:
-            found.append(Rectangle(part.first_row + down, part.last_row + down,
-                                   part.first_column + right, part.last_column + right))
+            found.append(
+                Rectangle(
+                    part.first_row + down,
+                    part.last_row + down,
+                    part.first_column + right,
+                    part.last_column + right,
+                )
+            )
     return found or None
 
 
@@ -389,4 +478,3 @@ def _hash(values: np.ndarray) -> np.ndarray:
 
 def _hex(digest: np.ndarray) -> str:
     return digest.tobytes().hex()
-

@@ -35,9 +35,16 @@ FULL = None  # as a base: none is needed
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 WIDTHS = {"bfloat16": np.dtype("<u2"), "float32": np.dtype("<u4")}  # bit patterns
-ENTRY = np.dtype([("block", "<u4"), ("offset", "<u8"), ("length", "<u8"),  # of the payload, within `data`
-                  ("check", "<u8"),  # xxh3-64 of the payload
-                  ("old", "u1", 16), ("new", "u1", 16)])  # xxh3-128 of the block before (0 if it needs none) and after
+ENTRY = np.dtype(
+    [
+        ("block", "<u4"),
+        ("offset", "<u8"),
+        ("length", "<u8"),  # of the payload, within `data`
+        ("check", "<u8"),  # xxh3-64 of the payload
+        ("old", "u1", 16),
+        ("new", "u1", 16),
+    ]
+)  # xxh3-128 of the block before (0 if it needs none) and after
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -105,7 +112,9 @@ def unseal(data: bytes, kind: type, where: str):
     """Inverse of `seal`. Raises `Corrupted`."""
     line, _, check = data.partition(b"\n")
     if check != xxhash.xxh3_128_hexdigest(line).encode() + b"\n":
-        raise Corrupted(f"{where}: its last line is not the hash of its first: it is cut short or damaged")
+        raise Corrupted(
+            f"{where}: its last line is not the hash of its first: it is cut short or damaged"
+        )
     try:
         found = msgspec.json.decode(line)
         if isinstance(found, dict) and found.get("format") != FORMAT:
@@ -160,8 +169,13 @@ class EdgeWriter:
 
     def __init__(self, store: Path, plan: Plan, version: int, base: int | None, rank: int):
         self.path = Path(store) / edge_name(version, base) / f"rank-{rank:05d}.h5"
-        self._attributes = {"format": FORMAT, "lineage": plan.lineage, "version": version,
-                            "base": "" if base is None else str(base), "rank": rank}
+        self._attributes = {
+            "format": FORMAT,
+            "lineage": plan.lineage,
+            "version": version,
+            "base": "" if base is None else str(base),
+            "rank": rank,
+        }
         self._payloads: list[np.ndarray] = []
         self._entries: list[tuple] = []
         self.nbytes = 0
@@ -203,7 +217,7 @@ class EdgeWriter:
         data = file.create_dataset("data", (self.nbytes,), np.uint8)
         at = 0
         for payload in self._payloads:
-            data[at:at + payload.size] = payload
+            data[at : at + payload.size] = payload
             at += payload.size
         file.create_dataset("blocks", data=self.table())
 
@@ -257,15 +271,21 @@ class _Sink(io.RawIOBase):
         return self._end
 
 
-def commit(store: Path, plan: Plan, version: int, base: int | None, timeout_s: float = 120.0) -> Path:
+def commit(
+    store: Path, plan: Plan, version: int, base: int | None, timeout_s: float = 120.0
+) -> Path:
     """Rank 0: wait for the file of every rank, write the manifest, return its path.
 
     Raises `TransferError` naming the file still missing after `timeout_s` seconds or one that is another edge's.
     """
     target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
-    expected = {"format": FORMAT, "lineage": plan.lineage, "version": version,
-                "base": "" if base is None else str(base)}
+    expected = {
+        "format": FORMAT,
+        "lineage": plan.lineage,
+        "version": version,
+        "base": "" if base is None else str(base),
+    }
     names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
     pause = 0.005
     # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a minute that a name,
@@ -273,7 +293,9 @@ def commit(store: Path, plan: Plan, version: int, base: int | None, timeout_s: f
     while missing := sorted(set(names) - _listed(target)):
         if time.monotonic() > deadline:
             rank = names.index(missing[0])
-            raise TransferError(f"{target / missing[0]}: trainer rank {rank} did not write it within {timeout_s:g} s")
+            raise TransferError(
+                f"{target / missing[0]}: trainer rank {rank} did not write it within {timeout_s:g} s"
+            )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     files = [_describe(target / name, expected | {"rank": rank}) for rank, name in enumerate(names)]

@@ -53,8 +53,17 @@ def main(folder: str, rank: int, interface: str | None = None, absent: str = "")
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
     agreed = _Peers(rank, WORLD, on_hosts).sum(True)
-    print(json.dumps({"address": place.address, "interface": place.interface, "sum": float(total), "agreed": agreed,
-                      "name_leads_to": socket.gethostbyname(socket.gethostname())}))
+    print(
+        json.dumps(
+            {
+                "address": place.address,
+                "interface": place.interface,
+                "sum": float(total),
+                "agreed": agreed,
+                "name_leads_to": socket.gethostbyname(socket.gethostname()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

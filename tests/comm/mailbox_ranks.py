@@ -62,7 +62,9 @@ assert share_text(world, "résumé/step-1" if box.rank == 0 else None) == "résu
 peers = split_by_role(world, p.Role.COORDINATOR if box.rank == 0 else p.Role.TRAINER)
 assert peers.Get_size() == (1 if box.rank == 0 else 2)
 gather = functools.partial(gather_texts, peers, deadline_s=30.0, what="the test's addresses")
-assert gather("é" * (1 + peers.Get_rank())) == ["é" * (1 + rank) for rank in range(peers.Get_size())]
+assert gather("é" * (1 + peers.Get_rank())) == [
+    "é" * (1 + rank) for rank in range(peers.Get_size())
+]
 place = address.meet(lambda text: gather(text), peers.Get_rank())
 assert place.address == "127.0.0.1" and (place.listener is None) == (peers.Get_rank() > 0)
 if box.rank == 0:

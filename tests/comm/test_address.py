@@ -32,6 +32,7 @@ class Together:
             found = list(self._texts)
             self._barrier.wait()
             return found
+
         return gather
 
 
@@ -56,7 +57,9 @@ def meet_all(world: int, interface: str | None = None) -> list:
 def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open():
     first, *others = meet_all(3)
     assert first.address == "127.0.0.1" and first.interface == "lo"
-    assert {(other.address, other.port, other.listener) for other in others} == {("127.0.0.1", first.port, None)}
+    assert {(other.address, other.port, other.listener) for other in others} == {
+        ("127.0.0.1", first.port, None)
+    }
     with first.listener as listening:
         assert listening.getsockname() == ("127.0.0.1", first.port)
         with pytest.raises(OSError):
@@ -64,7 +67,9 @@ def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open():
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(RendezvousError, match="cluster.interface='ib7'.*no such interface; it has .*lo"):
+    with pytest.raises(
+        RendezvousError, match="cluster.interface='ib7'.*no such interface; it has .*lo"
+    ):
         address.check_interface("ib7")
 
 
@@ -88,10 +93,12 @@ def test_another_service_at_that_address_is_not_the_first_rank():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as other:
+
         def answer():
             visitor, _ = other.accept()
             visitor.sendall(b"220 another service, at your service")
             visitor.close()
+
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         assert address._try(list(other.getsockname()), os.urandom(address.TOKEN_BYTES)) is None
@@ -99,16 +106,28 @@ def test_another_service_at_that_address_is_not_the_first_rank():
 
 
 def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch):
-    hosts = [Host("a", "1", [("docker0", "172.17.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1")]),
-             Host("b", "2", [("ib0", "10.1.0.2")]), Host("b", "2", [("ib0", "10.1.0.2")])]
+    hosts = [
+        Host("a", "1", [("docker0", "172.17.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1")]),
+        Host("b", "2", [("ib0", "10.1.0.2")]),
+        Host("b", "2", [("ib0", "10.1.0.2")]),
+    ]
     monkeypatch.setattr(address, "_source", lambda there: "10.1.0.1")
-    assert address._by_vote(hosts) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], "a bridge that all hosts have comes last"
+    assert address._by_vote(hosts) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], (
+        "a bridge that all hosts have comes last"
+    )
     assert not [ip for _, ip in address._addresses(None) if ip.startswith("127.")]
 
 
-def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastest(monkeypatch, tmp_path):
+def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastest(
+    monkeypatch, tmp_path
+):
     """NCCL is told the one that is taken, and would by itself have taken InfiniBand's."""
-    linux = {"eno1": ("1", "1000"), "eno2": ("1", "100000"), "ibp3s0": ("32", "40000"), "tun0": ("65534", "")}
+    linux = {
+        "eno1": ("1", "1000"),
+        "eno2": ("1", "100000"),
+        "ibp3s0": ("32", "40000"),
+        "tun0": ("65534", ""),
+    }
     for name, (kind, speed) in linux.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")
@@ -116,11 +135,15 @@ def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastes
     monkeypatch.setattr(address, "INTERFACES", tmp_path)
     monkeypatch.setattr(address, "_source", lambda there: there[:-1] + "1")
     own = {name: f"10.{number}.0.1" for number, name in enumerate(linux)}
-    hosts = [Host("a", "1", list(own.items())), Host("b", "2", [(name, ip[:-1] + "2") for name, ip in own.items()])]
+    hosts = [
+        Host("a", "1", list(own.items())),
+        Host("b", "2", [(name, ip[:-1] + "2") for name, ip in own.items()]),
+    ]
     assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
 # ---------------------------------------------------------------- two hosts: network namespaces with a Debian hosts file
+
 
 class TwoHosts:
     """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that both have alike."""
@@ -135,12 +158,16 @@ class TwoHosts:
             (files / "hosts").write_text(HOSTS.format(name=name))
             self.ip("netns", "add", name)
             self.inside(name, "ip", "link", "set", "lo", "up")
-            self.inside(name, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "port")
+            self.inside(
+                name, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "port"
+            )
             self.inside(name, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
             self.inside(name, "ip", "link", "set", "docker0", "up")
             self.inside(name, "ip", "link", "set", "port", "up")
         a, b = self.names
-        self.ip("link", "add", "wire", "netns", a, "type", "veth", "peer", "name", "wire", "netns", b)
+        self.ip(
+            "link", "add", "wire", "netns", a, "type", "veth", "peer", "name", "wire", "netns", b
+        )
         for number, name in enumerate(self.names, 1):
             self.inside(name, "ip", "address", "add", f"10.77.0.{number}/24", "dev", "wire")
             self.inside(name, "ip", "link", "set", "wire", "up")
@@ -161,18 +188,41 @@ class TwoHosts:
 
     def ranks(self, folder: Path, *arguments: str) -> list[tuple[int, dict, str]]:
         """One rank in each, with the host's own name set; (exit code, its words, its errors) of each."""
-        started = [subprocess.Popen(
-            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name,
-             sys.executable, str(RANKS), str(folder), str(rank), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_plain_environment())
-            for rank, name in enumerate(self.names)]
+        started = [
+            subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    "unshare",
+                    "--uts",
+                    "sh",
+                    "-c",
+                    'hostname "$0" && exec "$@"',
+                    name,
+                    sys.executable,
+                    str(RANKS),
+                    str(folder),
+                    str(rank),
+                    *arguments,
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=_plain_environment(),
+            )
+            for rank, name in enumerate(self.names)
+        ]
         try:
             ended = [process.communicate(timeout=DEADLINE_S) for process in started]
         finally:
             for process in started:
                 process.kill()
-        return [(process.returncode, json.loads(out or "{}"), errors)
-                for process, (out, errors) in zip(started, ended, strict=True)]
+        return [
+            (process.returncode, json.loads(out or "{}"), errors)
+            for process, (out, errors) in zip(started, ended, strict=True)
+        ]
 
 
 def _plain_environment() -> dict[str, str]:
@@ -202,14 +252,18 @@ def test_two_hosts_whose_names_lead_to_loopback_meet_on_the_wire_between_them(tw
 
 
 @pytest.mark.slow
-def test_hosts_that_only_look_as_if_they_shared_a_network_are_named_within_the_minute(two_hosts, tmp_path):
+def test_hosts_that_only_look_as_if_they_shared_a_network_are_named_within_the_minute(
+    two_hosts, tmp_path
+):
     for code, _, errors in two_hosts.ranks(tmp_path, "docker0"):
         assert code == 1 and "RendezvousError" in errors
         assert all(name in errors for name in two_hosts.names) and "172.17.0.1 (docker0)" in errors
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_connects_ends_the_others_with_the_place_and_all_hosts(two_hosts, tmp_path):
+def test_a_rank_that_never_connects_ends_the_others_with_the_place_and_all_hosts(
+    two_hosts, tmp_path
+):
     (code, _, errors), _ = two_hosts.ranks(tmp_path, "wire", "1")
     assert code == 1 and "RendezvousError" in errors and "10.77.0.1:" in errors
     assert all(name in errors for name in two_hosts.names)
@@ -226,4 +280,6 @@ def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, ma
     address.Place("10.0.0.1", 1, None, "bond0", []).use_interface()
     asked = make_config("cluster.interface=bond0").cluster.of_interface
     for found in (os.environ, asked):
-        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), "and not bond0.100"
+        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), (
+            "and not bond0.100"
+        )

@@ -14,10 +14,19 @@ HERE = Path(__file__).parent
 
 
 def ranks(script: str) -> str:
-    env = os.environ | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1",
-                        "PYTHONPATH": str(HERE.parents[1])}
-    ran = subprocess.run([find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, str(HERE / script)],
-                         env=env, capture_output=True, text=True, timeout=90)
+    env = os.environ | {
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp;ofi_rxm",
+        "MPIR_CVAR_NOLOCAL": "1",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    ran = subprocess.run(
+        [find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, str(HERE / script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -24,7 +24,9 @@ asyncio.run(main())
 
 
 def test_a_loop_that_stands_still_writes_where():
-    ran = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "in inside_a_call_that_does_not_return" in ran.stderr
 
 

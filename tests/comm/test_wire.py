@@ -9,24 +9,40 @@ from hypothesis import strategies as st
 from rose import protocol as p
 from rose.comm import wire
 
-TURN = p.TurnRequest("g0.0.t0", "g0.0", "g0", p.Phase.TRAIN, p.pack_tokens(range(100)), p.Sampling(8, seed=3))
+TURN = p.TurnRequest(
+    "g0.0.t0", "g0.0", "g0", p.Phase.TRAIN, p.pack_tokens(range(100)), p.Sampling(8, seed=3)
+)
 
 
-@pytest.mark.parametrize("message", [
-    TURN, p.Shutdown("done"), p.TrainStep(1, p.BatchSummary([1.0], [0], [5], [False]), [[[0]]], False, 1),
-    p.TrainPart(1, 0, [0], [p.Trajectory("g0.0", "g0", p.Phase.EVAL, b"\1", b"\1", b"", b"", 1.0, True, 1, 1)])])
+@pytest.mark.parametrize(
+    "message",
+    [
+        TURN,
+        p.Shutdown("done"),
+        p.TrainStep(1, p.BatchSummary([1.0], [0], [5], [False]), [[[0]]], False, 1),
+        p.TrainPart(
+            1,
+            0,
+            [0],
+            [p.Trajectory("g0.0", "g0", p.Phase.EVAL, b"\1", b"\1", b"", b"", 1.0, True, 1, 1)],
+        ),
+    ],
+)
 def test_a_message_comes_back_equal(message):
     assert wire.decode(wire.encode(message)) == message
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda d: b"HTTP" + d[4:], "begins with b'ROSE', this one with b'HTTP'"),
-    (lambda d: d[:4] + struct.pack("<H", 9) + d[6:], "protocol version 9, this rank 6"),
-    (lambda d: d[:-1], "promises"),
-    (lambda d: d + b"x", "promises"),
-    (lambda d: d[:5], "5 bytes are too few"),
-    (lambda d: d[:12] + b"\xc1" * (len(d) - 12), "not a message of protocol version 6"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: b"HTTP" + d[4:], "begins with b'ROSE', this one with b'HTTP'"),
+        (lambda d: d[:4] + struct.pack("<H", 9) + d[6:], "protocol version 9, this rank 6"),
+        (lambda d: d[:-1], "promises"),
+        (lambda d: d + b"x", "promises"),
+        (lambda d: d[:5], "5 bytes are too few"),
+        (lambda d: d[:12] + b"\xc1" * (len(d) - 12), "not a message of protocol version 6"),
+    ],
+)
 def test_bad_bytes_are_one_clear_error(change, words):
     with pytest.raises(wire.WireError, match=words):
         wire.decode(change(wire.encode(TURN)))

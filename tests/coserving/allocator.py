@@ -19,9 +19,12 @@ class Process:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.held, self.cached, self.peak = gpu, 0, 0, 0
         self.cuda = SimpleNamespace(
-            empty_cache=self.empty_cache, reset_peak_memory_stats=lambda _: setattr(self, "peak", self.held),
-            max_memory_allocated=lambda _: self.peak, memory_allocated=lambda _: self.held,
-            mem_get_info=lambda _: (gpu.free, gpu.total))
+            empty_cache=self.empty_cache,
+            reset_peak_memory_stats=lambda _: setattr(self, "peak", self.held),
+            max_memory_allocated=lambda _: self.peak,
+            memory_allocated=lambda _: self.held,
+            mem_get_info=lambda _: (gpu.free, gpu.total),
+        )
 
     def empty_cache(self) -> None:
         self.gpu.free, self.cached = self.gpu.free + self.cached, 0

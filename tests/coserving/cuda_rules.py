@@ -35,7 +35,9 @@ class StrictDriver:
 
     def free(self, address, nbytes):
         assert self.reserved.pop(address) == nbytes
-        assert not any(address <= a < address + nbytes for a in self.mapped), "addresses freed with memory in them"
+        assert not any(address <= a < address + nbytes for a in self.mapped), (
+            "addresses freed with memory in them"
+        )
 
     def create(self):
         if len(self.created) == self.pages:
@@ -45,7 +47,9 @@ class StrictDriver:
         return self._next
 
     def release(self, handle):
-        assert handle not in self.mapped.values(), "released while it is mapped: its memory would stay"
+        assert handle not in self.mapped.values(), (
+            "released while it is mapped: its memory would stay"
+        )
         self.created.remove(handle)
 
     def map(self, address, handle):
@@ -152,11 +156,29 @@ CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream 
 
 def build_libcuda(folder: Path, pages: int = 3) -> str:
     """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages of 2 MiB."""
-    headers = [path for path in (Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include")))
-               if (path / "cuda.h").exists()]
+    headers = [
+        path
+        for path in (
+            Path("/usr/local/cuda/include"),
+            *sorted(Path("/usr/local").glob("cuda-*/include")),
+        )
+        if (path / "cuda.h").exists()
+    ]
     if not headers or not shutil.which("gcc"):
         pytest.skip("needs gcc and CUDA's header cuda.h")
     (folder / "fake.c").write_text(LIBCUDA)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-Werror", f"-DLIMIT={pages}", f"-I{headers[0]}", "-o",
-                    folder / "libcuda.so", folder / "fake.c"], check=True)
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-Werror",
+            f"-DLIMIT={pages}",
+            f"-I{headers[0]}",
+            "-o",
+            folder / "libcuda.so",
+            folder / "fake.c",
+        ],
+        check=True,
+    )
     return str(folder / "libcuda.so")

@@ -16,7 +16,14 @@ RUBBISH = 0xFF  # every float of such bytes is no number
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -53,8 +60,14 @@ class Device:
 
     def show(self, address: int, piece: int | None) -> None:
         """Without rights: those come with `allow`."""
-        flags, file = (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1) if piece is None else (mmap.MAP_SHARED, self._file)
-        found = _libc.mmap(address, PAGE, _NONE, flags | _FIXED, file, 0 if piece is None else piece * PAGE)
+        flags, file = (
+            (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            if piece is None
+            else (mmap.MAP_SHARED, self._file)
+        )
+        found = _libc.mmap(
+            address, PAGE, _NONE, flags | _FIXED, file, 0 if piece is None else piece * PAGE
+        )
         assert found == address, os.strerror(ctypes.get_errno())
 
     def run(self) -> None:
@@ -74,9 +87,13 @@ class FatalDriver:
 
     def reserve(self, nbytes):
         assert nbytes % PAGE == 0
-        around = _libc.mmap(None, nbytes + PAGE, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        around = _libc.mmap(
+            None, nbytes + PAGE, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        )
         assert around not in (None, ctypes.c_void_p(-1).value)
-        return -(-around // PAGE) * PAGE  # what lies around it stays reserved, as no test lives for long
+        return (
+            -(-around // PAGE) * PAGE
+        )  # what lies around it stays reserved, as no test lives for long
 
     def free(self, address, nbytes):
         assert not any(address <= page < address + nbytes for page in self.shown)
@@ -122,7 +139,9 @@ class FatalPages(PagePool):
         import torch
 
         self.map([(0, self.page)])
-        return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.int8)
+        return torch.frombuffer(
+            (ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.int8
+        )
 
     def touch(self, byte: int, value: int = 1) -> None:
         ctypes.memset(self.address + byte, value, 1)

@@ -35,12 +35,14 @@ def test_every_flipped_byte_is_noticed(tmp_path, kind):
             os.pwrite(file.fileno(), bytes([whole[at] ^ 0x41]), at)
             assert reader.read() is None, f"byte {at}"
             assert str(tmp_path / "board") in reader.why
-            os.pwrite(file.fileno(), whole[at:at + 1], at)
+            os.pwrite(file.fileno(), whole[at : at + 1], at)
     assert reader.read() is not None
 
 
 @pytest.mark.parametrize("nbytes", [0, 16, 100])
-def test_a_board_that_was_cut_kills_nobody_and_is_whole_again_after_the_next_write(tmp_path, nbytes):
+def test_a_board_that_was_cut_kills_nobody_and_is_whole_again_after_the_next_write(
+    tmp_path, nbytes
+):
     writer = Writer(tmp_path / "board", Online)
     writer.write()
     reader = Reader(tmp_path / "board", Online)
@@ -59,7 +61,9 @@ def test_a_state_of_zeros_or_of_another_kind_or_size_is_none(tmp_path):
     writer.write()
     with pytest.raises(ValueError, match="bytes, a board of Control has"):
         Reader(tmp_path / "board", Control)
-    other = dataclasses.make_dataclass("Online", [(f.name + "x", float, 0.0) for f in dataclasses.fields(Online)])
+    other = dataclasses.make_dataclass(
+        "Online", [(f.name + "x", float, 0.0) for f in dataclasses.fields(Online)]
+    )
     assert Reader(tmp_path / "board", other).read() is None
 
 
@@ -69,7 +73,11 @@ def test_a_stale_state_and_one_of_the_future_are_none_and_say_their_age(tmp_path
     reader = Reader(tmp_path / "board", Control)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
-    assert reader.read() is not None and reader.read(stale_after_s=0.5) is None and "old, over 0.5" in reader.why
+    assert (
+        reader.read() is not None
+        and reader.read(stale_after_s=0.5) is None
+        and "old, over 0.5" in reader.why
+    )
     monkeypatch.setattr(time, "monotonic", lambda: now - 1.0)
     assert reader.read() is None and "in the future" in reader.why
 
@@ -103,9 +111,11 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
 
 
 def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path):
-    code = ("import sys; sys.path.insert(0, %r); from rose.coserving import board; from pathlib import Path\n"
-            "w = board.Writer(Path(%r), board.Rollout); w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
-            "import time; time.sleep(60)") % (os.getcwd(), str(tmp_path / "board"))
+    code = (
+        "import sys; sys.path.insert(0, %r); from rose.coserving import board; from pathlib import Path\n"
+        "w = board.Writer(Path(%r), board.Rollout); w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
+        "import time; time.sleep(60)"
+    ) % (os.getcwd(), str(tmp_path / "board"))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"up\n"

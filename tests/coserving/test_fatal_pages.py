@@ -26,7 +26,11 @@ def test_an_unmapped_page_kills_and_a_mapped_one_is_zeros():
     pool.map([(PAGE, 2 * PAGE)])
     assert pool.read(PAGE) == pool.read(2 * PAGE - 1) == 0
     pool.touch(PAGE, 5)
-    assert dies_of(lambda: pool.touch(2 * PAGE)) == dies_of(lambda: pool.touch(PAGE - 1)) == signal.SIGSEGV
+    assert (
+        dies_of(lambda: pool.touch(2 * PAGE))
+        == dies_of(lambda: pool.touch(PAGE - 1))
+        == signal.SIGSEGV
+    )
     pool.release([(PAGE, 2 * PAGE)])
     assert dies_of(lambda: pool.read(PAGE)) == signal.SIGSEGV
     pool.map([(PAGE, 2 * PAGE)])
@@ -41,7 +45,9 @@ def test_a_page_outlives_the_steps_in_flight_that_touch_it():
     device.kernels += [lambda: pool.touch(3 * PAGE), lambda: pool.touch(PAGE)]
     pool.release([(PAGE, 4 * PAGE)])
     assert not device.kernels and device.used == 1
-    device.kernels.append(lambda: pool.touch(3 * PAGE))  # one that was submitted afterwards is nobody's to wait for
+    device.kernels.append(
+        lambda: pool.touch(3 * PAGE)
+    )  # one that was submitted afterwards is nobody's to wait for
     assert dies_of(device.run) == signal.SIGSEGV
 
 
@@ -76,6 +82,9 @@ def test_a_device_without_that_page_says_so_and_leaks_nothing():
     device = Device(1)
     memory = BlockMemory(FatalPages(device, 4 * PAGE), Layout(4 * PAGE, 4, (0,), (PAGE,)))
     memory.map([0])
-    with pytest.raises(MemoryError, match="no GPU memory for another page of 2097152 bytes"), memory.scratch():
+    with (
+        pytest.raises(MemoryError, match="no GPU memory for another page of 2097152 bytes"),
+        memory.scratch(),
+    ):
         pass
     assert device.used == 1

@@ -32,7 +32,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def grow(how):
-    done = subprocess.run([sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=60
+    )
     return list(map(int, done.stdout.split()))
 
 
@@ -54,6 +56,7 @@ def test_without_such_a_heap_nothing_happens(monkeypatch):
 @pytest.mark.parametrize("heap_there", [True, False])
 def test_it_begins_where_the_system_says(monkeypatch, heap_there):
     maps = "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/x\n" + heap_there * (
-        "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n")
+        "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n"
+    )
     monkeypatch.setattr(Path, "read_text", lambda self: maps)
     assert heap._begin() == (0xE03000 if heap_there else None)

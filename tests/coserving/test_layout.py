@@ -11,21 +11,31 @@ BLOCKS, LAYERS = 10, 3
 
 def cache(name: str, groups: int = 1, size: int | None = None):
     """Three layers of 4 heads of 32, 16 tokens a block, in float32."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     page, names = spec.page_size_bytes, [f"layer.{i}" for i in range(LAYERS)]
     strides = (page, LAYERS * page) if name[0] == "B" else (BLOCKS * page, page)
     tensor = KVCacheTensor(size or BLOCKS * LAYERS * page, names, *strides)
-    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor],
-                         kv_cache_groups=[KVCacheGroupSpec(names, spec)] * groups), page
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)] * groups,
+    ), page
 
 
 @pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])
 def test_a_block_has_a_span_in_every_layers_region(name):
     config, page = cache(name)
     starts = tuple(layer * BLOCKS * page for layer in range(LAYERS))
-    assert layout_of(config, name) == Layout(BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS)
+    assert layout_of(config, name) == Layout(
+        BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS
+    )
 
 
 @pytest.mark.parametrize("name", ["BLHNC", "BLNHC", "BHLNC"])
@@ -36,9 +46,14 @@ def test_a_block_of_a_layout_with_blocks_outermost_is_one_span(name):
     assert found.block_bytes == LAYERS * page
 
 
-@pytest.mark.parametrize("name, changes, says", [
-    ("LHBNC", {}, "scatters a block over its heads"), ("LBHNC", {"groups": 2}, "has 2 groups"),
-    ("LBHNC", {"size": 100_000}, "leave its 100000 bytes")])
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("LHBNC", {}, "scatters a block over its heads"),
+        ("LBHNC", {"groups": 2}, "has 2 groups"),
+        ("LBHNC", {"size": 100_000}, "leave its 100000 bytes"),
+    ],
+)
 def test_a_cache_that_cannot_be_lent_by_block_is_refused(name, changes, says):
     with pytest.raises(ValueError, match=says):
         layout_of(cache(name, **changes)[0], name)

@@ -24,7 +24,12 @@ def resident(pool: HostPages) -> int:
     """Bytes of the pool in RAM, by mincore."""
     flags = np.zeros(pool.nbytes // PAGE, np.uint8)
     address = ctypes.c_void_p(pool.tensor().data_ptr())
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(pool.nbytes), ctypes.c_void_p(flags.ctypes.data)) == 0
+    assert (
+        ctypes.CDLL(None).mincore(
+            address, ctypes.c_size_t(pool.nbytes), ctypes.c_void_p(flags.ctypes.data)
+        )
+        == 0
+    )
     return int((flags & 1).sum()) * PAGE
 
 
@@ -41,13 +46,17 @@ def caches(draw) -> Layout:
 
 
 def spans_of(layout: Layout, block: int) -> list[tuple[int, int]]:
-    return [(start + block * stride, start + (block + 1) * stride)
-            for start, stride in zip(layout.starts, layout.strides)]
+    return [
+        (start + block * stride, start + (block + 1) * stride)
+        for start, stride in zip(layout.starts, layout.strides)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(caches(), st.data())
-def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_are_not_resident(layout, data):
+def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_are_not_resident(
+    layout, data
+):
     pool = HostPages(layout.nbytes)
     memory, values = BlockMemory(pool, layout), pool.tensor().numpy()
     held: set[int] = set()
@@ -63,13 +72,21 @@ def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_
         else:
             pages_mapped -= memory.release(ids)
             held -= ids
-        needed = {page for block in held for low, high in spans_of(layout, block)
-                  for page in range(low // PAGE, -(-high // PAGE))}
+        needed = {
+            page
+            for block in held
+            for low, high in spans_of(layout, block)
+            for page in range(low // PAGE, -(-high // PAGE))
+        }
         assert pages_mapped == memory.mapped_bytes == len(needed) * PAGE
         assert memory.held == len(held)
-        assert resident(pool) == len(needed) * PAGE  # every held byte was written, so its page is resident
+        assert (
+            resident(pool) == len(needed) * PAGE
+        )  # every held byte was written, so its page is resident
         for block in held:
-            assert all((values[low:high] == block + 1).all() for low, high in spans_of(layout, block))
+            assert all(
+                (values[low:high] == block + 1).all() for low, high in spans_of(layout, block)
+            )
 
 
 def test_released_blocks_leave_the_resident_size_and_come_back_as_zeros():
@@ -86,10 +103,10 @@ def test_released_blocks_leave_the_resident_size_and_come_back_as_zeros():
     assert memory.release(range(8, 64)) == 56 * MiB
     assert resident(pool) == 8 * MiB
     assert full - resident_bytes(os.getpid()) > 52 * MiB
-    assert not values[8 * MiB:].any() and (values[:8 * MiB] == 7).all()
+    assert not values[8 * MiB :].any() and (values[: 8 * MiB] == 7).all()
     memory.map([9])
-    values[9 * MiB:10 * MiB] = 3
-    assert (values[9 * MiB:10 * MiB] == 3).all()
+    values[9 * MiB : 10 * MiB] = 3
+    assert (values[9 * MiB : 10 * MiB] == 3).all()
 
 
 def test_the_pool_is_never_made_of_huge_pages():
@@ -107,7 +124,7 @@ def test_suspended_memory_is_all_given_back_and_its_blocks_are_those_held_meanwh
     pool = HostPages(layout.nbytes)
     memory = BlockMemory(pool, layout)
     memory.map(range(10))
-    pool.tensor().numpy()[:10 * PAGE] = 1
+    pool.tensor().numpy()[: 10 * PAGE] = 1
     memory.suspend()
     assert resident(pool) == 0 and memory.mapped_bytes == 0 and memory.held == 10
     memory.release(range(4, 10))

@@ -36,6 +36,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_an_engine_on_a_cpu_keeps_the_memory_of_a_step_for_the_next():
-    faults = {who: int(subprocess.run([sys.executable, "-c", STEPS, who], capture_output=True, text=True, check=True,
-                                      timeout=120).stdout.split()[-1]) for who in ("ours", "glibc's")}
+    faults = {
+        who: int(
+            subprocess.run(
+                [sys.executable, "-c", STEPS, who],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            ).stdout.split()[-1]
+        )
+        for who in ("ours", "glibc's")
+    }
     assert faults["ours"] < faults["glibc's"] / 3, faults

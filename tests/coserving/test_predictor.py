@@ -12,7 +12,9 @@ from rose.coserving.predictor import SCALES, WINDOW, Predictor, Work
 TRUE = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 
 
-@pytest.mark.parametrize("c0, c5", [(0.02, 0.0), (0.015, 0.005), (0.0, 0.02)])  # bound by memory, both, by the host
+@pytest.mark.parametrize(
+    "c0, c5", [(0.02, 0.0), (0.015, 0.005), (0.0, 0.02)]
+)  # bound by memory, both, by the host
 def test_exact_steps_give_the_coefficients_back(steps, c0, c5):
     true = c0, *TRUE[1:5], c5
     fitted = Predictor.fit(steps(400, true))
@@ -39,7 +41,9 @@ def test_page_faults_move_the_margin_but_not_the_coefficients(steps):
 
 def test_coefficients_are_never_negative_though_the_plain_solution_is():
     samples = [(Work((), d, 100 * d), 0.1 - 0.001 * d) for d in range(1, 20)]
-    samples += [(Work(((n, 0),), 0, 0), 0.1 + n * 1e-3 - n * n * 1e-7) for n in range(100, 2000, 100)]
+    samples += [
+        (Work(((n, 0),), 0, 0), 0.1 + n * 1e-3 - n * n * 1e-7) for n in range(100, 2000, 100)
+    ]
     fitted = Predictor.fit(samples)
     assert all(c >= 0 for c in fitted.coefficients) and fitted.coefficients[1] > 0
 
@@ -109,7 +113,12 @@ def test_a_single_slow_step_widens_the_margin_and_leaves_the_mean(predictor):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_infinity=True)), max_size=2 * WINDOW))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_infinity=True)),
+        max_size=2 * WINDOW,
+    )
+)
 def test_whatever_is_observed_predictions_stay_finite_positive_and_within_the_bounds(observed):
     predictor = Predictor(TRUE)
     works = [Work(((new, 0),), 3, 300) for new in (1, 100, 100_000)]
@@ -141,12 +150,25 @@ def test_it_survives_json_with_its_margin(steps):
 
 def test_a_profile_from_before_c5_is_read_as_it_was_meant(predictor):
     found = predictor.to_dict()
-    assert Predictor.from_dict(found | {"coefficients": found["coefficients"][:5]}).coefficients == predictor.coefficients
+    assert (
+        Predictor.from_dict(found | {"coefficients": found["coefficients"][:5]}).coefficients
+        == predictor.coefficients
+    )
 
 
-@pytest.mark.parametrize("change", [{"coefficients": [1, 2, 3]}, {"coefficients": [1, 1, 1, 1, -1]}, {"ratios": [[1]]},
-                                    {"coefficients": [math.nan] * 5}, {"ratios": [[0.0], [1]]}, {"coefficients": None},
-                                    {"coefficients": [0] * 5}, {"ratios": [["x"], []]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"coefficients": [1, 2, 3]},
+        {"coefficients": [1, 1, 1, 1, -1]},
+        {"ratios": [[1]]},
+        {"coefficients": [math.nan] * 5},
+        {"ratios": [[0.0], [1]]},
+        {"coefficients": None},
+        {"coefficients": [0] * 5},
+        {"ratios": [["x"], []]},
+    ],
+)
 def test_what_is_no_predictor_is_refused(predictor, change):
     with pytest.raises(ValueError):
         Predictor.from_dict(predictor.to_dict() | change)

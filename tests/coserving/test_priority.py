@@ -23,7 +23,9 @@ for line in sys.stdin:
 
 
 def test_all_threads_but_one_stand_back_and_may_be_lifted_again():
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     here = os.getpriority(os.PRIO_PROCESS, 0)
 
     def step():

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from rose.config.tree import Slo
 from rose.coserving.predictor import Predictor, Work
-from rose.coserving.slo import (CREDIT, FORGET_S, JUDGED, Attainment, Promptness, Request, Typical, hold_until,
-                                why_not_alone)
+from rose.coserving.slo import (
+    CREDIT,
+    FORGET_S,
+    JUDGED,
+    Attainment,
+    Promptness,
+    Request,
+    Typical,
+    hold_until,
+    why_not_alone,
+)
 
 NOW = 100.0
 
@@ -27,14 +36,17 @@ def test_without_requests_there_is_no_limit(predictor, slo):
 
 def test_a_waiting_request_may_wait_for_its_target_less_its_prefill(predictor, slo):
     assert hold_until(NOW, [Request(NOW - 0.1, 800, 0)], predictor, slo) == pytest.approx(
-        NOW - 0.1 + 1.0 - prefill(predictor, (800, 0)))
+        NOW - 0.1 + 1.0 - prefill(predictor, (800, 0))
+    )
 
 
 def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(predictor, slo):
     queue = [Request(NOW, 1998, 0), Request(NOW - 0.2, 1000, 0)]
     found = hold_until(NOW, queue, predictor, slo, max_batched_tokens=1000)
     first = prefill(predictor, (1000, 0))  # afterwards it makes tokens beside the other's prefill
-    both = first + sum(prefill(predictor, (999, before), decodes=1, context=1000) for before in (0, 999))
+    both = first + sum(
+        prefill(predictor, (999, before), decodes=1, context=1000) for before in (0, 999)
+    )
     assert found == pytest.approx(min(NOW - 0.2 + 1 - first, NOW + 1 - both))
     assert found == hold_until(NOW, queue[::-1], predictor, slo, max_batched_tokens=1000)
 
@@ -42,22 +54,27 @@ def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(predictor, sl
 def test_prompts_share_a_step_while_it_has_room(predictor, slo):
     queue = [Request(NOW, 300, 0), Request(NOW, 300, 0)]
     assert hold_until(NOW, queue, predictor, slo, max_batched_tokens=600) == pytest.approx(
-        NOW + 1 - prefill(predictor, (300, 0), (300, 0)))
+        NOW + 1 - prefill(predictor, (300, 0), (300, 0))
+    )
 
 
 def test_decodes_beside_a_prefill_take_their_time_and_their_place(predictor, slo):
     running = [Request(NOW - 5, 0, 1000, NOW, 1) for _ in range(10)]
     found = hold_until(NOW, [Request(NOW, 90, 0), *running], predictor, slo, max_batched_tokens=50)
-    steps = (prefill(predictor, (40, 0), decodes=10, context=10000)
-             + prefill(predictor, (40, 40), decodes=10, context=10000)
-             + prefill(predictor, (10, 80), decodes=10, context=10000))
+    steps = (
+        prefill(predictor, (40, 0), decodes=10, context=10000)
+        + prefill(predictor, (40, 40), decodes=10, context=10000)
+        + prefill(predictor, (10, 80), decodes=10, context=10000)
+    )
     first = prefill(predictor, (40, 0), decodes=10, context=10000)
     assert found == pytest.approx(min(NOW + 1 - steps, NOW + 0.2 - first))
 
 
 def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_target(predictor, slo):
     step = predictor.p99(Work((), 1, 50))
-    late = Request(NOW - 9, 0, 50, NOW - 1.9, 10)  # 10 tokens: the eleventh is due 2 s after the first
+    late = Request(
+        NOW - 9, 0, 50, NOW - 1.9, 10
+    )  # 10 tokens: the eleventh is due 2 s after the first
     assert hold_until(NOW, [late], predictor, slo) == pytest.approx(NOW + 0.1 - step)
 
 
@@ -82,22 +99,42 @@ def test_with_more_requests_than_sequences_nothing_can_be_promised(predictor, sl
     assert hold_until(NOW, queue, predictor, slo, max_sequences=2) == NOW
 
 
-waiting = st.builds(Request, st.floats(90, 100), st.integers(0, 5000), st.integers(0, 500), st.none(), st.just(0),
-                    st.none())
-running = st.builds(Request, st.just(80.0), st.just(0), st.integers(1, 3000), st.floats(90, 100), st.integers(1, 50),
-                    st.none() | st.floats(99, 100))
+waiting = st.builds(
+    Request,
+    st.floats(90, 100),
+    st.integers(0, 5000),
+    st.integers(0, 500),
+    st.none(),
+    st.just(0),
+    st.none(),
+)
+running = st.builds(
+    Request,
+    st.just(80.0),
+    st.just(0),
+    st.integers(1, 3000),
+    st.floats(90, 100),
+    st.integers(1, 50),
+    st.none() | st.floats(99, 100),
+)
 
 
 @settings(deadline=None)
-@given(st.lists(waiting | running, min_size=1, max_size=20), waiting | running, st.integers(40, 3000))
+@given(
+    st.lists(waiting | running, min_size=1, max_size=20), waiting | running, st.integers(40, 3000)
+)
 def test_one_more_request_never_gives_more_time(requests, another, batched):
     predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
     before = hold_until(NOW, requests, predictor, slo, batched)
     assert math.isfinite(before)
     latest = requests + [another._replace(arrival=101.0)]
-    if another.prompt_left == 0 and another.first_token_at is not None:  # a decode makes steps longer
-        assert hold_until(NOW, latest, predictor, slo, max(batched, 100)) <= hold_until(
-            NOW, requests, predictor, slo, max(batched, 100)) + 1e-9
+    if (
+        another.prompt_left == 0 and another.first_token_at is not None
+    ):  # a decode makes steps longer
+        assert (
+            hold_until(NOW, latest, predictor, slo, max(batched, 100))
+            <= hold_until(NOW, requests, predictor, slo, max(batched, 100)) + 1e-9
+        )
 
 
 @settings(deadline=None)
@@ -106,7 +143,10 @@ def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
     """Replays the steps that the rule counts on, one token budget at a time."""
     predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
     clock = hold_until(NOW, requests, predictor, slo, batched)
-    left = [[r.arrival, max(1, r.prompt_left), r.context] for r in sorted(requests, key=lambda r: r.arrival)]
+    left = [
+        [r.arrival, max(1, r.prompt_left), r.context]
+        for r in sorted(requests, key=lambda r: r.arrival)
+    ]
     decodes = context = 0
     while left:
         room, chunks = max(1, batched - decodes), []
@@ -126,10 +166,16 @@ def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
         left = [r for r in left if r[1]]
 
 
-@pytest.mark.parametrize("change, words", [
-    ({}, ""), ({"tpot_p99_s": 0.03}, "tpot_p99_s=0.03 s can't be met even alone: a step of 8 decodes"),
-    ({"tpot_p50_s": 0.03}, "tpot_p50_s"), ({"ttft_p99_s": 0.1}, "the prefill of 1000 tokens takes 0.25 s"),
-    ({"ttft_p50_s": 0.1}, "ttft_p50_s")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({}, ""),
+        ({"tpot_p99_s": 0.03}, "tpot_p99_s=0.03 s can't be met even alone: a step of 8 decodes"),
+        ({"tpot_p50_s": 0.03}, "tpot_p50_s"),
+        ({"ttft_p99_s": 0.1}, "the prefill of 1000 tokens takes 0.25 s"),
+        ({"ttft_p50_s": 0.1}, "ttft_p50_s"),
+    ],
+)
 def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, slo, change, words):
     found = why_not_alone(predictor, msgspec.structs.replace(slo, **change), Typical(1000, 8, 1000))
     assert words in found if words else not found
@@ -142,7 +188,13 @@ def test_attainment_counts_by_lending_and_abort(slo):
     assert not seen.add(0.5, 0.3, lent=False)
     assert not seen.add(0.5, 0.1, lent=True, aborted=True)
     assert not seen.add(None, None, lent=False)
-    assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending, seen.aborted) == (6, 2, 3, 1, 1)
+    assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending, seen.aborted) == (
+        6,
+        2,
+        3,
+        1,
+        1,
+    )
 
 
 def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
@@ -178,7 +230,9 @@ def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts
         promptness.add(now, found[-1])
     needed = min(1.0, 0.1 / delay) if delay else 1.0
     assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
-    assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)  # no more is taken than that
+    assert statistics.mean(shares[200:]) == pytest.approx(
+        needed, rel=0.2
+    )  # no more is taken than that
 
 
 def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):

@@ -11,12 +11,23 @@ import yaml
 from rose import config
 
 CONF = Path(__file__).parents[2] / "conf"
-COMMON = dict(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1,
-              bos_token_id=None)
-EXTRA = {"Qwen3": dict(head_dim=32, tie_word_embeddings=True),
-         "Qwen2": dict(hidden_size=128, tie_word_embeddings=False),
-         "Llama": dict(tie_word_embeddings=True, head_dim=32)}
+COMMON = dict(
+    vocab_size=263,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    eos_token_id=1,
+    bos_token_id=None,
+)
+EXTRA = {
+    "Qwen3": dict(head_dim=32, tie_word_embeddings=True),
+    "Qwen2": dict(hidden_size=128, tie_word_embeddings=False),
+    "Llama": dict(tie_word_embeddings=True, head_dim=32),
+}
 
 
 def make_model(architecture: str, seed: int = 0):
@@ -26,7 +37,9 @@ def make_model(architecture: str, seed: int = 0):
     shape = getattr(transformers, f"{architecture}Config")(**(COMMON | EXTRA[architecture]))
     model = getattr(transformers, f"{architecture}ForCausalLM")(shape).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts biases at zero, which would hide a misplaced one
+        if name.endswith(
+            "bias"
+        ):  # transformers starts biases at zero, which would hide a misplaced one
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -67,9 +80,15 @@ def start(loop, folders, rollout, model_config):
 
     engines = []
 
-    def start(architecture: str, engine_args: dict | None = None, tensor_parallel: int = 1, **kwargs) -> Engine:
-        adapted = msgspec.structs.replace(rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel)
-        engine = loop.run_until_complete(Engine.start(folders[architecture], adapted, model_config, **kwargs))
+    def start(
+        architecture: str, engine_args: dict | None = None, tensor_parallel: int = 1, **kwargs
+    ) -> Engine:
+        adapted = msgspec.structs.replace(
+            rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel
+        )
+        engine = loop.run_until_complete(
+            Engine.start(folders[architecture], adapted, model_config, **kwargs)
+        )
         engines.append(engine)
         return engine
 

@@ -24,12 +24,21 @@ class Standing:
     def __init__(self, process: Process, steps) -> None:
         tensor = SimpleNamespace(size=BLOCKS * STRIDE, block_stride=STRIDE, host_resident=False)
         spec = SimpleNamespace(has_layer_views=True)
-        self.model_runner = SimpleNamespace(kv_cache_config=SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], has_mamba_layers=False, num_blocks=BLOCKS,
-            kv_cache_tensors=[tensor]))
-        self.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(name="BLHNC"))
+        self.model_runner = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
+                has_mamba_layers=False,
+                num_blocks=BLOCKS,
+                kv_cache_tensors=[tensor],
+            )
+        )
+        self.cache_config = SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: SimpleNamespace(name="BLHNC")
+        )
         self.process, self.steps = process, steps
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=False))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(enable_cumem_allocator=False)
+        )
 
     def determine_available_memory(self) -> int:
         self.process.pass_by(STEP)
@@ -49,7 +58,9 @@ def started(monkeypatch, tmp_path):
     from rose.engine import kv_worker
 
     monkeypatch.setenv(names.FOLDER, str(tmp_path))
-    monkeypatch.setattr(kv_worker, "new_pool", lambda nbytes, device: FatalPages(Device(20), nbytes))
+    monkeypatch.setattr(
+        kv_worker, "new_pool", lambda nbytes, device: FatalPages(Device(20), nbytes)
+    )
 
     def start(gpu: Gpu, steps=range(1, BLOCKS)):
         process = Process(gpu)

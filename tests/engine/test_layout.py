@@ -6,35 +6,59 @@ import torch
 from rose.config import ModelShape
 from rose.engine.layout import slices
 
-SHAPE = ModelShape(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=4, vocab=263,
-                   tied_embeddings=False)
+SHAPE = ModelShape(
+    layers=1,
+    hidden=32,
+    intermediate=48,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    vocab=263,
+    tied_embeddings=False,
+)
 LAYER = "model.layers.0."
 
 
 def hf_shapes() -> dict[str, tuple[int, ...]]:
     q, kv = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
     return {
-        "model.embed_tokens.weight": (263, 32), "lm_head.weight": (263, 32), "model.norm.weight": (32,),
-        f"{LAYER}input_layernorm.weight": (32,), f"{LAYER}post_attention_layernorm.weight": (32,),
-        f"{LAYER}self_attn.q_norm.weight": (4,), f"{LAYER}self_attn.k_norm.weight": (4,),
-        f"{LAYER}self_attn.q_proj.weight": (q, 32), f"{LAYER}self_attn.q_proj.bias": (q,),
-        f"{LAYER}self_attn.k_proj.weight": (kv, 32), f"{LAYER}self_attn.k_proj.bias": (kv,),
-        f"{LAYER}self_attn.v_proj.weight": (kv, 32), f"{LAYER}self_attn.v_proj.bias": (kv,),
+        "model.embed_tokens.weight": (263, 32),
+        "lm_head.weight": (263, 32),
+        "model.norm.weight": (32,),
+        f"{LAYER}input_layernorm.weight": (32,),
+        f"{LAYER}post_attention_layernorm.weight": (32,),
+        f"{LAYER}self_attn.q_norm.weight": (4,),
+        f"{LAYER}self_attn.k_norm.weight": (4,),
+        f"{LAYER}self_attn.q_proj.weight": (q, 32),
+        f"{LAYER}self_attn.q_proj.bias": (q,),
+        f"{LAYER}self_attn.k_proj.weight": (kv, 32),
+        f"{LAYER}self_attn.k_proj.bias": (kv,),
+        f"{LAYER}self_attn.v_proj.weight": (kv, 32),
+        f"{LAYER}self_attn.v_proj.bias": (kv,),
         f"{LAYER}self_attn.o_proj.weight": (32, q),
-        f"{LAYER}mlp.gate_proj.weight": (48, 32), f"{LAYER}mlp.up_proj.weight": (48, 32),
-        f"{LAYER}mlp.down_proj.weight": (32, 48)}
+        f"{LAYER}mlp.gate_proj.weight": (48, 32),
+        f"{LAYER}mlp.up_proj.weight": (48, 32),
+        f"{LAYER}mlp.down_proj.weight": (32, 48),
+    }
 
 
 def vllm_shapes(tp: int) -> dict[str, tuple[int, ...]]:
     """Sizes of vLLM's parameters on one of `tp` ranks."""
     q, kv = 32 // tp, max(1, 2 // tp) * 4
     return {
-        "model.embed_tokens.weight": (320 // tp, 32), "lm_head.weight": (320 // tp, 32), "model.norm.weight": (32,),
-        f"{LAYER}input_layernorm.weight": (32,), f"{LAYER}post_attention_layernorm.weight": (32,),
-        f"{LAYER}self_attn.q_norm.weight": (4,), f"{LAYER}self_attn.k_norm.weight": (4,),
-        f"{LAYER}self_attn.qkv_proj.weight": (q + 2 * kv, 32), f"{LAYER}self_attn.qkv_proj.bias": (q + 2 * kv,),
+        "model.embed_tokens.weight": (320 // tp, 32),
+        "lm_head.weight": (320 // tp, 32),
+        "model.norm.weight": (32,),
+        f"{LAYER}input_layernorm.weight": (32,),
+        f"{LAYER}post_attention_layernorm.weight": (32,),
+        f"{LAYER}self_attn.q_norm.weight": (4,),
+        f"{LAYER}self_attn.k_norm.weight": (4,),
+        f"{LAYER}self_attn.qkv_proj.weight": (q + 2 * kv, 32),
+        f"{LAYER}self_attn.qkv_proj.bias": (q + 2 * kv,),
         f"{LAYER}self_attn.o_proj.weight": (32, 32 // tp),
-        f"{LAYER}mlp.gate_up_proj.weight": (96 // tp, 32), f"{LAYER}mlp.down_proj.weight": (32, 48 // tp)}
+        f"{LAYER}mlp.gate_up_proj.weight": (96 // tp, 32),
+        f"{LAYER}mlp.down_proj.weight": (32, 48 // tp),
+    }
 
 
 def load(tp: int) -> tuple[dict, list[dict]]:
@@ -56,7 +80,9 @@ def test_every_rank_computes_its_part_of_the_layer(tp):
     source, ranks = load(tp)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99))
     attn, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
-    q, k, v = (x @ source[f"{attn}{p}_proj.weight"].T + source[f"{attn}{p}_proj.bias"] for p in "qkv")
+    q, k, v = (
+        x @ source[f"{attn}{p}_proj.weight"].T + source[f"{attn}{p}_proj.bias"] for p in "qkv"
+    )
 
     def attend(q, k, v):  # (5, heads*4), (5, kv*4) -> (5, heads*4), with grouped key-value heads
         q, k, v = (t.view(5, -1, 4) for t in (q, k, v))
@@ -103,12 +129,15 @@ def test_tied_embeddings_are_kept_once():
     assert slices("model.embed_tokens.weight", (263, 32), tied, 0, 1) is not None
 
 
-@pytest.mark.parametrize("name, shape, tp, says", [
-    ("model.layers.0.mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
-    ("model.layers.0.self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
-    ("model.embed_tokens.weight", (264, 32), 1, "config says"),
-    ("model.layers.0.self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
-])
+@pytest.mark.parametrize(
+    "name, shape, tp, says",
+    [
+        ("model.layers.0.mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
+        ("model.layers.0.self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
+        ("model.embed_tokens.weight", (264, 32), 1, "config says"),
+        ("model.layers.0.self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
+    ],
+)
 def test_what_does_not_fit_is_refused(name, shape, tp, says):
     with pytest.raises(ValueError, match=says):
         slices(name, shape, SHAPE, 0, tp)

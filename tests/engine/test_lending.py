@@ -14,7 +14,16 @@ from rose.coserving import board, device, gate
 from rose.coserving.pages import resident_bytes
 from rose.engine.vllm_engine import EngineDied, EngineError
 from tests.engine.test_vllm_engine import (
-    CONF, PROMPTS, agrees, perturbed, publish, reference, settings, turn, turns)
+    CONF,
+    PROMPTS,
+    agrees,
+    perturbed,
+    publish,
+    reference,
+    settings,
+    turn,
+    turns,
+)
 
 pytestmark = pytest.mark.slow
 MiB = 2**20
@@ -32,43 +41,60 @@ def tokens(results) -> list[list[int]]:
 def same(results, expected) -> bool:
     """Tokens; log-probabilities but for the rounding that a batch's composition brings."""
     return tokens(results) == tokens(expected) and all(
-        np.allclose(r["logprobs"], e["logprobs"], atol=1e-4) for r, e in zip(results, expected))
+        np.allclose(r["logprobs"], e["logprobs"], atol=1e-4) for r, e in zip(results, expected)
+    )
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])  # a head of its own; tied embeddings
 def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weights(
-        start, loop, folders, tmp_path, architecture):
+    start, loop, folders, tmp_path, architecture
+):
     engine = start(architecture)
     before = loop.run_until_complete(engine.checksum())
     made = loop.run_until_complete(turns(engine))
     full = resident_bytes(engine.pid)
-    for version in (1, None):  # deactivated with the folder's own weights, and with a trained version
+    for version in (
+        1,
+        None,
+    ):  # deactivated with the folder's own weights, and with a trained version
         loop.run_until_complete(engine.deactivate())
         loop.run_until_complete(engine.deactivate())
         assert not engine.active
-        for call in (turn(engine, "late", PROMPTS[0]), engine.load_version(1, "nowhere", settings()),
-                     engine.checksum()):
+        for call in (
+            turn(engine, "late", PROMPTS[0]),
+            engine.load_version(1, "nowhere", settings()),
+            engine.checksum(),
+        ):
             with pytest.raises(EngineError, match="inactive"):
                 loop.run_until_complete(call)
         if version is not None:  # before other work has let the heap grow
-            assert full - resident_bytes(engine.pid) > 200 * MiB  # its KV cache is 256 MiB, its model less than one
+            assert (
+                full - resident_bytes(engine.pid) > 200 * MiB
+            )  # its KV cache is 256 MiB, its model less than one
         loop.run_until_complete(engine.activate())
         assert engine.active and engine.version == -1
         assert loop.run_until_complete(engine.checksum()) == before
         again = loop.run_until_complete(turns(engine))
         assert same(again, made) and {v for r in again for v in r["versions"]} == {-1}
         if version is not None:
-            store = publish(tmp_path / "store", folders[architecture], version, perturbed(folders[architecture]))
+            store = publish(
+                tmp_path / "store", folders[architecture], version, perturbed(folders[architecture])
+            )
             loop.run_until_complete(engine.load_version(version, store, settings()))
             changed = loop.run_until_complete(turns(engine))
-            assert tokens(changed) != tokens(made) and {v for r in changed for v in r["versions"]} == {version}
+            assert tokens(changed) != tokens(made) and {
+                v for r in changed for v in r["versions"]
+            } == {version}
             assert loop.run_until_complete(engine.checksum()) != before
 
 
 async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int, int]:
     """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile, resident bytes
     before and in its sleep)."""
-    before, sampling = engine.stats().generated_tokens, protocol.Sampling(max_new_tokens=200, temperature=0.0)
+    before, sampling = (
+        engine.stats().generated_tokens,
+        protocol.Sampling(max_new_tokens=200, temperature=0.0),
+    )
     running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], sampling))
     while engine.stats().generated_tokens < before + 20:
         await asyncio.sleep(0.005)
@@ -89,13 +115,17 @@ async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int
 
 
 def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weights_that_came_meanwhile(
-        start, loop, folders, tmp_path):
-    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientScheduler"})
+    start, loop, folders, tmp_path
+):
+    engine = start(
+        "Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
+    )
     folder, new = folders["Qwen3"], perturbed(folders["Qwen3"])
     store = publish(tmp_path / "store", folder, 1, new)
     loop.run_until_complete(turns(engine, PROMPTS[:4]))  # fills some of the cache
     result, late, full, small = loop.run_until_complete(
-        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), 120))
+        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), 120)
+    )
     assert full - small > 200 * MiB, "rollout.kv_cache_gib=0.25"
     cut = result["versions"].index(1)
     assert len(result["tokens"]) == 200 and cut >= 20 and set(late["versions"]) == {1}
@@ -109,11 +139,15 @@ def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weig
         loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), 60))
 
 
-def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(start, loop, monkeypatch):
+def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
+    start, loop, monkeypatch
+):
     """vLLM refuses to clear it while blocks are withheld, as a shared device's scheduler does."""
     from vllm.v1.core.block_pool import BlockPool
 
-    monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: False)  # before the fork: the engine has it too
+    monkeypatch.setattr(
+        BlockPool, "reset_prefix_cache", lambda self: False
+    )  # before the fork: the engine has it too
     engine = start("Qwen3", engine_args={"block_size": 32})
     long = [PROMPTS[5] * 3]
     made = loop.run_until_complete(turns(engine, long))
@@ -128,7 +162,9 @@ def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_h
     engine = start("Qwen3")
 
     async def scenario() -> dict:
-        running = asyncio.ensure_future(turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=200)))
+        running = asyncio.ensure_future(
+            turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=200))
+        )
         while engine.stats().generated_tokens < 10:
             await asyncio.sleep(0.005)
         await engine.deactivate()
@@ -153,7 +189,9 @@ def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, loop, fo
     loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), 5))
 
 
-def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(start, loop, tmp_path, monkeypatch):
+def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
+    start, loop, tmp_path, monkeypatch
+):
     serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
     for name, value in device.describe(tmp_path, serving, None).items():
         monkeypatch.setenv(name, value)
@@ -161,9 +199,15 @@ def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(st
     layout = worker(engine, loop, "rose_kv_layout")
     assert layout["held"] == 1  # vLLM's null block
     total = layout["blocks"] * layout["block_bytes"]
-    assert layout["blocks"] == engine._llm.vllm_config.cache_config.num_gpu_blocks and total > 200 * MiB
+    assert (
+        layout["blocks"] == engine._llm.vllm_config.cache_config.num_gpu_blocks
+        and total > 200 * MiB
+    )
     everything = range(1, layout["blocks"])
-    assert worker(engine, loop, "rose_map_blocks", list(everything)) > total - 2 * layout["block_bytes"]
+    assert (
+        worker(engine, loop, "rose_map_blocks", list(everything))
+        > total - 2 * layout["block_bytes"]
+    )
     made = loop.run_until_complete(turns(engine))
     empty = resident_bytes(engine.pid)
     # of each a block, 128 KiB, stays cached: 48 MiB
@@ -171,7 +215,10 @@ def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(st
     loop.run_until_complete(turns(engine, many, protocol.Sampling(max_new_tokens=2), tag="fill"))
     full = resident_bytes(engine.pid)
     assert full - empty > 40 * MiB  # meanwhile the engine allocates and frees for itself, too
-    assert worker(engine, loop, "rose_release_blocks", list(everything)) > total - 2 * layout["block_bytes"]
+    assert (
+        worker(engine, loop, "rose_release_blocks", list(everything))
+        > total - 2 * layout["block_bytes"]
+    )
     assert worker(engine, loop, "rose_kv_layout")["held"] == 1
     assert full - resident_bytes(engine.pid) > 40 * MiB
     loop.run_until_complete(engine._llm.reset_prefix_cache())
@@ -190,13 +237,20 @@ def test_an_engine_that_shares_no_device_says_so_when_blocks_are_asked_of_it(sta
         worker(engine, loop, "rose_release_blocks", [1])
 
 
-def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(start, loop, tmp_path, monkeypatch):
+def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
+    start, loop, tmp_path, monkeypatch
+):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
     serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
     lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)
-    for name, value in device.describe(tmp_path, msgspec.structs.replace(serving, lending=lending), None).items():
+    for name, value in device.describe(
+        tmp_path, msgspec.structs.replace(serving, lending=lending), None
+    ).items():
         monkeypatch.setenv(name, value)
-    for name, kind, said in (("online", board.Online, {}), ("control", board.Control, {"lend": 1.0})):
+    for name, kind, said in (
+        ("online", board.Online, {}),
+        ("control", board.Control, {"lend": 1.0}),
+    ):
         writer = board.Writer(tmp_path / name, kind)
         vars(writer.state).update(said)
         writer.write()

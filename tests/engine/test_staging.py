@@ -31,7 +31,9 @@ class Engine(staging.Staging):
         return [answer]
 
 
-STAGING, STAGED, CHECKING, LOADED = ({"state": s} for s in ("staging", "staged", "checking", "loaded"))
+STAGING, STAGED, CHECKING, LOADED = (
+    {"state": s} for s in ("staging", "staged", "checking", "loaded")
+)
 FAILED = {"state": "failed", "error": "Corrupted: block 7", "mixture": False}
 
 
@@ -40,8 +42,12 @@ async def breaks_off(engine, error):
         raise error
 
 
-@pytest.mark.parametrize("error", [TransferError("damaged"), EngineError("too late"), asyncio.CancelledError()])
-def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_until_they_are_done(error):
+@pytest.mark.parametrize(
+    "error", [TransferError("damaged"), EngineError("too late"), asyncio.CancelledError()]
+)
+def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_until_they_are_done(
+    error,
+):
     engine = Engine(STAGING, STAGING, FAILED)
 
     async def scene():
@@ -49,7 +55,9 @@ def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_
             await breaks_off(engine, error)
         assert engine.asked == ["rose_abandon"]
         async with engine._session(5.0):
-            assert engine.asked == ["rose_abandon"] * 3, "the next version began while the last was being staged"
+            assert engine.asked == ["rose_abandon"] * 3, (
+                "the next version began while the last was being staged"
+            )
         async with engine._session(5.0):
             pass
 
@@ -75,7 +83,10 @@ def test_workers_that_go_on_for_too_long_are_named():
     async def scene():
         with pytest.raises(TransferError):
             await breaks_off(engine, TransferError("damaged"))
-        with pytest.raises(EngineError, match="process 4242 is busy for over 0 s with a version whose load broke off"):
+        with pytest.raises(
+            EngineError,
+            match="process 4242 is busy for over 0 s with a version whose load broke off",
+        ):
             await engine._quiet(0.0)
 
     asyncio.run(scene())
@@ -94,7 +105,9 @@ def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too()
     assert engine.killed == 1
 
 
-@pytest.mark.parametrize("error", [EngineError("no answer"), TransferError("?"), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [EngineError("no answer"), TransferError("?"), asyncio.CancelledError()]
+)
 def test_an_engine_of_which_nobody_knows_which_weights_it_has_is_ended(error):
     engine = Engine(error)
     with pytest.raises(type(error)):
@@ -145,9 +158,13 @@ def test_a_version_that_is_staged_fast_is_noticed_fast_also_after_a_slow_one(mon
         assert worker.wait(engine)[0] <= 1.25 * 0.2
 
 
-@pytest.mark.parametrize("state", [("staging", "staged", "stage_s"), ("checking", "loaded", "check_s")])
+@pytest.mark.parametrize(
+    "state", [("staging", "staged", "stage_s"), ("checking", "loaded", "check_s")]
+)
 @pytest.mark.parametrize("took_s", [0.004, 0.2, 4.0, 40.0])
-def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_versions(monkeypatch, took_s, state):
+def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_versions(
+    monkeypatch, took_s, state
+):
     worker, engine = Worker(monkeypatch), Engine(STAGED)
     worker.took_s = 0.01
     worker.wait(engine, *state)

@@ -36,18 +36,33 @@ async def turn(engine, name: str, prompt: list[int], sampling=GREEDY) -> dict:
         logprobs += chunk.logprobs
         versions += [chunk.version] * len(chunk.tokens)
     assert len(tokens) == len(logprobs)
-    return dict(tokens=tokens, logprobs=logprobs, versions=versions, finish=chunk.finish, cached=chunk.cached_tokens)
+    return dict(
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        finish=chunk.finish,
+        cached=chunk.cached_tokens,
+    )
 
 
 async def turns(engine, prompts=PROMPTS, sampling=GREEDY, tag: str = "t") -> list[dict]:
-    return await asyncio.gather(*(turn(engine, f"{tag}{i}", p, sampling) for i, p in enumerate(prompts)))
+    return await asyncio.gather(
+        *(turn(engine, f"{tag}{i}", p, sampling) for i, p in enumerate(prompts))
+    )
 
 
 @torch.no_grad()
 def reference(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
     """Greedy choice and log-probability of each of `tokens` by transformers."""
-    logprobs = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1:-1].float().log_softmax(-1)
-    return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    logprobs = (
+        model(torch.tensor([prompt + tokens]))
+        .logits[0, len(prompt) - 1 : -1]
+        .float()
+        .log_softmax(-1)
+    )
+    return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[
+        :, 0
+    ].tolist()
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -59,7 +74,10 @@ def trainers(store, folder, degrees=(1, 2), **options) -> World:
     """Two trainer ranks that hold the folder's weights."""
     shape = read_shape(folder)
     weights = weights_of(AutoModelForCausalLM.from_pretrained(folder).float())
-    cuts = {name: layout.cuts(name, tuple(tensor.shape), shape, degrees) for name, tensor in weights.items()}
+    cuts = {
+        name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
+        for name, tensor in weights.items()
+    }
     return World(store, weights, cuts, largest=5000, **options)
 
 
@@ -71,7 +89,9 @@ def publish(store, folder, version: int, model) -> str:
 
 
 def settings(**changes) -> config.Transfer:
-    made = msgspec.convert(yaml.safe_load((CONF / "transfer/sparse.yaml").read_text()), config.Transfer)
+    made = msgspec.convert(
+        yaml.safe_load((CONF / "transfer/sparse.yaml").read_text()), config.Transfer
+    )
     return msgspec.structs.replace(made, **({"threads": 1, "in_flight": "recompute"} | changes))
 
 
@@ -93,7 +113,8 @@ def agrees(model, results, prompts=PROMPTS) -> None:
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama"])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a_new_version(
-        start, loop, folders, tmp_path, architecture):
+    start, loop, folders, tmp_path, architecture
+):
     engine = start(architecture)
     old = AutoModelForCausalLM.from_pretrained(folders[architecture]).float().eval()
     agrees(old, loop.run_until_complete(turns(engine)))
@@ -103,7 +124,9 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a
     loaded = loop.run_until_complete(engine.load_version(5, store, settings()))
     assert loaded.version == engine.version == 5 and loaded.pause_s < 5
     assert loaded.route == [edge_name(5, -1)]  # the trainer began with the engine's weights
-    results = loop.run_until_complete(turns(engine))  # same prompts: a stale prefix cache would show
+    results = loop.run_until_complete(
+        turns(engine)
+    )  # same prompts: a stale prefix cache would show
     agrees(new, results)
     assert all(set(result["versions"]) == {5} for result in results)
 
@@ -115,24 +138,36 @@ def test_the_logprobs_are_the_models_whatever_the_sampling(start, loop, folders)
     sampling = protocol.Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=20, seed=3)
     results = loop.run_until_complete(turns(engine, sampling=sampling))
     for prompt, result in zip(PROMPTS, results):
-        np.testing.assert_allclose(result["logprobs"], reference(model, prompt, result["tokens"])[1], atol=1e-3)
+        np.testing.assert_allclose(
+            result["logprobs"], reference(model, prompt, result["tokens"])[1], atol=1e-3
+        )
     again = loop.run_until_complete(turns(engine, sampling=sampling))
     assert [r["tokens"] for r in again] == [r["tokens"] for r in results]
-    other = loop.run_until_complete(turns(engine, sampling=protocol.Sampling(max_new_tokens=24, seed=4)))
+    other = loop.run_until_complete(
+        turns(engine, sampling=protocol.Sampling(max_new_tokens=24, seed=4))
+    )
     assert [r["tokens"] for r in other] != [r["tokens"] for r in results]
-    assert any(r["cached"] > 0 for r in loop.run_until_complete(turns(engine, [PROMPTS[0] * 8] * 2, tag="long")))
+    assert any(
+        r["cached"] > 0
+        for r in loop.run_until_complete(turns(engine, [PROMPTS[0] * 8] * 2, tag="long"))
+    )
 
 
 def test_turns_end_at_eos_at_the_limit_and_at_the_context(start, loop, model_config):
     engine = start("Qwen3")
-    results = loop.run_until_complete(turns(engine, PROMPTS * 4, protocol.Sampling(max_new_tokens=400)))
+    results = loop.run_until_complete(
+        turns(engine, PROMPTS * 4, protocol.Sampling(max_new_tokens=400))
+    )
     for prompt, result in zip(PROMPTS * 4, results):
         if result["finish"] is protocol.FinishReason.STOP:
             assert result["tokens"][-1] == 1 and 1 not in result["tokens"][:-1]
         else:
             assert result["finish"] is protocol.FinishReason.LENGTH
             assert len(prompt) + len(result["tokens"]) == model_config.max_context
-    assert {r["finish"] for r in results} == {protocol.FinishReason.STOP, protocol.FinishReason.LENGTH}
+    assert {r["finish"] for r in results} == {
+        protocol.FinishReason.STOP,
+        protocol.FinishReason.LENGTH,
+    }
     full = loop.run_until_complete(turn(engine, "full", [5] * model_config.max_context))
     assert (full["tokens"], full["finish"]) == ([], protocol.FinishReason.LENGTH)
     stats = engine.stats()
@@ -162,14 +197,23 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_flip_interrupts_goes_on(
-        start, loop, folders, tmp_path, in_flight):
-    engine = start("Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler",
-                                         "max_num_batched_tokens": 64})
+    start, loop, folders, tmp_path, in_flight
+):
+    engine = start(
+        "Qwen3",
+        engine_args={
+            "scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler",
+            "max_num_batched_tokens": 64,
+        },
+    )
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
     sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
 
     async def scenario() -> list[dict]:
-        running = [asyncio.ensure_future(turn(engine, name, PROMPTS[2], sampling)) for name in ("evict", "stays")]
+        running = [
+            asyncio.ensure_future(turn(engine, name, PROMPTS[2], sampling))
+            for name in ("evict", "stays")
+        ]
         while engine.stats().generated_tokens < 20:
             await asyncio.sleep(0.005)
         await engine.load_version(1, store, settings(in_flight=in_flight))
@@ -183,7 +227,9 @@ def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_f
     assert stays["finish"] is not protocol.FinishReason.ABORT and len(stays["tokens"]) > made
     assert cut >= 8 and stays["tokens"][:cut] == evicted["tokens"][:cut]
     assert engine.stats().running == 0
-    at_once = loop.run_until_complete(turn(engine, "evict", PROMPTS[2] * 4))  # before its first token
+    at_once = loop.run_until_complete(
+        turn(engine, "evict", PROMPTS[2] * 4)
+    )  # before its first token
     assert (at_once["finish"], at_once["tokens"]) == (protocol.FinishReason.ABORT, [])
 
 
@@ -203,14 +249,22 @@ async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, di
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
 def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for_its_end(
-        start, loop, folders, tmp_path, in_flight):
+    start, loop, folders, tmp_path, in_flight
+):
     patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
     engine = start("Qwen3", engine_args={} if in_flight == "finish" else patient)
-    old, new = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(), perturbed(folders["Qwen3"])
+    old, new = (
+        AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(),
+        perturbed(folders["Qwen3"]),
+    )
     store = publish(tmp_path / "store", folders["Qwen3"], 1, new)
-    result, late = loop.run_until_complete(asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), 60))
+    result, late = loop.run_until_complete(
+        asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), 60)
+    )
     cut = result["versions"].index(1) if in_flight != "finish" else len(result["versions"])
-    assert set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) <= {1} and cut >= 20
+    assert (
+        set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) <= {1} and cut >= 20
+    )
     assert set(late["versions"]) == {1}
     agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
@@ -220,13 +274,16 @@ def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for
         assert result["tokens"][part] == tokens[part]
         np.testing.assert_allclose(result["logprobs"][part], logprobs[part], atol=1e-3)
     if in_flight == "keep":
-        assert cut < len(result["tokens"]) and result["tokens"][cut:] != reference(
-            old, PROMPTS[2], result["tokens"])[0][cut:]  # the new weights did make them
+        assert (
+            cut < len(result["tokens"])
+            and result["tokens"][cut:] != reference(old, PROMPTS[2], result["tokens"])[0][cut:]
+        )  # the new weights did make them
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
 def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_with_the_last(
-        start, loop, folders, tmp_path, architecture):
+    start, loop, folders, tmp_path, architecture
+):
     engine, folder = start(architecture), folders[architecture]
     world = trainers(tmp_path / "store", folder, full_every=20)
     routes = []
@@ -234,7 +291,9 @@ def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_
         world.step(share=0.02)
         world.publish(version)
         world.tidy()
-        routes += loop.run_until_complete(engine.load_version(version, str(world.store), settings())).route
+        routes += loop.run_until_complete(
+            engine.load_version(version, str(world.store), settings())
+        ).route
     assert routes == [edge_name(version, version - 1) for version in range(50)]
     trained = AutoModelForCausalLM.from_pretrained(folder).float()
     with torch.no_grad():
@@ -245,14 +304,23 @@ def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_
     fresh = start("trained")
     assert loop.run_until_complete(engine.checksum()) == loop.run_until_complete(fresh.checksum())
     of_both = [loop.run_until_complete(turn(e, "t", PROMPTS[0])) for e in (engine, fresh)]
-    assert of_both[0]["logprobs"] == of_both[1]["logprobs"] and of_both[0]["tokens"] == of_both[1]["tokens"]
+    assert (
+        of_both[0]["logprobs"] == of_both[1]["logprobs"]
+        and of_both[0]["tokens"] == of_both[1]["tokens"]
+    )
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])  # biases and a head of its own; tied embeddings
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2", "Llama"]
+)  # biases and a head of its own; tied embeddings
 def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_wrote(
-        start, loop, folders, tmp_path, architecture):
+    start, loop, folders, tmp_path, architecture
+):
     engine = start(architecture, tensor_parallel=2)
-    world, new = trainers(tmp_path / "store", folders[architecture]), perturbed(folders[architecture])
+    world, new = (
+        trainers(tmp_path / "store", folders[architecture]),
+        perturbed(folders[architecture]),
+    )
     world.step(share=0.05)
     world.publish(1)
     loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
@@ -263,9 +331,17 @@ def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_
     agrees(new, loop.run_until_complete(turns(engine)))
 
 
-@pytest.mark.parametrize("break_it, says", [
-    ("every byte", "can't be reached"), ("missing tensor", "fill 0 of"), ("wrong shape", "config says")])
-def test_a_bad_version_leaves_the_old_weights_serving(start, loop, folders, tmp_path, break_it, says):
+@pytest.mark.parametrize(
+    "break_it, says",
+    [
+        ("every byte", "can't be reached"),
+        ("missing tensor", "fill 0 of"),
+        ("wrong shape", "config says"),
+    ],
+)
+def test_a_bad_version_leaves_the_old_weights_serving(
+    start, loop, folders, tmp_path, break_it, says
+):
     engine, folder = start("Qwen3"), folders["Qwen3"]
     before = loop.run_until_complete(engine.checksum())
     weights = weights_of(perturbed(folder))
@@ -287,7 +363,8 @@ def test_a_bad_version_leaves_the_old_weights_serving(start, loop, folders, tmp_
 
 
 def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_version_comes(
-        start, loop, folders, tmp_path, monkeypatch):
+    start, loop, folders, tmp_path, monkeypatch
+):
     from rose.transfer.receive import Receiver
 
     stage = Receiver.stage
@@ -301,7 +378,11 @@ def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_v
         return staged
 
     monkeypatch.setattr(Receiver, "stage", held)  # before the fork: the engine has it too
-    engine, world, new = start("Qwen3"), trainers(tmp_path / "store", folders["Qwen3"]), perturbed(folders["Qwen3"])
+    engine, world, new = (
+        start("Qwen3"),
+        trainers(tmp_path / "store", folders["Qwen3"]),
+        perturbed(folders["Qwen3"]),
+    )
     world.step(share=0.05)
     world.publish(1)
     world.weights = weights_of(new)
@@ -324,7 +405,9 @@ def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_v
     agrees(new, loop.run_until_complete(turns(engine)))
 
 
-def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(start, loop, folders, tmp_path, monkeypatch):
+def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
+    start, loop, folders, tmp_path, monkeypatch
+):
     from rose.transfer.stage import Live
 
     def broken(self, place, values):
@@ -342,7 +425,9 @@ def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):
     engine = start("Qwen3")
 
     async def scenario() -> float:
-        running = asyncio.ensure_future(turns(engine, PROMPTS, protocol.Sampling(max_new_tokens=200)))
+        running = asyncio.ensure_future(
+            turns(engine, PROMPTS, protocol.Sampling(max_new_tokens=200))
+        )
         while engine.stats().generated_tokens < 20:
             await asyncio.sleep(0.005)
         killed = time.monotonic()
@@ -363,13 +448,18 @@ def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):
 def test_a_seeded_turn_that_would_kill_the_engine_is_refused(start, loop):
     engine = start("Qwen3")
     with pytest.raises(EngineError, match="deterministic=true"):
-        loop.run_until_complete(turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=8, seed=5)))
+        loop.run_until_complete(
+            turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=8, seed=5))
+        )
     assert loop.run_until_complete(turn(engine, "t", PROMPTS[0]))["tokens"]
 
 
 def test_engines_with_different_seeds_draw_differently(start, loop):
     sampling = protocol.Sampling(max_new_tokens=24)
-    first, second = (loop.run_until_complete(turn(start("Qwen3", seed=seed), "t", PROMPTS[0], sampling)) for seed in (1, 2))
+    first, second = (
+        loop.run_until_complete(turn(start("Qwen3", seed=seed), "t", PROMPTS[0], sampling))
+        for seed in (1, 2)
+    )
     assert first["tokens"] != second["tokens"]
 
 
@@ -377,11 +467,17 @@ def test_deterministic_turns_do_not_depend_on_their_company(start, loop):
     engine = start("Qwen3", deterministic=True)
     sampling = protocol.Sampling(max_new_tokens=24, seed=5)
     together = loop.run_until_complete(turns(engine, sampling=sampling))
-    alone = [loop.run_until_complete(turn(engine, f"t{i}", p, sampling)) for i, p in enumerate(PROMPTS)]
-    assert [(r["tokens"], r["logprobs"]) for r in together] == [(r["tokens"], r["logprobs"]) for r in alone]
+    alone = [
+        loop.run_until_complete(turn(engine, f"t{i}", p, sampling)) for i, p in enumerate(PROMPTS)
+    ]
+    assert [(r["tokens"], r["logprobs"]) for r in together] == [
+        (r["tokens"], r["logprobs"]) for r in alone
+    ]
 
 
-def test_a_model_that_cannot_be_served_leaves_no_process(loop, folders, rollout, model_config, tmp_path):
+def test_a_model_that_cannot_be_served_leaves_no_process(
+    loop, folders, rollout, model_config, tmp_path
+):
     from rose.engine.vllm_engine import Engine
 
     for name in ("config.json", "generation_config.json"):

@@ -20,12 +20,16 @@ class Receiver:
 
     def __init__(self):
         self.device_bytes, self.released = None, 0
-        self.result = SimpleNamespace(nbytes=1, changed=1, blocks=1, route=[], mirrored=0, release=self._release)
+        self.result = SimpleNamespace(
+            nbytes=1, changed=1, blocks=1, route=[], mirrored=0, release=self._release
+        )
 
     def _release(self):
         self.released += 1
 
-    def stage(self, have, want, threads, dense_bytes, timeout_s, device_bytes, verify_every, wanted):
+    def stage(
+        self, have, want, threads, dense_bytes, timeout_s, device_bytes, verify_every, wanted
+    ):
         self.device_bytes = device_bytes
         if isinstance(self.result, Exception):
             raise self.result
@@ -36,12 +40,18 @@ class Receiver:
 def made(monkeypatch):
     """made(device) -> (the worker's engine, its receiver). The allocator's cache must not be emptied: what steps need of
     a shared device is kept there."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the memory that steps need is gone"))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: pytest.fail("the memory that steps need is gone")
+    )
 
     def make(device: str):
         parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
-        engine = RoseWeightTransferEngine(None, SimpleNamespace(parallel_config=parallel, model_config=None),
-                                          torch.device(device), torch.nn.Linear(2, 2))
+        engine = RoseWeightTransferEngine(
+            None,
+            SimpleNamespace(parallel_config=parallel, model_config=None),
+            torch.device(device),
+            torch.nn.Linear(2, 2),
+        )
         engine._receiver = Receiver()
         return engine, engine._receiver
 
@@ -56,14 +66,22 @@ def staged(engine) -> None:
         thread.join(60)
 
 
-@pytest.mark.parametrize("device, shares, wanted", [
-    ("cuda", True, changes.LEAST), ("cuda", False, ALLOWED), ("cpu", True, None)])
-def test_on_a_device_that_engines_share_staging_takes_the_least(made, monkeypatch, device, shares, wanted):
+@pytest.mark.parametrize(
+    "device, shares, wanted",
+    [("cuda", True, changes.LEAST), ("cuda", False, ALLOWED), ("cpu", True, None)],
+)
+def test_on_a_device_that_engines_share_staging_takes_the_least(
+    made, monkeypatch, device, shares, wanted
+):
     if shares:
         monkeypatch.setenv(names.FOLDER, "boards")
     engine, receiver = made(device)
     staged(engine)
-    assert engine.status()["state"] == "staged" and receiver.device_bytes == wanted and not receiver.released
+    assert (
+        engine.status()["state"] == "staged"
+        and receiver.device_bytes == wanted
+        and not receiver.released
+    )
     engine.abandon()
     assert receiver.released == 1
 

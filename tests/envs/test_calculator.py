@@ -16,16 +16,21 @@ from rose.rollout.tool_calls import parse
 
 def play(env, *calls):
     """Steps that these (tool, value) calls lead to, after reset(3)."""
+
     async def go():
         await env.reset(3)
         key = {"calculate": "expression", "answer": "value"}
-        return [await env.step(Action("", ToolCall(name, {key[name]: value}))) for name, value in calls]
+        return [
+            await env.step(Action("", ToolCall(name, {key[name]: value}))) for name, value in calls
+        ]
 
     return asyncio.run(go())
 
 
 def question(env):
-    return asyncio.run(env.reset(3)).messages[1]["content"].removeprefix("What is ").removesuffix("?")
+    return (
+        asyncio.run(env.reset(3)).messages[1]["content"].removeprefix("What is ").removesuffix("?")
+    )
 
 
 def test_calculate_then_answer_solves_the_question():
@@ -41,7 +46,9 @@ def test_a_wrong_answer_ends_without_reward():
     assert (step.reward, step.done, step.success, step.invalid) == (0.0, True, False, False)
 
 
-@pytest.mark.parametrize("form", [str, float, lambda value: f"{value}.0", lambda value: f" {value} "])
+@pytest.mark.parametrize(
+    "form", [str, float, lambda value: f"{value}.0", lambda value: f" {value} "]
+)
 def test_an_answer_counts_in_any_form_of_the_number(form):
     (step,) = play(Calculator(), ("answer", form(eval(question(Calculator())))))
     assert step.success
@@ -49,8 +56,18 @@ def test_an_answer_counts_in_any_form_of_the_number(form):
 
 def test_shaping_pays_the_right_result_once_and_the_whole_is_one():
     asked = question(Calculator())
-    calls = [("calculate", "1 + 0"), ("calculate", asked), ("calculate", asked), ("answer", eval(asked))]
-    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == [0.0, 0.25, 0.0, 0.75]
+    calls = [
+        ("calculate", "1 + 0"),
+        ("calculate", asked),
+        ("calculate", asked),
+        ("answer", eval(asked)),
+    ]
+    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == [
+        0.0,
+        0.25,
+        0.0,
+        0.75,
+    ]
     assert [step.reward for step in play(Calculator(shaping=0.25), calls[-1])] == [1.0]
 
 
@@ -69,7 +86,9 @@ def test_examples_are_solved_questions_in_the_form_that_is_read():
 
 @pytest.mark.parametrize("bad", ["two plus two", "1 / 0", "2 ** 1000", "__import__('os')", ""])
 def test_what_cannot_be_computed_is_said_and_the_episode_goes_on(bad):
-    first, _, last = play(Calculator(), ("calculate", bad), ("answer", bad), ("answer", eval(question(Calculator()))))
+    first, _, last = play(
+        Calculator(), ("calculate", bad), ("answer", bad), ("answer", eval(question(Calculator())))
+    )
     assert first.invalid and first.observation.startswith("Error: ") and not first.done
     assert last.success
 
@@ -84,20 +103,57 @@ def test_questions_are_as_difficult_as_asked():
 # --------------------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize("text, value", [
-    ("1 + 2 * 3", "7"), ("(1 + 2) * 3", "9"), ("-3 - -4", "1"), ("7 / 2", "3.5"), ("0.1 + 0.2", "0.3"),
-    ("1 / 3", "0.333333333333"), ("7 // 2", "3"), ("-7 % 3", "2"), ("2 ** 10", "1024"), ("2 ** -1", "0.5"),
-    ("2 ** 64 * 2 ** 64 - 2 ** 64 * 2 ** 64 + 5", "5"),
-])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 3", "9"),
+        ("-3 - -4", "1"),
+        ("7 / 2", "3.5"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 / 3", "0.333333333333"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("2 ** 64 * 2 ** 64 - 2 ** 64 * 2 ** 64 + 5", "5"),
+    ],
+)
 def test_arithmetic_is_exact(text, value):
     assert _arithmetic.format_number(_arithmetic.evaluate(text)) == value
 
 
-@pytest.mark.parametrize("text", [
-    "a", "f(1)", "1 if 1 else 2", "[1]", "'1'", "True", "1j", "1 < 2", "1; 2", "x := 1", "().__class__", "1 @ 2", "~1",
-    "1e999", "9 ** 9 ** 9", "2 ** 0.5", "0 ** -1", "1 % 0", "1 // 0", "10 ** 64 * 10 ** 64 * 10 ** 64",
-    "(" * 90 + "1" + ")" * 90 + "+" * 20, "1" * 201, "-" * 199 + "1", "\x00", "\ud800", "1\n2",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "f(1)",
+        "1 if 1 else 2",
+        "[1]",
+        "'1'",
+        "True",
+        "1j",
+        "1 < 2",
+        "1; 2",
+        "x := 1",
+        "().__class__",
+        "1 @ 2",
+        "~1",
+        "1e999",
+        "9 ** 9 ** 9",
+        "2 ** 0.5",
+        "0 ** -1",
+        "1 % 0",
+        "1 // 0",
+        "10 ** 64 * 10 ** 64 * 10 ** 64",
+        "(" * 90 + "1" + ")" * 90 + "+" * 20,
+        "1" * 201,
+        "-" * 199 + "1",
+        "\x00",
+        "\ud800",
+        "1\n2",
+    ],
+)
 def test_anything_else_is_refused(text):
     with pytest.raises(_arithmetic.ArithmeticRefused):
         _arithmetic.evaluate(text)

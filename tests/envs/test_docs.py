@@ -35,7 +35,11 @@ def test_the_example_is_found_checked_and_played(example):
             step = await env.step(Action("", ToolCall("guess", {"number": (low + high) // 2})))
             if step.done:
                 return step
-            low, high = ((low + high) // 2 + 1, high) if step.observation == "higher" else (low, (low + high) // 2 - 1)
+            low, high = (
+                ((low + high) // 2 + 1, high)
+                if step.observation == "higher"
+                else (low, (low + high) // 2 - 1)
+            )
 
     step = asyncio.run(bisect())
     assert (step.reward, step.success) == (1.0, True)
@@ -47,8 +51,14 @@ def test_the_example_says_what_is_wrong_with_a_call_or_an_argument(example):
     for call in (None, ToolCall("fly", {}), ToolCall("guess", {"number": "5"})):
         assert asyncio.run(env.step(Action("", call))).invalid
     with pytest.raises(ConfigError, match=r"env\.args\.largest=1: "):
-        envs.check(config.Env(**({key: getattr(example, key) for key in example.__struct_fields__}
-                                 | {"args": {"largest": 1}})))
+        envs.check(
+            config.Env(
+                **(
+                    {key: getattr(example, key) for key in example.__struct_fields__}
+                    | {"args": {"largest": 1}}
+                )
+            )
+        )
 
 
 def test_the_table_lists_every_environment():

@@ -27,6 +27,7 @@ def test_the_seed_determines_the_map():
 def test_no_map_of_an_even_seed_is_one_of_an_odd_seed():
     def maps(seeds):
         return {start(seed)[1].messages[1]["content"] for seed in seeds}
+
     even, odd = maps(range(0, 600, 2)), maps(range(1, 601, 2))
     assert len(even) > 100 and len(odd) > 100 and not even & odd
 
@@ -38,7 +39,10 @@ def test_seeds_beyond_int64_are_taken_since_demonstrations_use_them():
 def test_the_map_shows_every_cell_and_what_is_beside_the_agent():
     env, first = start(size=3, hole_probability=0.0)
     assert first.messages[1]["content"] == "P F F\nF F F\nF F G\nleft wall down F right F up wall"
-    assert call(env, direction="right").observation == "F P F\nF F F\nF F G\nleft F down F right F up wall"
+    assert (
+        call(env, direction="right").observation
+        == "F P F\nF F F\nF F G\nleft F down F right F up wall"
+    )
 
 
 def test_reaching_the_goal_is_reward_1_and_success():
@@ -49,7 +53,9 @@ def test_reaching_the_goal_is_reward_1_and_success():
 
 
 def test_a_hole_ends_the_episode_without_reward():
-    env, first = next((env, s) for env, s in map(start, range(50)) if " down H" in s.messages[1]["content"])
+    env, first = next(
+        (env, s) for env, s in map(start, range(50)) if " down H" in s.messages[1]["content"]
+    )
     step = call(env, direction="down")
     assert (step.reward, step.done, step.success, step.invalid) == (0.0, True, False, False)
 
@@ -60,14 +66,17 @@ def test_walls_hold_the_agent():
     assert step.observation == first.messages[1]["content"] and not step.invalid
 
 
-@pytest.mark.parametrize("action, word", [
-    (Action("north!"), "Call move"),
-    (Action("", ToolCall("jump", {"direction": "left"})), "jump"),
-    (Action("", ToolCall("move", {"direction": "north"})), "direction"),
-    (Action("", ToolCall("move", {})), "direction"),
-    (Action("", ToolCall("move", {"direction": ["left"]})), "direction"),
-    (Action("", ToolCall("move", {"direction": "down", "speed": 2})), "one argument"),
-])
+@pytest.mark.parametrize(
+    "action, word",
+    [
+        (Action("north!"), "Call move"),
+        (Action("", ToolCall("jump", {"direction": "left"})), "jump"),
+        (Action("", ToolCall("move", {"direction": "north"})), "direction"),
+        (Action("", ToolCall("move", {})), "direction"),
+        (Action("", ToolCall("move", {"direction": ["left"]})), "direction"),
+        (Action("", ToolCall("move", {"direction": "down", "speed": 2})), "one argument"),
+    ],
+)
 def test_what_it_cannot_do_is_explained_counted_and_changes_nothing(action, word):
     env, first = start()
     step = asyncio.run(env.step(action))
@@ -84,11 +93,16 @@ def test_slippery_ice_sometimes_goes_astray_and_says_so():
     assert rows != {0}
 
 
-@pytest.mark.parametrize("args, key", [
-    ({"size": 1}, "env.args.size=1"), ({"size": 4.0}, "env.args.size=4.0"),
-    ({"hole_probability": 0.9}, "env.args.hole_probability=0.9"), ({"hole_probability": True}, "hole_probability=True"),
-    ({"slippery": "no"}, "env.args.slippery='no'"),
-])
+@pytest.mark.parametrize(
+    "args, key",
+    [
+        ({"size": 1}, "env.args.size=1"),
+        ({"size": 4.0}, "env.args.size=4.0"),
+        ({"hole_probability": 0.9}, "env.args.hole_probability=0.9"),
+        ({"hole_probability": True}, "hole_probability=True"),
+        ({"slippery": "no"}, "env.args.slippery='no'"),
+    ],
+)
 def test_bad_arguments_name_the_key(args, key):
     with pytest.raises(ConfigError, match=key):
         FrozenLake(**args)

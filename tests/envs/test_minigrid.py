@@ -27,7 +27,8 @@ def test_the_start_shows_mission_and_grid():
     env, start = started("MiniGrid-Empty-5x5-v0")
     assert start.messages[1]["content"] == (
         "Mission: get to the green goal square.\nYou carry nothing.\n"
-        "# # # # #\n# > . . #\n# . . . #\n# . . G #\n# # # # #")
+        "# # # # #\n# > . . #\n# . . . #\n# . . G #\n# # # # #"
+    )
 
 
 def test_actions_move_the_agent_in_their_order():
@@ -60,11 +61,11 @@ def test_key_and_door_are_seen_carried_and_opened():
     plan = solve("MiniGrid-DoorKey-5x5-v0", 3)
     pickup, toggle = plan.index("pickup"), plan.index("toggle")
     assert "Dy" in sum(grid(env.render()), []) and "Ky" in sum(grid(env.render()), [])
-    carried = act(env, *plan[:pickup + 1]).observation
+    carried = act(env, *plan[: pickup + 1]).observation
     assert "You carry yellow key." in carried and "Ky" not in sum(grid(carried), [])
-    opened = act(env, *plan[pickup + 1:toggle + 1]).observation
+    opened = act(env, *plan[pickup + 1 : toggle + 1]).observation
     assert "Oy" in sum(grid(opened), [])
-    assert act(env, *plan[toggle + 1:]).success
+    assert act(env, *plan[toggle + 1 :]).success
 
 
 @pytest.mark.parametrize("actions", [[], ["fly"], ["left"] * 5, "left", [["left"]], None])
@@ -81,12 +82,15 @@ def test_every_task_can_be_shown():
     assert len(kinds) > 15
     for name in kinds.values():
         env, start = started(name)
-        assert sum(cell in HEADING for row in grid(start.messages[1]["content"]) for cell in row) == 1
+        assert (
+            sum(cell in HEADING for row in grid(start.messages[1]["content"]) for cell in row) == 1
+        )
         asyncio.run(env.close())
 
 
 def solve(task, seed):
     """Shortest plan by breadth-first search over the package's own environment, replayed from the start."""
+
     def replay(plan):
         env = gymnasium.make(task, disable_env_checker=True).unwrapped
         env.reset(seed=seed)

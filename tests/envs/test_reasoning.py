@@ -19,23 +19,27 @@ def answer(env, text):
     return asyncio.run(env.step(Action(text)))
 
 
-@pytest.mark.parametrize("text, found", [
-    (r"so \boxed{42}", "42"),
-    (r"\boxed{1} no, \boxed{ 2 }.", "2"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{7} or \boxed{8", ""),  # cut off: 7 was not meant
-    (r"\boxed{$7$}", "7"),
-    ("3 + 4 = 7.", "7"),
-    ("it is -1,234.5", "-1,234.5"),
-    (r"<think>\boxed{1}</think> 5", "5"),
-    ("none", ""),
-])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{1} no, \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} or \boxed{8", ""),  # cut off: 7 was not meant
+        (r"\boxed{$7$}", "7"),
+        ("3 + 4 = 7.", "7"),
+        ("it is -1,234.5", "-1,234.5"),
+        (r"<think>\boxed{1}</think> 5", "5"),
+        ("none", ""),
+    ],
+)
 def test_the_last_box_counts_else_the_last_number(text, found):
     assert final_answer(text, NUMBER) == found
 
 
-@pytest.mark.parametrize("form", [r"\boxed{{{}}}", "The answer is {}.", "{}", "1 + 1 = 2, then {:,}",
-                                  r"\boxed{{{}.0}}"])
+@pytest.mark.parametrize(
+    "form", [r"\boxed{{{}}}", "The answer is {}.", "{}", "1 + 1 = 2, then {:,}", r"\boxed{{{}.0}}"]
+)
 def test_arithmetic_takes_the_right_number_in_any_form(form):
     env, text = ask("arithmetic", seed=8, largest=999)
     right = eval(re.fullmatch(r"What is (.*)\?", text)[1])
@@ -46,11 +50,14 @@ def test_arithmetic_takes_the_right_number_in_any_form(form):
 
 def countdown_parts(text):
     given = re.search(r"numbers ([\d, ]+) exactly", text)[1]
-    return [int(number) for number in given.split(", ")], int(re.search(r"equals (-?\d+)\.", text)[1])
+    return [int(number) for number in given.split(", ")], int(
+        re.search(r"equals (-?\d+)\.", text)[1]
+    )
 
 
 def brute_force(numbers, target):
     """Some expression that uses each number once, found without the environment."""
+
     def combine(items):
         if len(items) == 1:
             return items[0][1] if items[0][0] == target else None
@@ -81,8 +88,13 @@ def test_every_countdown_has_a_solution_that_is_accepted(seed):
 def test_countdown_needs_each_number_once_and_the_target():
     env, text = ask("countdown")
     numbers, target = countdown_parts(text)
-    for cheat in (str(target), f"{target} + 0 * {numbers[0]}", " + ".join(map(str, [*numbers, numbers[0]])) + " - 1",
-                  "-".join(["0", *map(str, numbers)]), ""):
+    for cheat in (
+        str(target),
+        f"{target} + 0 * {numbers[0]}",
+        " + ".join(map(str, [*numbers, numbers[0]])) + " - 1",
+        "-".join(["0", *map(str, numbers)]),
+        "",
+    ):
         step = answer(env, rf"\boxed{{{cheat}}}")
         assert (step.reward, step.done, step.success) == (0.0, True, False)
 

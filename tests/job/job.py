@@ -17,17 +17,38 @@ from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 480.0  # a machine with other guests has been five times slower
-SMALL = ("trainer.steps=3", "trainer.batch_size=16", "rollout.group_size=4", "eval.episodes=16",
-         "observe.terminal=false", "trainer.checkpoint_every=1", "rollout.kv_cache_gib=0.05", "rollout.threads=1",
-         "trainer.threads=1", "rollout.workers=1")
+SMALL = (
+    "trainer.steps=3",
+    "trainer.batch_size=16",
+    "rollout.group_size=4",
+    "eval.episodes=16",
+    "observe.terminal=false",
+    "trainer.checkpoint_every=1",
+    "rollout.kv_cache_gib=0.05",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "rollout.workers=1",
+)
 
 
 class Job:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Path(folder) / "run"
-        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=run", *SMALL, *overrides]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        start_new_session=True)
+        command = [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            f"output_dir={folder}",
+            "name=run",
+            *SMALL,
+            *overrides,
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit code; `self.said` is what it printed. Ends the job when the deadline passes."""
@@ -36,7 +57,9 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.said, _ = self.process.communicate(timeout=30)
-            raise AssertionError(f"the job did not end within {deadline_s:.0f} s:\n{self.said}\n{self.logs()}") from None
+            raise AssertionError(
+                f"the job did not end within {deadline_s:.0f} s:\n{self.said}\n{self.logs()}"
+            ) from None
         return self.process.returncode
 
     def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S):
@@ -44,7 +67,9 @@ class Job:
         end = time.monotonic() + deadline_s
         while not (value := condition()):
             if self.process.poll() is not None:
-                raise AssertionError(f"the job ended while waiting for {what}:\n{self.process.communicate()[0]}\n{self.logs()}")
+                raise AssertionError(
+                    f"the job ended while waiting for {what}:\n{self.process.communicate()[0]}\n{self.logs()}"
+                )
             assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}\n{self.logs()}"
             time.sleep(0.05)
         return value
@@ -57,7 +82,10 @@ class Job:
 
     def rank(self, role: str) -> dict:
         """Status of the first rank of a role: pid, state, ..."""
-        found = [json.loads(p.read_text()) for p in sorted((self.run / "status").glob("attempt-*/rank-*.json"))]
+        found = [
+            json.loads(p.read_text())
+            for p in sorted((self.run / "status").glob("attempt-*/rank-*.json"))
+        ]
         return [s for s in found if s["role"] == role][-1]
 
     def engine(self) -> psutil.Process:
@@ -69,19 +97,28 @@ class Job:
         return live.get("phase", ""), live.get("step", 0)
 
     def live(self) -> dict:
-        return json.loads((self.run / "live.json").read_text()) if (self.run / "live.json").exists() else {}
+        return (
+            json.loads((self.run / "live.json").read_text())
+            if (self.run / "live.json").exists()
+            else {}
+        )
 
     def logs(self) -> str:
         latest = self.run / "logs" / "latest"
-        return "\n".join(f"--- {p.name}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
-                         for p in sorted(latest.glob("*.log")))
+        return "\n".join(
+            f"--- {p.name}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
+            for p in sorted(latest.glob("*.log"))
+        )
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
     def kill_everything(self) -> None:
         """SIGKILL to the launcher and all that it started, as when a node loses power."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         for process in family:
             if process.is_running():
                 os.kill(process.pid, signal.SIGKILL)
@@ -89,4 +126,8 @@ class Job:
 
     def orphans(self) -> list[int]:
         """Processes of this run that still live."""
-        return [p.pid for p in psutil.process_iter(["cmdline"]) if str(self.run) in " ".join(p.info["cmdline"] or [])]
+        return [
+            p.pid
+            for p in psutil.process_iter(["cmdline"])
+            if str(self.run) in " ".join(p.info["cmdline"] or [])
+        ]

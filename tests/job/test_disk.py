@@ -34,7 +34,11 @@ def start(disk):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def halves(run: Path) -> list[Path]:
@@ -44,21 +48,38 @@ def halves(run: Path) -> list[Path]:
 def assert_complete(job: Job) -> None:
     """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished left."""
     assert [row["step"] for row in job.steps()] == [1, 2, 3]
-    trained = [t.id.split("r")[0] for step in (1, 2, 3) for group in replay.load(job.run, step) for t in group]
+    trained = [
+        t.id.split("r")[0]
+        for step in (1, 2, 3)
+        for group in replay.load(job.run, step)
+        for t in group
+    ]
     assert trained == [f"g{g}.{m}" for g in range(12) for m in range(4)]
     assert halves(job.run) == []
 
 
-def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_again_it_continues(disk, start):
+def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_again_it_continues(
+    disk, start
+):
     job = start()
-    job.until(lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2), "the second step's rollout")
+    job.until(
+        lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2),
+        "the second step's rollout",
+    )
     whole = contents(checkpoint.latest(job.run))
-    disk.fill(leave=1_200_000)  # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
+    disk.fill(
+        leave=1_200_000
+    )  # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
     assert job.wait(SOON_S) == 1, job.said
     assert f"{job.run}: No space left on device; free some space there; {CONTINUES}" in job.said
     assert "Traceback" not in job.said and job.orphans() == []
-    assert (job.run / "checkpoints" / "step-000002.tmp").exists(), "the disk was to be full during the checkpoint"
-    assert checkpoint.latest(job.run).name == "step-000001" and contents(checkpoint.latest(job.run)) == whole
+    assert (job.run / "checkpoints" / "step-000002.tmp").exists(), (
+        "the disk was to be full during the checkpoint"
+    )
+    assert (
+        checkpoint.latest(job.run).name == "step-000001"
+        and contents(checkpoint.latest(job.run)) == whole
+    )
 
     refused = start()
     assert refused.wait(60) == 2
@@ -72,10 +93,15 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_aga
 
 def test_a_disk_that_becomes_read_only_ends_the_job_and_leaves_the_last_checkpoint(disk, start):
     job = start()
-    job.until(lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2), "the second step's rollout")
+    job.until(
+        lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2),
+        "the second step's rollout",
+    )
     disk.fail()
     assert job.wait(SOON_S) == 1, job.said
-    assert f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}" in job.said
+    assert (
+        f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}" in job.said
+    )
     assert "Traceback" not in job.said and job.orphans() == []
 
     refused = start()

@@ -21,11 +21,26 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 480.0
-SIZES = ("cluster=local", "cluster.gpus=0", "model.max_context=512", "trainer.steps=1", "trainer.batch_size=8",
-         "trainer.micro_batch_tokens=1024", "trainer.threads=1", "rollout.workers=1", "rollout.tensor_parallel=1",
-         "rollout.group_size=4", "rollout.max_sequences=8", "rollout.max_batched_tokens=1024",
-         "rollout.kv_cache_gib=0.05", "rollout.environment_hosts=1", "rollout.threads=1", "env.max_new_tokens=32",
-         "eval.episodes=4", "observe.terminal=false")
+SIZES = (
+    "cluster=local",
+    "cluster.gpus=0",
+    "model.max_context=512",
+    "trainer.steps=1",
+    "trainer.batch_size=8",
+    "trainer.micro_batch_tokens=1024",
+    "trainer.threads=1",
+    "rollout.workers=1",
+    "rollout.tensor_parallel=1",
+    "rollout.group_size=4",
+    "rollout.max_sequences=8",
+    "rollout.max_batched_tokens=1024",
+    "rollout.kv_cache_gib=0.05",
+    "rollout.environment_hosts=1",
+    "rollout.threads=1",
+    "env.max_new_tokens=32",
+    "eval.episodes=4",
+    "observe.terminal=false",
+)
 
 
 def qwen2(tiny: Path, folder: Path) -> Path:
@@ -33,10 +48,20 @@ def qwen2(tiny: Path, folder: Path) -> Path:
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     of = AutoConfig.from_pretrained(tiny)
     torch.manual_seed(0)
-    made = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=of.vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=of.eos_token_id,
-        pad_token_id=of.pad_token_id))
+    made = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=of.vocab_size,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            eos_token_id=of.eos_token_id,
+            pad_token_id=of.pad_token_id,
+        )
+    )
     made.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -47,23 +72,44 @@ def hub_home(tmp_path_factory):
     home = tmp_path_factory.mktemp("hf")
     tiny = models.resolve(configuration.from_dict(compose_tree()).model)
     hub_cache.add(home / "hub", "acme/tiny-qwen3", tiny)
-    hub_cache.add(home / "hub", "acme/tiny-qwen2", qwen2(tiny, tmp_path_factory.mktemp("made") / "qwen2"))
+    hub_cache.add(
+        home / "hub", "acme/tiny-qwen2", qwen2(tiny, tmp_path_factory.mktemp("made") / "qwen2")
+    )
     return home
 
 
-@pytest.mark.parametrize("experiment, repository, trainers, stage", [
-    ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2), ("qwen7b", "acme/tiny-qwen2", 1, 3),
-    ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3), ("qwen32b", "acme/tiny-qwen3", 2, 3)])
+@pytest.mark.parametrize(
+    "experiment, repository, trainers, stage",
+    [
+        ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2),
+        ("qwen7b", "acme/tiny-qwen2", 1, 3),
+        ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3),
+        ("qwen32b", "acme/tiny-qwen3", 2, 3),
+    ],
+)
 def test_an_experiment_trains_a_step_with_only_its_sizes_changed(
-        hub_home, tmp_path, experiment, repository, trainers, stage):
+    hub_home, tmp_path, experiment, repository, trainers, stage
+):
     ended = subprocess.run(
-        [sys.executable, str(REPOSITORY / "launch.py"), f"+experiment={experiment}", *SIZES,
-         f"model.path={repository}", f"trainer.ranks={trainers}", f"output_dir={tmp_path}"],
-        capture_output=True, text=True, timeout=DEADLINE_S,
-        env=os.environ | {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"})
+        [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            f"+experiment={experiment}",
+            *SIZES,
+            f"model.path={repository}",
+            f"trainer.ranks={trainers}",
+            f"output_dir={tmp_path}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"},
+    )
     run = tmp_path / experiment
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [row["step"] for row in rows_of(read_metrics(run), "step")] == [1]
     stored = configuration.load(run / "config.json")
     assert stored.model.source == "hub" and stored.model.path == repository
-    assert Path(stored.model.snapshot).name == hub_cache.COMMIT and stored.trainer.zero_stage == stage
+    assert (
+        Path(stored.model.snapshot).name == hub_cache.COMMIT and stored.trainer.zero_stage == stage
+    )

@@ -22,12 +22,26 @@ from rose.trainer import checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-TIMELESS = ("reward_mean", "success", "response_tokens_mean", "turns_mean", "loss", "grad_norm", "entropy", "mismatch_kl")
+TIMELESS = (
+    "reward_mean",
+    "success",
+    "response_tokens_mean",
+    "turns_mean",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "mismatch_kl",
+)
 
 
 def trained_on(run: Path, steps: int) -> list[str]:
     """Ids of the trajectories of each step, members by their first name."""
-    return [t.id.split("r")[0] for step in range(1, steps + 1) for group in replay.load(run, step) for t in group]
+    return [
+        t.id.split("r")[0]
+        for step in range(1, steps + 1)
+        for group in replay.load(run, step)
+        for t in group
+    ]
 
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
@@ -35,24 +49,48 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     job = Job(tmp_path, *overrides)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
-    assert [row["step"] for row in steps] == [1, 2, 3] and [row["version"] for row in steps] == [1, 2, 3]
+    assert [row["step"] for row in steps] == [1, 2, 3] and [row["version"] for row in steps] == [
+        1,
+        2,
+        3,
+    ]
     assert all(row["sync_bytes"] > 0 and row["staleness_mean"] == 0 for row in steps)
-    assert all(row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps)
-    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "engine and trainer must agree in float32"
+    assert all(
+        row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps
+    )
+    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), (
+        "engine and trainer must agree in float32"
+    )
     evals = rows_of(read_metrics(job.run), "eval")
     assert [row["eval_n"] for row in evals] == [16, 16]
     assert all(row["eval_n/frozen_lake"] + row["eval_n/calculator"] == 16 for row in evals)
-    of = {t.group: t.domain for step in (1, 2, 3) for group in replay.load(job.run, step) for t in group}
-    assert 7 <= list(of.values()).count("frozen_lake") <= 9 and set(of.values()) == {"frozen_lake", "calculator"}
-    assert sum(row["trajectories/calculator"] for row in steps) == 4 * list(of.values()).count("calculator")
+    of = {
+        t.group: t.domain
+        for step in (1, 2, 3)
+        for group in replay.load(job.run, step)
+        for t in group
+    }
+    assert 7 <= list(of.values()).count("frozen_lake") <= 9 and set(of.values()) == {
+        "frozen_lake",
+        "calculator",
+    }
+    assert sum(row["trajectories/calculator"] for row in steps) == 4 * list(of.values()).count(
+        "calculator"
+    )
     assert all(row.get("turns_mean/calculator", 0) <= 4 for row in steps)
     assert "By environment" in (job.run / "report.html").read_text()
     assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
     assert (job.run / "report.html").stat().st_size > 10_000
-    loads = [json.loads(line)["args"] for path in (job.run / "events").rglob("*.jsonl") for line in path.open()
-             if '"load_version"' in line]
+    loads = [
+        json.loads(line)["args"]
+        for path in (job.run / "events").rglob("*.jsonl")
+        for line in path.open()
+        if '"load_version"' in line
+    ]
     assert sorted(load["version"] for load in loads) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(load["mirrored"] == 1 for load in loads), "dedicated engines read what was broadcast to their node"
+    assert all(load["mirrored"] == 1 for load in loads), (
+        "dedicated engines read what was broadcast to their node"
+    )
     assert job.orphans() == []
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
@@ -63,8 +101,10 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
 
 def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
     job = Job(tmp_path, "rollout.workers=2", "trainer.steps=4", "trainer.batch_size=64")
-    job.until(lambda: job.phase() == ("rollout", 2) and job.steps() and 0 < job.live()["finished"] < 64,
-              "the midst of step 2's rollout")
+    job.until(
+        lambda: job.phase() == ("rollout", 2) and job.steps() and 0 < job.live()["finished"] < 64,
+        "the midst of step 2's rollout",
+    )
     engine = job.engine()
     engine.suspend()  # what it is given meanwhile it has when it dies; at any moment it may have nothing
     time.sleep(0.5)
@@ -82,15 +122,19 @@ def test_killed_outright_it_resumes_to_the_same_metrics(tmp_path):
     whole = Job(tmp_path / "whole", *exact)
     assert whole.wait() == 0, whole.said + whole.logs()
     broken = Job(tmp_path / "broken", *exact)
-    broken.until(lambda: broken.phase()[1] >= 2 and checkpoint.latest(broken.run), "the first step's checkpoint")
+    broken.until(
+        lambda: broken.phase()[1] >= 2 and checkpoint.latest(broken.run),
+        "the first step's checkpoint",
+    )
     broken.kill_everything()
     assert checkpoint.step_of(checkpoint.latest(broken.run)) < 3, "killed before it was done"
     resumed = Job(tmp_path / "broken", *exact)
     assert resumed.wait() == 0, resumed.said + resumed.logs()
     for expected, got in zip(whole.steps(), resumed.steps(), strict=True):
         assert {k: got[k] for k in TIMELESS} == {k: expected[k] for k in TIMELESS}
-    assert ([row["eval_successes"] for row in rows_of(read_metrics(resumed.run), "eval")]
-            == [row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")])
+    assert [row["eval_successes"] for row in rows_of(read_metrics(resumed.run), "eval")] == [
+        row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")
+    ]
 
 
 def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
@@ -98,7 +142,9 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
     job.until(lambda: job.phase() == ("rollout", 2), "the second step's rollout")
     job.signal(signal.SIGINT)
     assert job.wait(60) == 130, job.said + job.logs()
-    assert checkpoint.step_of(checkpoint.latest(job.run)) == 1, "the finished step is saved although none was due"
+    assert checkpoint.step_of(checkpoint.latest(job.run)) == 1, (
+        "the finished step is saved although none was due"
+    )
     assert job.orphans() == []
     again = Job(tmp_path, "trainer.checkpoint_every=100")
     assert again.wait() == 0, again.said + again.logs()
@@ -108,7 +154,9 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
 def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
     job = Job(tmp_path)
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
-    assert all(job.rank(role)["joined"] for role in ("coordinator", "environment", "trainer", "rollout"))
+    assert all(
+        job.rank(role)["joined"] for role in ("coordinator", "environment", "trainer", "rollout")
+    )
     os.kill(job.rank("trainer")["pid"], signal.SIGKILL)
     assert job.wait(30) == 1
     assert "trainer 0" in job.said and "SIGKILL" in job.said and "trainer-2.log" in job.said

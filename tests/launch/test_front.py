@@ -29,8 +29,11 @@ def test_stale_data_needs_a_correction_for_its_age(make_config):
     assert doubts("algorithm=grpo") == () and doubts("algorithm=decoupled_ppo", corrects=True) == ()
     bare = ("algorithm=grpo", "algorithm.importance_cap=null")
     assert doubts(*bare, staleness=0) == ()
-    with pytest.raises(configuration.ConfigError, match="name='bounded_staleness' trains on data up to 4 versions old, "
-                       "and nothing corrects .*importance_cap=null; take algorithm=decoupled_ppo, or"):
+    with pytest.raises(
+        configuration.ConfigError,
+        match="name='bounded_staleness' trains on data up to 4 versions old, "
+        "and nothing corrects .*importance_cap=null; take algorithm=decoupled_ppo, or",
+    ):
         doubts(*bare, "scheduler/batching=bounded_staleness")
     [doubt] = doubts(*bare, "scheduler/batching=one_step_off", staleness=1)
     assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
@@ -50,50 +53,102 @@ def launch(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
-    (["+trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
-    (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
-    (["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
-     ["env.members.b.max_turn=6", "no such key", "env.members.b.max_turns"]),
-    (["env=games", "scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculater=H20"],
-     ["scheduler.routing.args.hardware.calculater='H20'", "no such domain", "frozen_lake, calculator"]),
-    (["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
-     ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"]),
-    (["env=games", "env.members.calculator.args.largest=0"], ["env.members.calculator.args.largest=0", "1000000"]),
-    (["~trainer.stepz"], ["trainer.stepz", "no such key"]),
-    (["trainer.steps"], ["trainer.steps=VALUE"]),
-    (["name=a=[b"], ["name=a=[b", "can't be read"]),
-    (["+experiment=qwen9b"], ["experiment=qwen9b", "no such option", "did you mean qwen7b", "smollm"]),
-    (["env=frozen"], ["env=frozen", "frozen_lake"]),
-    (["sim/systems=[rose,rsoe]"], ["sim/systems=rsoe: no such option", "did you mean rose", "areal, best"]),
-    (["sim.efficiency={compute:0.4}"], ["sim.efficiency={compute:0.4}", "added with '+sim.efficiency={compute:0.4}'"]),
-    (["experiment=qwen7b"], ["+experiment=qwen7b"]),
-    (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
-    (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
-    (["cluster.slots=3"], ["cluster.slots=3", "5 ranks"]),
-    (["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=1"],
-     ["rollout.tensor_parallel=3", "28 attention"]),
-    (["trainer.steps=3", "seed=1,2"], ["seed=1,2", "add -m", "'seed=\"1,2\"'"]),
-    (["seed=range(1,3)"], ["seed=range(1,3)", "add -m"]),
-    (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "no values"]),
-    (["env.args.sizee=3"], ["env.args.sizee=3", "did you mean env.args.size", "has size, hole_probability, slippery"]),
-    (["env=calculator", "env.args.size=3"], ["env.args.size=3", "operations, largest"]),
-    (["cluster.env.A=x"], ["cluster.env.A=x", "OMP_WAIT_POLICY", "+cluster.env.A=x"]),
-    (["cluster.kind=pbs"], ["cluster.kind='pbs'", "one of local, slurm"]),
-    (["model.source=folder", "model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
-    (["model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
-    (["model.path=/nowhere", "cluster.dry_run=true"], ["model.path='/nowhere'", "no such folder"]),
-    (["model.source=hub"], ["model.path=None", "hub id"]),
-    (["+model.recipe.sizee=3"], ["model.recipe.sizee=3", "make_tiny_model.py", "size, hole_probability"]),
-    (["output_dir=/dev/null/runs"], ["output_dir='/dev/null/runs'", "Not a directory", "may write"]),
-    (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
-    (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
-    (["name=a/b"], ["name='a/b'", "letters"]),
-    (["-m", "seed=1,2", "name=x,x"], ["two points of the sweep"]),
-    (["-m", "trainer.batch_size=64,63"], ["trainer.batch_size=63"]),
-])
-def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(launch, tmp_path, arguments, words):
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
+        (["+trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
+        (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
+        (
+            ["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
+            ["env.members.b.max_turn=6", "no such key", "env.members.b.max_turns"],
+        ),
+        (
+            [
+                "env=games",
+                "scheduler/routing=rollart",
+                "+scheduler.routing.args.hardware.calculater=H20",
+            ],
+            [
+                "scheduler.routing.args.hardware.calculater='H20'",
+                "no such domain",
+                "frozen_lake, calculator",
+            ],
+        ),
+        (
+            ["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
+            ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"],
+        ),
+        (
+            ["env=games", "env.members.calculator.args.largest=0"],
+            ["env.members.calculator.args.largest=0", "1000000"],
+        ),
+        (["~trainer.stepz"], ["trainer.stepz", "no such key"]),
+        (["trainer.steps"], ["trainer.steps=VALUE"]),
+        (["name=a=[b"], ["name=a=[b", "can't be read"]),
+        (
+            ["+experiment=qwen9b"],
+            ["experiment=qwen9b", "no such option", "did you mean qwen7b", "smollm"],
+        ),
+        (["env=frozen"], ["env=frozen", "frozen_lake"]),
+        (
+            ["sim/systems=[rose,rsoe]"],
+            ["sim/systems=rsoe: no such option", "did you mean rose", "areal, best"],
+        ),
+        (
+            ["sim.efficiency={compute:0.4}"],
+            ["sim.efficiency={compute:0.4}", "added with '+sim.efficiency={compute:0.4}'"],
+        ),
+        (["experiment=qwen7b"], ["+experiment=qwen7b"]),
+        (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
+        (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
+        (["cluster.slots=3"], ["cluster.slots=3", "5 ranks"]),
+        (
+            ["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=1"],
+            ["rollout.tensor_parallel=3", "28 attention"],
+        ),
+        (["trainer.steps=3", "seed=1,2"], ["seed=1,2", "add -m", "'seed=\"1,2\"'"]),
+        (["seed=range(1,3)"], ["seed=range(1,3)", "add -m"]),
+        (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "no values"]),
+        (
+            ["env.args.sizee=3"],
+            [
+                "env.args.sizee=3",
+                "did you mean env.args.size",
+                "has size, hole_probability, slippery",
+            ],
+        ),
+        (["env=calculator", "env.args.size=3"], ["env.args.size=3", "operations, largest"]),
+        (["cluster.env.A=x"], ["cluster.env.A=x", "OMP_WAIT_POLICY", "+cluster.env.A=x"]),
+        (["cluster.kind=pbs"], ["cluster.kind='pbs'", "one of local, slurm"]),
+        (
+            ["model.source=folder", "model.path=/nowhere"],
+            ["model.path='/nowhere'", "no such folder"],
+        ),
+        (["model.path=/nowhere"], ["model.path='/nowhere'", "no such folder"]),
+        (
+            ["model.path=/nowhere", "cluster.dry_run=true"],
+            ["model.path='/nowhere'", "no such folder"],
+        ),
+        (["model.source=hub"], ["model.path=None", "hub id"]),
+        (
+            ["+model.recipe.sizee=3"],
+            ["model.recipe.sizee=3", "make_tiny_model.py", "size, hole_probability"],
+        ),
+        (
+            ["output_dir=/dev/null/runs"],
+            ["output_dir='/dev/null/runs'", "Not a directory", "may write"],
+        ),
+        (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
+        (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
+        (["name=a/b"], ["name='a/b'", "letters"]),
+        (["-m", "seed=1,2", "name=x,x"], ["two points of the sweep"]),
+        (["-m", "trainer.batch_size=64,63"], ["trainer.batch_size=63"]),
+    ],
+)
+def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(
+    launch, tmp_path, arguments, words
+):
     code, out, err = launch(*arguments)
     assert code == 2 and not out
     assert err.startswith("bad configuration: ") and "Traceback" not in err
@@ -103,13 +158,26 @@ def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(laun
 
 def test_a_key_that_the_launcher_alone_sets_is_not_proposed_for_itself(launch):
     code, _, err = launch("model.snapshot=/x")
-    assert code == 2 and "model.snapshot=/x: no such key" in err and "did you mean model.snapshot" not in err
+    assert (
+        code == 2
+        and "model.snapshot=/x: no such key" in err
+        and "did you mean model.snapshot" not in err
+    )
 
 
 def test_an_affinity_names_members_of_the_mixture(launch):
-    code, out, err = launch("env=mixture", *(word for name in ("small", "large") for word in (
-        f"+env@env.members.{name}=frozen_lake", f"+env.members.{name}.weight=1")), "env.members.large.args.size=6",
-        "scheduler/routing=rollart", "+scheduler.routing.args.hardware.large=H20", "cluster.dry_run=true")
+    code, out, err = launch(
+        "env=mixture",
+        *(
+            word
+            for name in ("small", "large")
+            for word in (f"+env@env.members.{name}=frozen_lake", f"+env.members.{name}.weight=1")
+        ),
+        "env.members.large.args.size=6",
+        "scheduler/routing=rollart",
+        "+scheduler.routing.args.hardware.large=H20",
+        "cluster.dry_run=true",
+    )
     assert code == 0 and "trainer" in out, err
 
 
@@ -129,19 +197,30 @@ def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
     assert "cluster.mpi.join" not in launch("cluster=slurm", "cluster.dry_run=true")[1]
 
 
-def test_what_ranks_read_has_its_whole_path_and_the_run_continues_with_either(tree, tmp_path, monkeypatch):
+def test_what_ranks_read_has_its_whole_path_and_the_run_continues_with_either(
+    tree, tmp_path, monkeypatch
+):
     """In a container ranks may start in another folder."""
     (tmp_path / "saved" / "rollouts").mkdir(parents=True)
     for step in (1, 2):
         replay.save(tmp_path / "saved", step, [])
     (tmp_path / "link").symlink_to("saved")
     monkeypatch.chdir(tmp_path)
-    made = front.check(tree("rollout.replay=link", "trainer.steps=2", "transfer.relay=http://node:7673",
-                            "transfer.relay_token_file=token", "cluster.dry_run=true")).config
+    made = front.check(
+        tree(
+            "rollout.replay=link",
+            "trainer.steps=2",
+            "transfer.relay=http://node:7673",
+            "transfer.relay_token_file=token",
+            "cluster.dry_run=true",
+        )
+    ).config
     assert made.rollout.replay == str(tmp_path / "saved")
     assert made.transfer.relay_token_file == str(tmp_path / "token")
     before = tmp_path / "config.json"  # of a launcher that stored the path as it was given
-    stored = msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, replay="link"))
+    stored = msgspec.structs.replace(
+        made, rollout=msgspec.structs.replace(made.rollout, replay="link")
+    )
     configuration.save(stored, before)
     resume.check(before, made)
 
@@ -150,23 +229,38 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
     for step in (1, 2):
         replay.save(tmp_path / "earlier", step, [])
-    code, out, err = launch("rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true")
+    code, out, err = launch(
+        "rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true"
+    )
     assert code == 0 and not err
-    assert "frozenlake: 2 ranks, no GPU" in out and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
+    assert (
+        "frozenlake: 2 ranks, no GPU" in out
+        and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
+    )
     assert "environment" not in out and "engines" not in out
 
 
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "m" / "config.json").write_text(json.dumps({
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-        "vocab_size": 256}))
+    (tmp_path / "m" / "config.json").write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_attention_heads": 4,
+                "vocab_size": 256,
+            }
+        )
+    )
     code, out, _ = launch("model.source=folder", "model.path=m", "cluster.dry_run=true")
     assert code == 0 and "model tiny: 0.12M parameters" in out
 
 
-def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(launch, monkeypatch, make_config, capsys):
+def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(
+    launch, monkeypatch, make_config, capsys
+):
     """What a rank's log holds is no rich markup: `[/usr/bin]` would raise, `[red]` would vanish."""
     words = "rank 2 failed\n  [/usr/lib] [red]list[int] " + "x" * 300
     monkeypatch.setattr(front.model, "prepare", lambda c: c)
@@ -184,12 +278,23 @@ def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(launch,
 def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, number):
     """Real: scripts/make_tiny_model.py imports torch for seconds, which is when it is ended."""
     env = os.environ | {"ROSE_CACHE": str(tmp_path / "cache")}
-    launcher = subprocess.Popen([sys.executable, str(REPOSITORY / "launch.py"), "name=x"], cwd=tmp_path, env=env,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "launch.py"), "name=x"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 60
-        while not (recipe := [child for child in psutil.Process(launcher.pid).children()
-                              if any(part.endswith("make_tiny_model.py") for part in child.cmdline())]):
+        while not (
+            recipe := [
+                child
+                for child in psutil.Process(launcher.pid).children()
+                if any(part.endswith("make_tiny_model.py") for part in child.cmdline())
+            ]
+        ):
             assert launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         launcher.send_signal(number)
@@ -203,8 +308,13 @@ def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, num
 
 
 def test_a_sweep_plans_every_point_under_a_name_of_its_own(launch):
-    code, out, _ = launch("-m", "cluster.dry_run=true", "trainer.steps=7", "seed=1,2",
-                          "scheduler/routing=round_robin,least_loaded")
+    code, out, _ = launch(
+        "-m",
+        "cluster.dry_run=true",
+        "trainer.steps=7",
+        "seed=1,2",
+        "scheduler/routing=round_robin,least_loaded",
+    )
     assert code == 0
     for seed in (1, 2):
         for routing in ("round_robin", "least_loaded"):
@@ -241,14 +351,21 @@ def test_a_mixture_goes_on_with_the_same_weights_whatever_the_order_of_its_membe
     mixed["env"]["members"]["calculator"]["step_timeout_s"] = 20.0
     resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
     mixed["env"]["members"]["calculator"]["weight"] = 2
-    with pytest.raises(configuration.ConfigError, match=r"env\.members\.calculator\.weight: 1\.0 -> 2\.0"):
+    with pytest.raises(
+        configuration.ConfigError, match=r"env\.members\.calculator\.weight: 1\.0 -> 2\.0"
+    ):
         resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
 
 
 def test_without_the_environment_it_says_what_to_do(tmp_path):
     shutil.copy(REPOSITORY / "launch.py", tmp_path)
     shutil.copytree(REPOSITORY / "rose", tmp_path / "rose")
-    bare = subprocess.run([sys.executable, "-S", "-E", "launch.py"], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=60)
+    bare = subprocess.run(
+        [sys.executable, "-S", "-E", "launch.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert bare.returncode == 2
     assert "is not installed" in bare.stderr and "make train" in bare.stderr

@@ -12,8 +12,16 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
   MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
   MIG 3g.40gb     Device  1: (UUID: MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0)
 """
-FOUR = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=4", "trainer.ranks=2",
-        "trainer.batch_size=64", "rollout.workers=2")
+FOUR = (
+    "model=qwen3_8b",
+    "trainer=zero3_gpu",
+    "rollout=gpu",
+    "cluster=gpus",
+    "cluster.gpus=4",
+    "trainer.ranks=2",
+    "trainer.batch_size=64",
+    "rollout.workers=2",
+)
 
 
 def test_a_listing_has_every_gpu_and_its_slices():
@@ -21,22 +29,53 @@ def test_a_listing_has_every_gpu_and_its_slices():
     whole, cut = gpus.parse(SLICED)
     assert whole.slices == () and whole.uuid == "GPU-aa3b4c5d-1111-2222-3333-444455556666"
     assert [name[:12] for name in cut.slices] == ["MIG-c6d4f1ef", "MIG-0f1e2d3c"]
-    assert gpus.parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
+    assert (
+        gpus.parse(
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
+        )
+        == ()
+    )
 
 
-@pytest.mark.parametrize(("listing", "variable", "names"), [
-    (EIGHT, None, ("0", "1", "2", "3", "4", "5", "6", "7")),
-    (EIGHT, "4,5,6,7", ("4", "5", "6", "7")),
-    (EIGHT, " 7, 2 ", ("7", "2")),
-    (EIGHT, "", ()), (EIGHT, "-1", ()), (EIGHT, "NoDevFiles", ()),
-    (EIGHT, "GPU-3c8,GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51",
-     ("GPU-3c89852c-8ec8-92b7-dd3b-1ebe33b02c53", "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51")),
-    (SLICED, None, ("0", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0")),
-    (SLICED, "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0", ("MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",)),
-    (SLICED, "MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",
-     ("MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",)),
-    ("", "0,1", ()),
-])
+@pytest.mark.parametrize(
+    ("listing", "variable", "names"),
+    [
+        (EIGHT, None, ("0", "1", "2", "3", "4", "5", "6", "7")),
+        (EIGHT, "4,5,6,7", ("4", "5", "6", "7")),
+        (EIGHT, " 7, 2 ", ("7", "2")),
+        (EIGHT, "", ()),
+        (EIGHT, "-1", ()),
+        (EIGHT, "NoDevFiles", ()),
+        (
+            EIGHT,
+            "GPU-3c8,GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51",
+            (
+                "GPU-3c89852c-8ec8-92b7-dd3b-1ebe33b02c53",
+                "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51",
+            ),
+        ),
+        (
+            SLICED,
+            None,
+            (
+                "0",
+                "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+                "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
+            ),
+        ),
+        (
+            SLICED,
+            "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
+            ("MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",),
+        ),
+        (
+            SLICED,
+            "MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",
+            ("MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",),
+        ),
+        ("", "0,1", ()),
+    ],
+)
 def test_the_variable_is_read_as_cuda_reads_it(listing, variable, names):
     assert gpus.given(gpus.parse(listing), variable) == names
 
@@ -45,13 +84,16 @@ def test_where_nvidia_smi_cannot_tell_the_variable_is_believed():
     assert gpus.given(None, "2,GPU-3") == ("2", "GPU-3") and gpus.given(None, None) == ()
 
 
-@pytest.mark.parametrize(("listing", "variable", "words"), [
-    (EIGHT, "4,8", ["CUDA_VISIBLE_DEVICES=4,8", "no GPU is called '8'", "7 (GPU-7c89852c"]),
-    (EIGHT, "1,1", ["names 1 twice"]),
-    (EIGHT, "GPU-ffff", ["no GPU is called 'GPU-ffff'"]),
-    (SLICED, "GPU-a", ["2 GPUs begin with GPU-a"]),
-    (EIGHT, "0,,1", ["no GPU is called ''"]),
-])
+@pytest.mark.parametrize(
+    ("listing", "variable", "words"),
+    [
+        (EIGHT, "4,8", ["CUDA_VISIBLE_DEVICES=4,8", "no GPU is called '8'", "7 (GPU-7c89852c"]),
+        (EIGHT, "1,1", ["names 1 twice"]),
+        (EIGHT, "GPU-ffff", ["no GPU is called 'GPU-ffff'"]),
+        (SLICED, "GPU-a", ["2 GPUs begin with GPU-a"]),
+        (EIGHT, "0,,1", ["no GPU is called ''"]),
+    ],
+)
 def test_a_name_that_cuda_would_stumble_over_is_refused(listing, variable, words):
     with pytest.raises(ConfigError) as refused:
         gpus.given(gpus.parse(listing), variable)
@@ -65,13 +107,18 @@ def test_a_launcher_hands_out_what_it_was_given(make_config, nvidia_smi):
     assert gpus.for_launcher(make_config()) == ()
 
 
-@pytest.mark.parametrize(("listing", "variable", "words"), [
-    (EIGHT, "4,5", "cluster.gpus=4: CUDA_VISIBLE_DEVICES=4,5 gives this launcher 2; lower it"),
-    (EIGHT, "", "cluster.gpus=4: CUDA_VISIBLE_DEVICES= gives this launcher 0"),
-    (SLICED, None, "cluster.gpus=4: this machine has 3"),
-    ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
-])
-def test_too_few_are_refused_with_what_was_given_and_what_is_needed(make_config, nvidia_smi, listing, variable, words):
+@pytest.mark.parametrize(
+    ("listing", "variable", "words"),
+    [
+        (EIGHT, "4,5", "cluster.gpus=4: CUDA_VISIBLE_DEVICES=4,5 gives this launcher 2; lower it"),
+        (EIGHT, "", "cluster.gpus=4: CUDA_VISIBLE_DEVICES= gives this launcher 0"),
+        (SLICED, None, "cluster.gpus=4: this machine has 3"),
+        ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
+    ],
+)
+def test_too_few_are_refused_with_what_was_given_and_what_is_needed(
+    make_config, nvidia_smi, listing, variable, words
+):
     nvidia_smi(listing, variable)
     with pytest.raises(ConfigError, match=words):
         gpus.for_launcher(make_config(*FOUR))
@@ -85,40 +132,60 @@ def test_slices_are_for_single_ranks(make_config, nvidia_smi):
     assert gpus.for_launcher(make_config(*FOUR, *two, "trainer.ranks=1"))[1].startswith("MIG-")
 
 
-@pytest.mark.parametrize(("variable", "mine"), [
-    (None, "2,3"),  # a site that sets nothing
-    ("0,1,2,3", "2,3"), ("4,5,6,7", "6,7"),
-    ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d"),
-    ("0,1", "0,1"),  # bound to its own by Slurm
-])
+@pytest.mark.parametrize(
+    ("variable", "mine"),
+    [
+        (None, "2,3"),  # a site that sets nothing
+        ("0,1,2,3", "2,3"),
+        ("4,5,6,7", "6,7"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d"),
+        ("0,1", "0,1"),  # bound to its own by Slurm
+    ],
+)
 def test_a_rank_of_a_slurm_step_takes_its_places_of_the_steps_list(variable, mine):
     assert gpus.of_step((2, 3), variable, "rank 5") == mine
 
 
 @pytest.mark.parametrize("variable", ["0", "0,1,2", "", "NoDevFiles"])
 def test_a_step_that_shows_too_few_is_named(variable):
-    with pytest.raises(RuntimeError, match="rank 5 is to use GPU 2, 3 of its node's.*gpus_per_node"):
+    with pytest.raises(
+        RuntimeError, match="rank 5 is to use GPU 2, 3 of its node's.*gpus_per_node"
+    ):
         gpus.of_step((2, 3), variable, "rank 5")
 
 
-@pytest.mark.parametrize(("variable", "local", "count", "mine"), [
-    ("3", "2", 1, None),  # bound to its own: --gpus-per-task=1
-    ("0,1", None, 2, None),
-    ("0,1,2,3", "0", 2, "0,1"), ("0,1,2,3", "1", 2, "2,3"), ("4,5,6,7", "3", 1, "7"),
-    (None, "7", 1, "7"),
-    ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
-])
-def test_a_serving_task_takes_those_at_its_place_on_the_node(nvidia_smi, monkeypatch, variable, local, count, mine):
+@pytest.mark.parametrize(
+    ("variable", "local", "count", "mine"),
+    [
+        ("3", "2", 1, None),  # bound to its own: --gpus-per-task=1
+        ("0,1", None, 2, None),
+        ("0,1,2,3", "0", 2, "0,1"),
+        ("0,1,2,3", "1", 2, "2,3"),
+        ("4,5,6,7", "3", 1, "7"),
+        (None, "7", 1, "7"),
+        ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
+    ],
+)
+def test_a_serving_task_takes_those_at_its_place_on_the_node(
+    nvidia_smi, monkeypatch, variable, local, count, mine
+):
     nvidia_smi(EIGHT, variable)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
     if local is not None:
         monkeypatch.setenv("SLURM_LOCALID", local)
-    assert gpus.of_task(count, "rollout.tensor_parallel") == ({} if mine is None else {gpus.VARIABLE: mine})
+    assert gpus.of_task(count, "rollout.tensor_parallel") == (
+        {} if mine is None else {gpus.VARIABLE: mine}
+    )
 
 
-@pytest.mark.parametrize(("variable", "local"), [("3", "0"), ("", "0"), ("0,1,2", "1"), ("0,1,2,3", "2")])
+@pytest.mark.parametrize(
+    ("variable", "local"), [("3", "0"), ("", "0"), ("0,1,2", "1"), ("0,1,2,3", "2")]
+)
 def test_a_serving_task_that_sees_too_few_is_refused(nvidia_smi, monkeypatch, variable, local):
     nvidia_smi(EIGHT, variable)
     monkeypatch.setenv("SLURM_LOCALID", local)
-    with pytest.raises(ConfigError, match=rf"rollout.tensor_parallel=2 needs 2 GPUs.*number {local} .*--gpus-per-task=2"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"rollout.tensor_parallel=2 needs 2 GPUs.*number {local} .*--gpus-per-task=2",
+    ):
         gpus.of_task(2, "rollout.tensor_parallel=2")

@@ -19,32 +19,59 @@ def printed(made):
 
 
 def test_ranks_are_numbered_by_role_and_each_gpu_belongs_to_one_rank(make_config):
-    c = make_config(*QWEN3_8B, "trainer.ranks=2", "rollout.workers=3", "rollout.tensor_parallel=2",
-                    "rollout.environment_hosts=2")
+    c = make_config(
+        *QWEN3_8B,
+        "trainer.ranks=2",
+        "rollout.workers=3",
+        "rollout.tensor_parallel=2",
+        "rollout.environment_hosts=2",
+    )
     ranks = layout(c)
     assert [(r.role.value, r.index) for r in ranks] == [
-        ("coordinator", 0), ("environment", 0), ("environment", 1), ("trainer", 0), ("trainer", 1),
-        ("rollout", 0), ("rollout", 1), ("rollout", 2)]
+        ("coordinator", 0),
+        ("environment", 0),
+        ("environment", 1),
+        ("trainer", 0),
+        ("trainer", 1),
+        ("rollout", 0),
+        ("rollout", 1),
+        ("rollout", 2),
+    ]
     assert [r.rank for r in ranks] == list(range(8))
     assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2, 3), (4, 5), (6, 7)]
 
 
 def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_config):
-    c = make_config(*QWEN3_8B, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.workers=2",
-                    "rollout.tensor_parallel=2", "rollout.environment_hosts=1", "trainer.offload_optimizer=true")
+    c = make_config(
+        *QWEN3_8B,
+        "colocate=true",
+        "cluster.gpus=4",
+        "trainer.ranks=4",
+        "rollout.workers=2",
+        "rollout.tensor_parallel=2",
+        "rollout.environment_hosts=1",
+        "trainer.offload_optimizer=true",
+    )
     ranks = layout(c)
     assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
     made = plan.make(c, c.model.shape)
     assert made.gpus == 4
     said = " ".join(printed(made).split())
-    firm, weights = memory.trainer(c, c.model.shape).firm, memory.rollout(c, c.model.shape).items["weights"]
+    firm, weights = (
+        memory.trainer(c, c.model.shape).firm,
+        memory.rollout(c, c.model.shape).items["weights"],
+    )
     assert f"in host memory wait {4 * firm:.1f} GiB of the trainer" in said
     assert f"{4 * weights:.1f} GiB of the engines' weights" in said
 
 
 def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):
-    c = make_config(*QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99")
-    with pytest.raises(ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a GPU's 79 GiB"):
+    c = make_config(
+        *QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99"
+    )
+    with pytest.raises(
+        ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a GPU's 79 GiB"
+    ):
         plan.make(c, c.model.shape)
 
 
@@ -60,13 +87,16 @@ def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
     assert trainer.environment == {"OMP_NUM_THREADS": "3"}
 
 
-@pytest.mark.parametrize("stage, weights, gradients, optimizer", [
-    (0, 1, 1, 1), (2, 1, 8, 8), (3, 8, 8, 8)])
+@pytest.mark.parametrize(
+    "stage, weights, gradients, optimizer", [(0, 1, 1, 1), (2, 1, 8, 8), (3, 8, 8, 8)]
+)
 def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, gradients, optimizer):
     c = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}")
     items, p = memory.trainer(c, c.model.shape).items, c.model.shape.parameters
     assert items["weights"] == pytest.approx(2 * p / weights / GIB)
-    accumulated = 4 if stage else 2  # bytes: DeepSpeed adds up micro-batches in float32, but not without ZeRO
+    accumulated = (
+        4 if stage else 2
+    )  # bytes: DeepSpeed adds up micro-batches in float32, but not without ZeRO
     assert items["gradients"] == pytest.approx(accumulated * p / gradients / GIB)
     assert items["optimizer"] == pytest.approx(12 * p / optimizer / GIB)
     assert ("gathered parameters" in items) == (stage == 3)
@@ -74,7 +104,9 @@ def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, grad
 
 def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
     c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
-    assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(8 * c.model.shape.parameters / GIB)
+    assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(
+        8 * c.model.shape.parameters / GIB
+    )
     c = make_config(*QWEN3_8B, "trainer.offload_optimizer=true")
     assert "optimizer" not in memory.trainer(c, c.model.shape).items
 
@@ -90,20 +122,34 @@ def test_checkpointing_keeps_one_vector_per_token_and_layer(make_config):
 def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
     tokens = {}
     for tp in (1, 8, 16):
-        c = make_config(*QWEN3_8B, "rollout.workers=1", f"rollout.tensor_parallel={tp}", "rollout.kv_cache_gib=9",
-                        "cluster.gpus=24")
+        c = make_config(
+            *QWEN3_8B,
+            "rollout.workers=1",
+            f"rollout.tensor_parallel={tp}",
+            "rollout.kv_cache_gib=9",
+            "cluster.gpus=24",
+        )
         tokens[tp] = memory.rollout(c, c.model.shape).kv_tokens
     assert tokens[1] == 9 * GIB // (2 * 2 * 36 * 8 * 128)
     assert tokens[8] == tokens[16] == 8 * tokens[1]
 
 
-@pytest.mark.parametrize("overrides, words", [
-    (["trainer.zero_stage=0"], ["cluster.gpu_memory_gib=79.0", "trainer.zero_stage"]),
-    (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
-    (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
-    (["model.max_context=400000", "trainer.micro_batch_tokens=400000"], ["model.max_context=400000"]),
-    (["rollout.tensor_parallel=3", "cluster.gpus=32"], ["rollout.tensor_parallel=3", "32 attention heads"]),
-])
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["trainer.zero_stage=0"], ["cluster.gpu_memory_gib=79.0", "trainer.zero_stage"]),
+        (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
+        (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
+        (
+            ["model.max_context=400000", "trainer.micro_batch_tokens=400000"],
+            ["model.max_context=400000"],
+        ),
+        (
+            ["rollout.tensor_parallel=3", "cluster.gpus=32"],
+            ["rollout.tensor_parallel=3", "32 attention heads"],
+        ),
+    ],
+)
 def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, words):
     extra = ["trainer.ranks=2"] if overrides[0].startswith("cluster.gpu_memory") else []
     c = make_config(*QWEN3_8B, *overrides, *extra)
@@ -113,26 +159,53 @@ def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, 
 
 
 def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config):
-    c = make_config(*QWEN3_8B, "trainer.gradient_checkpointing=false", "trainer.micro_batch_tokens=65536")
+    c = make_config(
+        *QWEN3_8B, "trainer.gradient_checkpointing=false", "trainer.micro_batch_tokens=65536"
+    )
     (warning,) = plan.make(c, c.model.shape).warnings
-    assert "set trainer.gradient_checkpointing=true or lower trainer.micro_batch_tokens=65536 or raise" in warning
+    assert (
+        "set trainer.gradient_checkpointing=true or lower trainer.micro_batch_tokens=65536 or raise"
+        in warning
+    )
     c = make_config(*QWEN3_8B, "trainer.micro_batch_tokens=131072", "model.max_context=131072")
     (warning,) = plan.make(c, c.model.shape).warnings
     assert "gradient_checkpointing" not in warning, "it is on"
-    assert "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise trainer.ranks" in warning
+    assert (
+        "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise trainer.ranks"
+        in warning
+    )
 
 
-@pytest.mark.parametrize(("overrides", "worst"), [
-    ((), "logits at work"), (("trainer.micro_batch_tokens=65536", "model.shape.vocab=32768"), "a layer at work"),
-    (("trainer.micro_batch_tokens=1024", "model.max_context=1024", "env.max_new_tokens=512"), "largest gradient"),
-    (("trainer.ranks=1", "trainer.micro_batch_tokens=2048", "model.max_context=2048", "env.max_new_tokens=512",
-      "model.shape.vocab=8192", "model.shape.layers=72"), "copy of gradients")])
+@pytest.mark.parametrize(
+    ("overrides", "worst"),
+    [
+        ((), "logits at work"),
+        (("trainer.micro_batch_tokens=65536", "model.shape.vocab=32768"), "a layer at work"),
+        (
+            ("trainer.micro_batch_tokens=1024", "model.max_context=1024", "env.max_new_tokens=512"),
+            "largest gradient",
+        ),
+        (
+            (
+                "trainer.ranks=1",
+                "trainer.micro_batch_tokens=2048",
+                "model.max_context=2048",
+                "env.max_new_tokens=512",
+                "model.shape.vocab=8192",
+                "model.shape.layers=72",
+            ),
+            "copy of gradients",
+        ),
+    ],
+)
 def test_the_worst_moment_of_a_step_counts(make_config, overrides, worst):
     """The last: gradients of a deep model are copied for the update, up to DeepSpeed's 1e9."""
     c = make_config(*QWEN3_8B, *overrides)
     items = memory.trainer(c, c.model.shape).items
     assert list(items)[-2:] == [worst, "runtime"]
-    others = {"a layer at work", "logits at work", "largest gradient", "copy of gradients"} - {worst}
+    others = {"a layer at work", "logits at work", "largest gradient", "copy of gradients"} - {
+        worst
+    }
     assert not others & items.keys()
     total = sum(gib for name, gib in items.items() if name != "runtime")
     assert total == pytest.approx(max(memory.moments(c, c.model.shape).values()) / GIB)
@@ -146,8 +219,12 @@ def test_offloading_moves_states_to_the_host(make_config):
     assert estimate.host["last published version"] == pytest.approx(2 * p / 8 / GIB)
 
 
-@pytest.mark.parametrize(("experiment", "cpus"), [("qwen7b", 48), ("qwen8b_frozenlake", 80), ("qwen32b", 80)])
-def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(make_config, experiment, cpus):
+@pytest.mark.parametrize(
+    ("experiment", "cpus"), [("qwen7b", 48), ("qwen8b_frozenlake", 80), ("qwen32b", 80)]
+)
+def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(
+    make_config, experiment, cpus
+):
     c = make_config(f"+experiment={experiment}", "cluster=slurm")
     ranks = [rank for rank in layout(c) if rank.component == 0 and rank.node == 0]
     assert cpus_of(c.cluster.slurm.trainer, c.rollout) == 8
@@ -156,33 +233,65 @@ def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(
 
 def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
     slurm = [o for o in QWEN3_8B if o != "cluster=gpus"] + ["cluster=slurm"]
-    c = make_config(*slurm, "trainer.threads=16", "rollout.threads=12", "rollout.tensor_parallel=2", "rollout.workers=4")
+    c = make_config(
+        *slurm,
+        "trainer.threads=16",
+        "rollout.threads=12",
+        "rollout.tensor_parallel=2",
+        "rollout.workers=4",
+    )
     (warning,) = plan.make(c, c.model.shape).warnings
-    assert "trainer.threads=16 is more than the 8 CPUs" in warning and "slurm.trainer.cpus_per_task" in warning
-    assert "trainer: 1 node with 10 ranks x 8 CPUs = 80 CPUs and all of the memory" in printed(plan.make(c, c.model.shape))
-    assert "rollout: 1 node with 4 ranks x 12 CPUs = 48 CPUs" in printed(plan.make(c, c.model.shape))
+    assert (
+        "trainer.threads=16 is more than the 8 CPUs" in warning
+        and "slurm.trainer.cpus_per_task" in warning
+    )
+    assert "trainer: 1 node with 10 ranks x 8 CPUs = 80 CPUs and all of the memory" in printed(
+        plan.make(c, c.model.shape)
+    )
+    assert "rollout: 1 node with 4 ranks x 12 CPUs = 48 CPUs" in printed(
+        plan.make(c, c.model.shape)
+    )
 
 
 def test_parameters_of_the_published_models(make_config):
     """Model cards: 7.62B, 8.19B (8.2B), 32.8B and 134.5M parameters."""
-    counts = {name: make_config(f"model={name}", "trainer=zero3_gpu").model.shape.parameters
-              for name in ("qwen2_5_7b", "qwen3_8b", "qwen3_32b", "smollm2")}
+    counts = {
+        name: make_config(f"model={name}", "trainer=zero3_gpu").model.shape.parameters
+        for name in ("qwen2_5_7b", "qwen3_8b", "qwen3_32b", "smollm2")
+    }
     assert counts["qwen2_5_7b"] == pytest.approx(7.62e9, rel=1e-3)
     assert counts["qwen3_8b"] == pytest.approx(8.19e9, rel=1e-3)
     assert counts["qwen3_32b"] == pytest.approx(32.8e9, rel=2e-3)
     assert counts["smollm2"] == 134_515_008
 
 
-@pytest.mark.parametrize("experiment, ranks, gpus, parameters", [
-    ("smollm", 5, 0, "134.52M"), ("qwen3_0_6b", 4, 1, "596.04M"), ("qwen7b", 10, 8, "7.62B"),
-    ("qwen8b_frozenlake", 18, 16, "8.19B"),
-    ("qwen32b", 28, 48, "32.76B"), ("rose_8b", 18, 16, "8.19B"), ("rose_32b", 28, 48, "32.76B")])
-def test_experiments_validate_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
+@pytest.mark.parametrize(
+    "experiment, ranks, gpus, parameters",
+    [
+        ("smollm", 5, 0, "134.52M"),
+        ("qwen3_0_6b", 4, 1, "596.04M"),
+        ("qwen7b", 10, 8, "7.62B"),
+        ("qwen8b_frozenlake", 18, 16, "8.19B"),
+        ("qwen32b", 28, 48, "32.76B"),
+        ("rose_8b", 18, 16, "8.19B"),
+        ("rose_32b", 28, 48, "32.76B"),
+    ],
+)
+def test_experiments_validate_fit_and_print_their_plan(
+    make_config, experiment, ranks, gpus, parameters
+):
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")
     made = plan.make(c, c.model.shape)
     assert (len(made.ranks), made.gpus, made.warnings) == (ranks, gpus, ())
     text = printed(made)
-    for words in (f"{c.name}: {ranks} ranks", parameters, "weights", "gradients", "optimizer", "KV cache"):
+    for words in (
+        f"{c.name}: {ranks} ranks",
+        parameters,
+        "weights",
+        "gradients",
+        "optimizer",
+        "KV cache",
+    ):
         assert words in text
 
 
@@ -190,5 +299,9 @@ def test_the_experiments_are_those_of_the_paper(make_config):
     small, large = make_config("+experiment=qwen8b_frozenlake"), make_config("+experiment=qwen32b")
     assert (small.trainer.batch_size, small.rollout.group_size, small.trainer.ranks) == (256, 16, 8)
     assert small.rollout.workers * small.rollout.tensor_parallel == 8
-    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == (1024, 16, 16)
+    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == (
+        1024,
+        16,
+        16,
+    )
     assert large.rollout.workers * large.rollout.tensor_parallel == 32

@@ -22,22 +22,45 @@ def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_pa
     assert blocks(local.mpiexec_argv("mpiexec", layout(c), tmp_path, 4, ["rank"])) == [
         f"-n 2 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4",
         f"-n 1 -env OMP_NUM_THREADS 2 rank --run {tmp_path} --attempt 4",
-        f"-n 3 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4"]
+        f"-n 3 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4",
+    ]
 
 
 def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
-    c = make_config("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "trainer.ranks=2",
-                    "rollout.workers=2", "rollout.tensor_parallel=2")
-    argv = local.mpiexec_argv("mpiexec", layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
-    found = [block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0] for block in blocks(argv) if "CUDA" in block]
+    c = make_config(
+        "model=qwen3_8b",
+        "trainer=zero3_gpu",
+        "rollout=gpu",
+        "cluster=gpus",
+        "trainer.ranks=2",
+        "rollout.workers=2",
+        "rollout.tensor_parallel=2",
+    )
+    argv = local.mpiexec_argv(
+        "mpiexec", layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"]
+    )
+    found = [
+        block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0]
+        for block in blocks(argv)
+        if "CUDA" in block
+    ]
     assert found == ["1", "3", "4,5", "6,7"]
 
 
 def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
     env = local.environment(make_config("+cluster.env.MINE=mine"))
-    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == ("mine", "tcp;ofi_rxm", "passive")
-    done = subprocess.run([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, capture_output=True,
-                          timeout=60)
+    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == (
+        "mine",
+        "tcp;ofi_rxm",
+        "passive",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.main", "--help"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -50,7 +73,9 @@ def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overr
 
 def test_a_held_lock_names_its_holder(tmp_path):
     with local.locked(tmp_path / "run"):
-        with pytest.raises(ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"):
+        with pytest.raises(
+            ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"
+        ):
             with local.locked(tmp_path / "run"):
                 pass
     with local.locked(tmp_path / "run"):
@@ -64,12 +89,30 @@ def test_attempts_count_up_and_latest_points_at_the_last(tmp_path):
 
 def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
     local.write_config(make_config(), tmp_path)
-    resume.check(tmp_path / "config.json", make_config("trainer.steps=90", "rollout.workers=1", "eval.episodes=8",
-                                                       "observe.trace=false", "cluster.stop_timeout_s=1"))
+    resume.check(
+        tmp_path / "config.json",
+        make_config(
+            "trainer.steps=90",
+            "rollout.workers=1",
+            "eval.episodes=8",
+            "observe.trace=false",
+            "cluster.stop_timeout_s=1",
+        ),
+    )
 
 
-@pytest.mark.parametrize("override", ["seed=2", "trainer.batch_size=32", "env.max_turns=3", "algorithm.name=rloo",
-                                      "rollout.temperature=0.7", "model.recipe.seed=2", "+env.args.more=1"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=2",
+        "trainer.batch_size=32",
+        "env.max_turns=3",
+        "algorithm.name=rloo",
+        "rollout.temperature=0.7",
+        "model.recipe.seed=2",
+        "+env.args.more=1",
+    ],
+)
 def test_what_changes_the_training_is_another_run(make_config, tmp_path, override):
     local.write_config(make_config(), tmp_path)
     with pytest.raises(ConfigError, match=override.split("=")[0].lstrip("+")):
@@ -83,7 +126,10 @@ def test_another_model_folder_is_another_run_and_another_cache_is_not(make_confi
             (tmp_path / name / file).write_text("{}")
     a, b = (f"model.path={tmp_path / name}" for name in "ab")
     local.write_config(make_config("model.source=folder", a), tmp_path)
-    resume.check(tmp_path / "config.json", make_config("model.source=folder", f"model.path={tmp_path}/b/../a"))
+    resume.check(
+        tmp_path / "config.json",
+        make_config("model.source=folder", f"model.path={tmp_path}/b/../a"),
+    )
     with pytest.raises(ConfigError, match="model.path: .*/a' -> .*/b'"):
         resume.check(tmp_path / "config.json", make_config("model.source=folder", b))
     local.write_config(make_config(a), tmp_path)
@@ -103,14 +149,21 @@ def test_a_finished_run_with_more_steps_asked_for_is_not_finished(tmp_path):
     assert resume.is_finished(tmp_path, 30) and not resume.is_finished(tmp_path, 31)
 
 
-def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(make_config, monkeypatch, tmp_path):
+def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
+    make_config, monkeypatch, tmp_path
+):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
     c = make_config()
     assert model.shape(c) is None
     folder = models.recipe_folder("tiny", c.model.recipe)
     folder.mkdir(parents=True)
-    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-           "vocab_size": 256}
+    raw = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer_config.json").write_text("{}")
     assert model.shape(c).layers == 2

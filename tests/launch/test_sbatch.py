@@ -14,9 +14,19 @@ from rose.launch.layout import layout
 from rose.models import REPOSITORY
 from rose.protocol import Role
 
-SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu", "cluster=slurm", "name=qwen7b",
-           "cluster.gpus=24", "trainer.ranks=16", "rollout.workers=4", "rollout.tensor_parallel=2",
-           "rollout.environment_hosts=4")
+SEVEN_B = (
+    "model=qwen2_5_7b",
+    "env=calculator",
+    "trainer=zero3_gpu",
+    "rollout=gpu",
+    "cluster=slurm",
+    "name=qwen7b",
+    "cluster.gpus=24",
+    "trainer.ranks=16",
+    "rollout.workers=4",
+    "rollout.tensor_parallel=2",
+    "rollout.environment_hosts=4",
+)
 
 GOLDEN = """#!/bin/bash
 
@@ -59,10 +69,16 @@ exec {python} -u -m submitit.core._submit '/runs/my runs/qwen7b/submitted'
 
 
 def test_the_batch_script_word_for_word(make_config):
-    c = make_config(*SEVEN_B, "cluster.slurm.trainer.partition=big", "cluster.slurm.rollout.partition=small",
-                    "cluster.slurm.trainer.account=me", "cluster.slurm.trainer.time=2-00:00:00",
-                    "cluster.slurm.trainer.cpus_per_task=12", "cluster.slurm.setup=[module load cuda]",
-                    "cluster.slurm.trainer.sbatch=[--mail-user=a b]")
+    c = make_config(
+        *SEVEN_B,
+        "cluster.slurm.trainer.partition=big",
+        "cluster.slurm.rollout.partition=small",
+        "cluster.slurm.trainer.account=me",
+        "cluster.slurm.trainer.time=2-00:00:00",
+        "cluster.slurm.trainer.cpus_per_task=12",
+        "cluster.slurm.setup=[module load cuda]",
+        "cluster.slurm.trainer.sbatch=[--mail-user=a b]",
+    )
     text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
     assert text == GOLDEN.format(repository=REPOSITORY, python=sys.executable)
 
@@ -73,11 +89,14 @@ def test_one_srun_over_both_components(make_config):
         "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 --distribution=block "
         "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=8 --gpus-per-node=8 --gpu-bind=none --mem=64G "
         "rank --run /run --attempt 3 : --het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block "
-        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3")
+        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3"
+    )
 
 
-BOX = ("cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /usr/local/bin/python, "
-       "mounts: ['/scratch:/data'], args: [--no-home]}")
+BOX = (
+    "cluster.slurm.container={runtime: %s, image: /shared/rose.sif, python: /usr/local/bin/python, "
+    "mounts: ['/scratch:/data'], args: [--no-home]}"
+)
 
 
 def ends(argv):
@@ -85,73 +104,132 @@ def ends(argv):
     return [part.split("--export=ALL ")[1] for part in " ".join(argv).split(" : ")]
 
 
-@pytest.mark.parametrize(("runtime", "begins"), [
-    ("apptainer", f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind "
-                  f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python -m rose.main "
-                  "--run /runs/7b-seed=1,algorithm=grpo --attempt 3"),
-    ("pyxis", "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 --container-image=/shared/rose.sif "
-              f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
-              "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3")])
+@pytest.mark.parametrize(
+    ("runtime", "begins"),
+    [
+        (
+            "apptainer",
+            f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind "
+            f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python -m rose.main "
+            "--run /runs/7b-seed=1,algorithm=grpo --attempt 3",
+        ),
+        (
+            "pyxis",
+            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 --container-image=/shared/rose.sif "
+            f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
+            "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
+        ),
+    ],
+)
 def test_every_rank_starts_in_the_container(make_config, runtime, begins):
-    c = make_config(*SEVEN_B, BOX % runtime, "cluster.slurm.trainer.cpus_per_task=4",
-                    "cluster.slurm.rollout.cpus_per_task=4")
+    c = make_config(
+        *SEVEN_B,
+        BOX % runtime,
+        "cluster.slurm.trainer.cpus_per_task=4",
+        "cluster.slurm.rollout.cpus_per_task=4",
+    )
     point = Path("/runs/7b-seed=1,algorithm=grpo")  # of a sweep
     assert ends(sbatch.srun_argv(c, layout(c), point, 3)) == [begins, begins]
-    assert sys.executable in sbatch.script(c, layout(c), Path("/run")), "what watches needs Slurm's commands"
+    assert sys.executable in sbatch.script(c, layout(c), Path("/run")), (
+        "what watches needs Slurm's commands"
+    )
 
 
 def test_without_a_container_ranks_start_with_this_interpreter(make_config):
     c = make_config(*SEVEN_B)
-    assert all(f"{sys.executable} -m rose.main" in end for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1)))
+    assert all(
+        f"{sys.executable} -m rose.main" in end
+        for end in ends(sbatch.srun_argv(c, layout(c), Path("/run"), 1))
+    )
 
 
 def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config):
     last = {}
     for runtime in ("apptainer", "pyxis"):
-        text = sbatch.lend_script(make_config(*SEVEN_B, BOX % runtime), Path("/my runs/a,b"), "lend-1")
+        text = sbatch.lend_script(
+            make_config(*SEVEN_B, BOX % runtime), Path("/my runs/a,b"), "lend-1"
+        )
         last[runtime] = text.strip().splitlines()[-1]
     submit = "/usr/local/bin/python -u -m submitit.core._submit '/my runs/a,b/submitted'"
-    assert last["apptainer"] == (f"exec apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home "
-                                 f"/shared/rose.sif {submit}")
-    assert last["pyxis"].startswith("exec srun --mpi=none --ntasks=1 --cpus-per-task=12 "
-                                    "--container-image=/shared/rose.sif "), "srun takes no CPUs over from the job"
+    assert last["apptainer"] == (
+        f"exec apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home "
+        f"/shared/rose.sif {submit}"
+    )
+    assert last["pyxis"].startswith(
+        "exec srun --mpi=none --ntasks=1 --cpus-per-task=12 --container-image=/shared/rose.sif "
+    ), "srun takes no CPUs over from the job"
     assert last["pyxis"].endswith(submit)
 
 
-@pytest.mark.parametrize("model", [
-    ("model.source=hub", "model.path=a/b", "model.snapshot=/hub/models--a--b/snapshots/c0ffee"),
-    ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model.source=hub", "model.path=a/b", "model.snapshot=/hub/models--a--b/snapshots/c0ffee"),
+        ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee"),
+    ],
+)
 def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config, model):
     c = make_config(*SEVEN_B, BOX % "apptainer", *model)
-    (mounts,) = {end.split("--bind ")[1].split()[0]
-                 for end in ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))}
+    (mounts,) = {
+        end.split("--bind ")[1].split()[0]
+        for end in ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))
+    }
     assert mounts == f"{REPOSITORY},/runs,/hub/models--a--b,/scratch:/data"
 
 
 def test_what_else_ranks_read_is_mounted(make_config):
-    c = make_config(*SEVEN_B, BOX % "apptainer", "rollout.replay=/archive/a,b", "transfer.relay=http://node:7673",
-                    "transfer.relay_token_file=/keys/token")
+    c = make_config(
+        *SEVEN_B,
+        BOX % "apptainer",
+        "rollout.replay=/archive/a,b",
+        "transfer.relay=http://node:7673",
+        "transfer.relay_token_file=/keys/token",
+    )
     (only,) = ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))
-    assert only.split("--bind ")[1].split()[0] == f"{REPOSITORY},/runs,/archive,/keys/token,/scratch:/data"
+    assert (
+        only.split("--bind ")[1].split()[0]
+        == f"{REPOSITORY},/runs,/archive,/keys/token,/scratch:/data"
+    )
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
-    ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted")])
-def test_a_path_that_the_runtime_would_take_for_two_is_refused_when_the_run_is_planned(make_config, override, words):
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
+        ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted"),
+    ],
+)
+def test_a_path_that_the_runtime_would_take_for_two_is_refused_when_the_run_is_planned(
+    make_config, override, words
+):
     ours = ("model.source=folder", override)
     with pytest.raises(ConfigError, match=words):
         plan.make(make_config(*SEVEN_B, BOX % "apptainer", *ours), None)
     plan.make(make_config(*SEVEN_B, *ours), None)
 
 
-@pytest.mark.parametrize(("box", "words"), [
-    ("{runtime: docker, image: a, python: /p, mounts: [], args: []}", "cluster.slurm.container.runtime='docker'"),
-    ("{runtime: pyxis, image: a, python: python, mounts: [], args: []}", "container.python='python': the interpreter's absolute"),
-    ("{runtime: pyxis, image: a, python: /p, mounts: [scratch], args: []}", "container.mounts.0='scratch'"),
-    ("{runtime: pyxis, image: a, python: /p, mounts: [], args: [x]}", "container.args.0='x'"),
-    ("{runtime: apptainer, image: --help, python: /p, mounts: [], args: []}", "container.image='--help'"),
-])
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [
+        (
+            "{runtime: docker, image: a, python: /p, mounts: [], args: []}",
+            "cluster.slurm.container.runtime='docker'",
+        ),
+        (
+            "{runtime: pyxis, image: a, python: python, mounts: [], args: []}",
+            "container.python='python': the interpreter's absolute",
+        ),
+        (
+            "{runtime: pyxis, image: a, python: /p, mounts: [scratch], args: []}",
+            "container.mounts.0='scratch'",
+        ),
+        ("{runtime: pyxis, image: a, python: /p, mounts: [], args: [x]}", "container.args.0='x'"),
+        (
+            "{runtime: apptainer, image: --help, python: /p, mounts: [], args: []}",
+            "container.image='--help'",
+        ),
+    ],
+)
 def test_a_container_that_cannot_be_started_is_refused_by_key(make_config, box, words):
     with pytest.raises(ConfigError) as refused:
         make_config(*SEVEN_B, f"cluster.slurm.container={box}")
@@ -178,18 +256,31 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
         trainers = [r for r in here if r.role is Role.TRAINER]
         assert len(here) == 11 and [r.gpus for r in trainers] == [(gpu,) for gpu in range(8)]
     engines = [r for r in ranks if r.component == 1]
-    assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)] and {r.role for r in engines} == {Role.ROLLOUT}
+    assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)] and {
+        r.role for r in engines
+    } == {Role.ROLLOUT}
     for role in Role:
-        assert [r.index for r in ranks if r.role is role] == list(range(sum(r.role is role for r in ranks)))
+        assert [r.index for r in ranks if r.role is role] == list(
+            range(sum(r.role is role for r in ranks))
+        )
     assert sum(r.role is Role.ENVIRONMENT for r in ranks) >= 4
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    (("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"), ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"]),
-    (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
-    (("cluster.slurm.trainer.sbatch=[exclusive]",), ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"]),
-    (("cluster.slurm.trainer.nodes=0",), ["cluster.slurm.trainer.nodes=0", ">= 1"]),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"),
+            ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"],
+        ),
+        (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
+        (
+            ("cluster.slurm.trainer.sbatch=[exclusive]",),
+            ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"],
+        ),
+        (("cluster.slurm.trainer.nodes=0",), ["cluster.slurm.trainer.nodes=0", ">= 1"]),
+    ],
+)
 def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
     with pytest.raises(ConfigError) as refused:
         make_config("cluster=dev", *overrides)
@@ -211,7 +302,9 @@ def test_no_text_can_leave_its_line(tree, text):
 
 def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
     with pytest.raises(ConfigError, match="cluster.slurm.trainer.gpus_per_node=4.*nodes=2"):
-        make_config(*SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4", "cluster.slurm.trainer.nodes=2")
+        make_config(
+            *SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4", "cluster.slurm.trainer.nodes=2"
+        )
 
 
 def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_config):
@@ -220,8 +313,21 @@ def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_c
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
 
 
-@pytest.mark.parametrize(("more", "asked"), [((), [4, 4]), (("trainer.ranks=8", "rollout.workers=3",
-                                                             "rollout.tensor_parallel=2", "cluster.gpus=16"), [8, 6])])
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ((), [4, 4]),
+        (
+            (
+                "trainer.ranks=8",
+                "rollout.workers=3",
+                "rollout.tensor_parallel=2",
+                "cluster.gpus=16",
+            ),
+            [8, 6],
+        ),
+    ],
+)
 def test_only_the_gpus_that_ranks_use_are_asked_for(make_config, tmp_path, more, asked):
     c = make_config("+experiment=qwen7b", "cluster=slurm", *more)
     text = sbatch.script(c, layout(c), tmp_path, 120)
@@ -230,16 +336,29 @@ def test_only_the_gpus_that_ranks_use_are_asked_for(make_config, tmp_path, more,
     assert re.findall(r"gpus-per-node=(\d+)", steps) == [str(gpus) for gpus in asked]
 
 
-
 def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
     """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder, would find first."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$PYTHONPATH"; echo "$*"; env | grep BIND\nexit 0\n')
     srun.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_GPUS_PER_TASK": "1",
-           "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_MEM_BIND": "quiet,none",
-           "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python"}
-    said = subprocess.run(["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"], env=env, text=True,
-                          capture_output=True, check=True).stdout.splitlines()
-    assert said == [str(REPOSITORY), "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL "
-                    "--container-image=/a.sqsh /usr/local/bin/python -u -m rose.serving name=x"]
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        "SLURM_MEM_BIND": "quiet,none",
+        "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python",
+    }
+    said = subprocess.run(
+        ["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"],
+        env=env,
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout.splitlines()
+    assert said == [
+        str(REPOSITORY),
+        "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL "
+        "--container-image=/a.sqsh /usr/local/bin/python -u -m rose.serving name=x",
+    ]

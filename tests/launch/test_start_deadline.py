@@ -21,9 +21,18 @@ def job(make_config, tmp_path):
     starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     made = supervise.Job(starter, layout(c), tmp_path, 1, c.cluster)
     for rank in made.ranks:
-        rank_status.write(tmp_path, 1, rank_status.RankStatus(
-            rank=rank.rank, role=rank.role, index=rank.index, pid=os.getpid(), host=socket.gethostname(),
-            state="running"))
+        rank_status.write(
+            tmp_path,
+            1,
+            rank_status.RankStatus(
+                rank=rank.rank,
+                role=rank.role,
+                index=rank.index,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                state="running",
+            ),
+        )
     yield made
     starter.kill()
     starter.communicate()
@@ -35,8 +44,10 @@ def test_ranks_that_hang_in_mpis_start_are_named_with_their_hosts_and_the_key(jo
     assert job._failure({"appear": FAR}) == ""
     said = job._failure({"appear": PASSED})
     last = job.ranks[-1]
-    assert said.startswith(f"{last.role.value} rank {last.rank} on {socket.gethostname()} did not join the MPI world "
-                           f"within cluster.start_timeout_s={job.cluster.start_timeout_s:g}")
+    assert said.startswith(
+        f"{last.role.value} rank {last.rank} on {socket.gethostname()} did not join the MPI world "
+        f"within cluster.start_timeout_s={job.cluster.start_timeout_s:g}"
+    )
     assert "cluster.interface='ib7'" in said
 
 

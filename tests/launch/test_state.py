@@ -8,12 +8,22 @@ from rose.launch import state
 
 
 def rows(*states):
-    return [state.JobState(f"7+{n}", word, "0:0", "None", "n1", "0:01") for n, word in enumerate(states)]
+    return [
+        state.JobState(f"7+{n}", word, "0:0", "None", "n1", "0:01") for n, word in enumerate(states)
+    ]
 
 
-@pytest.mark.parametrize(("states", "hopeless"), [
-    (["PENDING", "FAILED"], "component 7+1 has ended"), (["PENDING", "PENDING"], ""), (["RUNNING", "RUNNING"], ""),
-    (["PENDING", "RUNNING"], ""), (["COMPLETED", "COMPLETED"], ""), ([], "")])
+@pytest.mark.parametrize(
+    ("states", "hopeless"),
+    [
+        (["PENDING", "FAILED"], "component 7+1 has ended"),
+        (["PENDING", "PENDING"], ""),
+        (["RUNNING", "RUNNING"], ""),
+        (["PENDING", "RUNNING"], ""),
+        (["COMPLETED", "COMPLETED"], ""),
+        ([], ""),
+    ],
+)
 def test_a_job_that_waits_for_an_ended_component_waits_for_ever(monkeypatch, states, hopeless):
     monkeypatch.setattr(state, "components", lambda job: rows(*states))
     said = state.cannot_start("7")
@@ -21,8 +31,10 @@ def test_a_job_that_waits_for_an_ended_component_waits_for_ever(monkeypatch, sta
 
 
 def test_the_controller_is_believed_before_the_accounting(monkeypatch):
-    answers = {"sacct": "7+0|PREEMPTED|0:0|None|n1|0:09\n7+1|CANCELLED by 0|0:0|None|n2|0:09\n",
-               "squeue": "7+0|PENDING||BeginTime||0:00\n"}
+    answers = {
+        "sacct": "7+0|PREEMPTED|0:0|None|n1|0:09\n7+1|CANCELLED by 0|0:0|None|n2|0:09\n",
+        "squeue": "7+0|PENDING||BeginTime||0:00\n",
+    }
     monkeypatch.setattr(state, "_ask", lambda command: answers[command[0]])
     assert [row.state for row in state.components("7")] == ["PENDING", "CANCELLED"]
     answers["sacct"] = ""  # it hears of a job a moment later

@@ -9,16 +9,31 @@ from rich.console import Console
 from rose.launch import slurm
 from rose.launch.layout import layout
 
-OF_THE_SHELL = {"SLURM_JOB_ID": "6", "SLURM_HET_SIZE": "2", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-                "SLURM_CPU_BIND_LIST": "0x1", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS": "1",
-                "SLURM_TRES_PER_TASK": "gpu:1", "SLURM_NTASKS_PER_GPU": "1", "SLURM_EXPORT_ENV": "NONE",
-                "SLURMD_NODENAME": "n1", "PMI_RANK": "0"}
-OF_THE_USER = {"SLURM_CONF": "/etc/here/slurm.conf", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "me", "LANG": "C"}
+OF_THE_SHELL = {
+    "SLURM_JOB_ID": "6",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPU_BIND_LIST": "0x1",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_GPUS": "1",
+    "SLURM_TRES_PER_TASK": "gpu:1",
+    "SLURM_NTASKS_PER_GPU": "1",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURMD_NODENAME": "n1",
+    "PMI_RANK": "0",
+}
+OF_THE_USER = {
+    "SLURM_CONF": "/etc/here/slurm.conf",
+    "SLURM_CLUSTERS": "big",
+    "SBATCH_ACCOUNT": "me",
+    "LANG": "C",
+}
 
 
 @pytest.fixture
 def shell(monkeypatch):
     """shell(variables): this process's environment has them, and no others of Slurm or MPI."""
+
     def make(variables):
         for name in [name for name in os.environ if name.startswith(("SLURM", "PMI"))]:
             monkeypatch.delenv(name)
@@ -42,7 +57,11 @@ def submitted(make_config, tmp_path, monkeypatch):
             (program.parent / name).symlink_to(program)
         c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
         slurm.submit(c, layout(c), Console(quiet=True))
-        return dict(line.split("=", 1) for line in (tmp_path / "found").read_text().splitlines() if "=" in line)
+        return dict(
+            line.split("=", 1)
+            for line in (tmp_path / "found").read_text().splitlines()
+            if "=" in line
+        )
 
     return submit
 
@@ -62,9 +81,24 @@ def test_outside_a_job_sbatch_gets_all_that_the_site_has_set(shell, submitted):
 
 
 def test_the_ranks_srun_gets_nothing_that_is_of_one_component_only(shell, make_config):
-    shell(OF_THE_SHELL | OF_THE_USER | {"SLURM_CPUS_PER_TASK": "8", "SLURM_MEM_PER_NODE": "9",
-                                        "SLURM_MEM_BIND": "local", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS_PER_NODE": "4"})
+    shell(
+        OF_THE_SHELL
+        | OF_THE_USER
+        | {
+            "SLURM_CPUS_PER_TASK": "8",
+            "SLURM_MEM_PER_NODE": "9",
+            "SLURM_MEM_BIND": "local",
+            "SLURM_GPU_BIND": "single:1",
+            "SLURM_NTASKS_PER_NODE": "4",
+        }
+    )
     found = slurm._environment(make_config("cluster=slurm", "+cluster.env.SLURM_MEM_BIND=none"))
     ours = {name for name in found if name.startswith("SLURM_")}
-    assert ours == {"SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_MEM_BIND"}
+    assert ours == {
+        "SLURM_JOB_ID",
+        "SLURM_HET_SIZE",
+        "SLURM_CONF",
+        "SLURM_CLUSTERS",
+        "SLURM_MEM_BIND",
+    }
     assert found["SLURM_MEM_BIND"] == "none", "what cluster.env says goes for all ranks"

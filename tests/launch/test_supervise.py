@@ -32,8 +32,15 @@ def begin(run_dir):
 
     def start(folder=run_dir, **toy):
         env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | toy
-        started.append(subprocess.Popen([sys.executable, str(DRIVE), str(folder)], env=env, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(DRIVE), str(folder)],
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
         return started[-1]
 
     yield start
@@ -47,7 +54,11 @@ def begin(run_dir):
 def of_run(run_dir):
     """Living processes of the job: everything with the run's folder on its command line, and the toy engines."""
     engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
-    alive = [p for p in psutil.process_iter(["cmdline", "status"]) if p.info["status"] != psutil.STATUS_ZOMBIE]
+    alive = [
+        p
+        for p in psutil.process_iter(["cmdline", "status"])
+        if p.info["status"] != psutil.STATUS_ZOMBIE
+    ]
     return [p for p in alive if p.pid in engines or str(run_dir) in (p.info["cmdline"] or [])]
 
 
@@ -72,14 +83,21 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
     code, output = finish(begin())
     assert code == 0, output
     statuses = rank_status.read_all(run_dir, 1)
-    assert [(s.rank, s.state, s.exit_code) for s in sorted(statuses.values(), key=lambda s: s.rank)] == [
-        (rank, "done", 0) for rank in range(5)]
+    assert [
+        (s.rank, s.state, s.exit_code) for s in sorted(statuses.values(), key=lambda s: s.rank)
+    ] == [(rank, "done", 0) for rank in range(5)]
     assert not of_run(run_dir), "the toy engines outlived the run"
     assert (run_dir / "logs" / "latest").resolve().name == "attempt-001"
 
 
-@pytest.mark.parametrize("deed, words", [("kill", "killed by SIGKILL"), ("exit", "exited with code 7"),
-                                         ("raise", "exited with code 1: ValueError: the toy broke")])
+@pytest.mark.parametrize(
+    "deed, words",
+    [
+        ("kill", "killed by SIGKILL"),
+        ("exit", "exited with code 7"),
+        ("raise", "exited with code 1: ValueError: the toy broke"),
+    ],
+)
 def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, deed, words):
     process = begin(TOY=f"trainer-0:{deed}", TOY_SECONDS="300")
     wait_until(lambda: all_up(run_dir))
@@ -89,7 +107,9 @@ def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, d
     assert code == 1
     assert "rank 2 (trainer 0, pid" in output and words in output
     assert "toy trainer 0 of 5 is up" in output, "the last log lines are missing"
-    assert ("a rank was lost" in output) == (deed == "kill"), "which Slurm's job would be requeued for"
+    assert ("a rank was lost" in output) == (deed == "kill"), (
+        "which Slurm's job would be requeued for"
+    )
     assert not of_run(run_dir)
 
 
@@ -167,15 +187,23 @@ def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
 
 
 @pytest.mark.parametrize("deed", ["raise", "hang"])
-def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_write(begin, disk, make_config, deed):
+def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_write(
+    begin, disk, make_config, deed
+):
     """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even ends."""
     configuration.save(make_config("cluster.stop_timeout_s=3"), disk.path / "config.json")
-    process = begin(disk.path, TOY=f"trainer-0:{deed}", TOY_SECONDS="300", TOY_WAITS=str(disk.path / "filler"))
+    process = begin(
+        disk.path, TOY=f"trainer-0:{deed}", TOY_SECONDS="300", TOY_WAITS=str(disk.path / "filler")
+    )
     wait_until(lambda: all_up(disk.path))
     disk.fill()
     since = time.monotonic()
     code, output = finish(process)
     assert time.monotonic() - since < 20
-    assert code == 1 and f"{disk.path}: No space left on device; free some space there; the same launch.py" in output
+    assert (
+        code == 1
+        and f"{disk.path}: No space left on device; free some space there; the same launch.py"
+        in output
+    )
     assert "a rank was lost" not in output
     assert not of_run(disk.path)

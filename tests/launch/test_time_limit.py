@@ -33,9 +33,12 @@ def settings(make_config):
     return make_config("cluster=slurm", "cluster.slurm.warning_s=120").cluster.slurm
 
 
-@pytest.mark.parametrize("took_s, left_s, comes", [(100.0, 150.0, True), (100.0, 5000.0, False), (35.0, 90.0, False)])
+@pytest.mark.parametrize(
+    "took_s, left_s, comes", [(100.0, 150.0, True), (100.0, 5000.0, False), (35.0, 90.0, False)]
+)
 def test_the_warning_comes_when_saving_needs_what_is_left_and_slurm_would_be_late(
-        warned, settings, tmp_path, monkeypatch, took_s, left_s, comes):
+    warned, settings, tmp_path, monkeypatch, took_s, left_s, comes
+):
     monkeypatch.setattr(slurm, "LOOK_S", 0.01)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
     resume.note_save(tmp_path, took_s)
@@ -52,7 +55,9 @@ def squeue(tmp_path, monkeypatch):
 
     def make(words, code=0):
         program = tmp_path / "squeue"
-        program.write_text(f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && printf '{words}'\nexit {code}\n")
+        program.write_text(
+            f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && printf '{words}'\nexit {code}\n"
+        )
         program.chmod(0o755)
 
     return make
@@ -63,7 +68,9 @@ def at(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
-def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(warned, settings, squeue, tmp_path, monkeypatch):
+def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(
+    warned, settings, squeue, tmp_path, monkeypatch
+):
     monkeypatch.setattr(slurm, "LOOK_S", 1.0)
     squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
     resume.note_save(tmp_path, 100.0)
@@ -71,10 +78,22 @@ def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(warned, setting
         assert warned(30.0)
 
 
-@pytest.mark.parametrize(("words", "code", "end"), [
-    ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))),
-    ("N/A\\n", 0, float("inf")), ("", 0, None), ("", 1, None)])
-def test_the_end_is_the_earliest_components_and_unknown_while_slurm_does_not_answer(squeue, words, code, end):
+@pytest.mark.parametrize(
+    ("words", "code", "end"),
+    [
+        (
+            "2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n",
+            0,
+            time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)),
+        ),
+        ("N/A\\n", 0, float("inf")),
+        ("", 0, None),
+        ("", 1, None),
+    ],
+)
+def test_the_end_is_the_earliest_components_and_unknown_while_slurm_does_not_answer(
+    squeue, words, code, end
+):
     squeue(words, code)
     assert slurm._end_time() == end
 

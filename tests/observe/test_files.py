@@ -13,7 +13,9 @@ from rose.observe.status import LiveStatus, read_status
 
 
 def test_wilson_interval_equals_the_published_example():
-    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998, table I
+    assert wilson_interval(81, 263) == pytest.approx(
+        (0.2553, 0.3662), abs=1e-4
+    )  # Newcombe 1998, table I
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert wilson_interval(20, 20)[1] == 1.0 and wilson_interval(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="successes=3 of n=2"):
@@ -37,7 +39,10 @@ def test_recorded_events_come_back_with_their_rank(tmp_path):
     (rank,) = read_events(tmp_path)
     assert (rank.rank, rank.role, rank.name, rank.attempt) == (3, "rollout", "rollout-0", 2)
     turn, load, died, usage = rank.events
-    assert turn["args"] == {"turn": "g1.0.t0", "tokens": 7, "name": "free"} and turn["end"] - turn["start"] == 1.5
+    assert (
+        turn["args"] == {"turn": "g1.0.t0", "tokens": 7, "name": "free"}
+        and turn["end"] - turn["start"] == 1.5
+    )
     assert load["args"] == {"version": 4, "bytes": 12} and load["end"] >= load["start"]
     assert died["args"] == {"exit_code": -9} and usage["value"] == 0.5
 
@@ -86,7 +91,9 @@ def test_metrics_survive_a_torn_line_and_bad_numbers(tmp_path):
     writer.write(2, {"loss": 0.25})
     writer.close()
     first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert first["loss"] == 0.5 and first["grad_norm"] is None and first["response_hist"] == [[8, 2]]
+    assert (
+        first["loss"] == 0.5 and first["grad_norm"] is None and first["response_hist"] == [[8, 2]]
+    )
     assert second["step"] == 2 and second["kind"] == "step"
 
 
@@ -100,7 +107,12 @@ def test_resume_forgets_later_steps_but_no_fault(tmp_path):
     writer.write(2, {"loss": 20})
     writer.close()
     rows = read_metrics(tmp_path)
-    assert [(row["kind"], row["step"]) for row in rows] == [("eval", 0), ("step", 1), ("fault", 3), ("step", 2)]
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        ("eval", 0),
+        ("step", 1),
+        ("fault", 3),
+        ("step", 2),
+    ]
     assert [row["loss"] for row in rows_of(rows, "step")] == [1, 20]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

@@ -8,9 +8,18 @@ from tests.observe.run_folder import write_run
 
 
 def told(device, **changes):
-    return {"device": device, "time": 0.0, "attained": {"with": [99, 100], "without": [50, 50]},
-            "measured": {"ttft_p99_s": 0.31}, "slo": {"ttft_p99_s": 0.5}, "made_tokens": 12345.0, "wasted_tokens": 0.0,
-            "evicted": 7.0, "preempted": 0.0, "stopped": ""} | changes
+    return {
+        "device": device,
+        "time": 0.0,
+        "attained": {"with": [99, 100], "without": [50, 50]},
+        "measured": {"ttft_p99_s": 0.31},
+        "slo": {"ttft_p99_s": 0.5},
+        "made_tokens": 12345.0,
+        "wasted_tokens": 0.0,
+        "evicted": 7.0,
+        "preempted": 0.0,
+        "stopped": "",
+    } | changes
 
 
 def write(run, number, content):
@@ -29,7 +38,11 @@ def test_each_device_has_a_row_with_both_sides(tmp_path):
     html = build_report(run).read_text()
     assert "What serving kept" in html and "99.0%" in html and "12,345" in html
     assert "310 ms <span class=muted>of 500 ms</span>" in html
-    assert "run on &lt;node&gt;" in html and "run on <node>" not in html and "of another run" not in html
+    assert (
+        "run on &lt;node&gt;" in html
+        and "run on <node>" not in html
+        and "of another run" not in html
+    )
     assert 'href="../serving/run-node-0/report.html"' in html
 
 

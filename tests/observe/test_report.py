@@ -13,14 +13,32 @@ from rose.observe.report import build_report
 from rose.observe.trace import Span
 from tests.observe.run_folder import write_run
 
-CHROMIUM = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--virtual-time-budget=4000")
+CHROMIUM = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=4000",
+)
 
 
 def test_unaccounted_time_is_shown_as_other():
-    (bar,) = series.phase_bars([{"step": 1, "time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}])
-    assert bar == {"rollout": 5.0, "train": 3.0, "sync": 0.0, "idle": 0.0, "other": 2.0, "first": 1, "last": 1}
+    (bar,) = series.phase_bars(
+        [{"step": 1, "time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}]
+    )
+    assert bar == {
+        "rollout": 5.0,
+        "train": 3.0,
+        "sync": 0.0,
+        "idle": 0.0,
+        "other": 2.0,
+        "first": 1,
+        "last": 1,
+    }
 
 
 def test_long_curves_become_means_of_neighbours():
@@ -33,15 +51,22 @@ def test_long_curves_become_means_of_neighbours():
 def test_histograms_with_different_edges_keep_their_mass():
     same = series.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
     assert same["edges"] == [0, 8, 16] and same["sides"][0]["shares"] == [0.25, 0.75]
-    mixed = series.length_histogram([{"step": 1, "response_hist": [[10, 5]]},
-                                     {"step": 2, "response_hist": [[12, 1], [24, 1]]}])
+    mixed = series.length_histogram(
+        [{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}]
+    )
     early, late = (side["shares"] for side in mixed["sides"])
-    assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(1, abs=1e-3)
+    assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(
+        1, abs=1e-3
+    )
     assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_occupancy_is_the_mean_number_of_running_turns():
-    spans = [Span(0, 10, "turn", "a", {}), Span(5, 10, "turn", "b", {}), Span(0, 20, "load_version", None, {})]
+    spans = [
+        Span(0, 10, "turn", "a", {}),
+        Span(5, 10, "turn", "b", {}),
+        Span(0, 20, "load_version", None, {}),
+    ]
     assert timeline.occupancy(spans, 0, 20, 4) == [1.0, 2.0, 0.0, 0.0]
 
 
@@ -68,15 +93,37 @@ def test_the_report_of_a_mixture_has_a_row_and_a_curve_for_each_environment(tmp_
     assert "By environment" not in build_report(run).read_text(), "one environment is the whole run"
     metrics = MetricsWriter(run, tensorboard=False)
     for step, wins in ((1, 0.25), (2, 0.75)):
-        metrics.write(step, {"success": wins, "trajectories/lake": 8, "success/lake": wins, "reward_mean/lake": 0.5,
-                             "turns_mean/lake": 4.0, "response_tokens_mean/lake": 40.0, "trajectories/sums": 0})
+        metrics.write(
+            step,
+            {
+                "success": wins,
+                "trajectories/lake": 8,
+                "success/lake": wins,
+                "reward_mean/lake": 0.5,
+                "turns_mean/lake": 4.0,
+                "response_tokens_mean/lake": 40.0,
+                "trajectories/sums": 0,
+            },
+        )
     for step, wins in ((0, 10), (2, 30)):
-        metrics.write(step, {"kind": "eval", "eval_n": 60, "eval_successes": wins, "eval_n/lake": 40,
-                             "eval_successes/lake": wins, "eval_reward/lake": 0.1})
+        metrics.write(
+            step,
+            {
+                "kind": "eval",
+                "eval_n": 60,
+                "eval_successes": wins,
+                "eval_n/lake": 40,
+                "eval_successes/lake": wins,
+                "eval_reward/lake": 0.1,
+            },
+        )
     metrics.close()
     html = build_report(run).read_text()
-    assert re.search(r"<th scope=row>lake</th><td>16</td><td>75\.0%</td><td>0\.500</td><td>4\.0</td><td>40</td>"
-                     r"<td>25\.0% \(14% to 40%, 10 of 40\)</td><td>75\.0% \(60% to 86%, 30 of 40\)</td>", html)
+    assert re.search(
+        r"<th scope=row>lake</th><td>16</td><td>75\.0%</td><td>0\.500</td><td>4\.0</td><td>40</td>"
+        r"<td>25\.0% \(14% to 40%, 10 of 40\)</td><td>75\.0% \(60% to 86%, 30 of 40\)</td>",
+        html,
+    )
     assert "<th scope=row>sums</th><td>0</td>" + 6 * "<td>–</td>" in html
     assert '"members":{"x":[1.0,2.0],"names":["lake"],"y":[[0.25,0.75]]}' in html
 
@@ -95,19 +142,39 @@ def test_a_large_run_stays_below_five_megabytes(tmp_path):
 def _dom(path, profile) -> str:
     """The page's DOM after its scripts ran, from file:// in headless Chromium."""
     browser = shutil.which("chromium")
-    assert browser, "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
-    command = [browser, *CHROMIUM, f"--user-data-dir={profile}", "--window-size=1280,2000", "--dump-dom", path.as_uri()]
+    assert browser, (
+        "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
+    )
+    command = [
+        browser,
+        *CHROMIUM,
+        f"--user-data-dir={profile}",
+        "--window-size=1280,2000",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.slow
 def test_chromium_draws_every_figure_offline(tmp_path):
     path = build_report(write_run(tmp_path / "run", steps=12))
-    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|XMLHttp""", path.read_text())
+    assert not re.search(
+        r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|XMLHttp""", path.read_text()
+    )
     dom = _dom(path, tmp_path / "profile")
     assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
     figures = dict(re.findall(r'<figure id="(fig-\w+)">(.*?)</figure>', dom, re.S))
-    for name in ("success", "reward", "throughput", "tokens", "mismatch", "ratio", "entropy", "grad"):
+    for name in (
+        "success",
+        "reward",
+        "throughput",
+        "tokens",
+        "mismatch",
+        "ratio",
+        "entropy",
+        "grad",
+    ):
         lines = re.findall(r'class="line[^"]*" d="([^"]*)"', figures[f"fig-{name}"])
         assert lines and all(line.count("L") >= 11 for line in lines), name
     assert figures["fig-success"].count('class="held-out"') == 2

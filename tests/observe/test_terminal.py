@@ -42,14 +42,29 @@ def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
 
 def test_the_live_screen_names_what_is_waited_for(tmp_path):
     rows = read_metrics(write_run(tmp_path / "run", steps=8))
-    status = Status(phase="rollout", step=9, steps=20, waiting_for="3 turns [of] rollout-1", finished=13, total=64,
-                    workers={"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)},
-                    started=time.time() - 65)
+    status = Status(
+        phase="rollout",
+        step=9,
+        steps=20,
+        waiting_for="3 turns [of] rollout-1",
+        finished=13,
+        total=64,
+        workers={"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)},
+        started=time.time() - 65,
+    )
     console = _console()
     console.print(terminal.screen("my [run]", status, rows))
     text = console.file.getvalue()
-    for part in ("my [run]", "step 9/20", "13/64 trajectories", "3 turns [of] rollout-1", "310",
-                 "1:05 elapsed", "left", "step 8/20"):
+    for part in (
+        "my [run]",
+        "step 9/20",
+        "13/64 trajectories",
+        "3 turns [of] rollout-1",
+        "310",
+        "1:05 elapsed",
+        "left",
+        "step 8/20",
+    ):
         assert part in text
     console.print(terminal.screen("new", Status(), []))
     terminal.follow(tmp_path / "absent", lambda: True, _console(force_terminal=True))
@@ -61,7 +76,15 @@ def test_the_final_table_compares_before_and_after(tmp_path):
     console = _console()
     terminal.final_table(run, console)
     text = console.file.getvalue()
-    for part in ("before (step 0)", "24.2%", "17.6% to 32.3%", "after (step 8)", "75.8%", "+51.6 pp", "report.html"):
+    for part in (
+        "before (step 0)",
+        "24.2%",
+        "17.6% to 32.3%",
+        "after (step 8)",
+        "75.8%",
+        "+51.6 pp",
+        "report.html",
+    ):
         assert part in text
     terminal.final_table(tmp_path / "absent", console)
 
@@ -78,5 +101,8 @@ def test_a_table_is_as_wide_in_a_file_as_it_needs():
     made.add_row(*["a value"] * 30)
     console = _console()
     terminal.show(console, made)
-    assert "column 0 ┃ column 1 ┃" in console.file.getvalue() and console.file.getvalue().count("\n") == 5
+    assert (
+        "column 0 ┃ column 1 ┃" in console.file.getvalue()
+        and console.file.getvalue().count("\n") == 5
+    )
     assert console.width == 100

@@ -10,14 +10,23 @@ from tests.observe.run_folder import write_run
 
 
 def test_overlapping_turns_get_different_lanes_and_free_lanes_are_used_again():
-    turns = [Span(0, 10, "turn", "a", {}), Span(5, 15, "turn", "b", {}), Span(6, 7, "turn", "a", {}),
-             Span(10, 12, "turn", "c", {})]
+    turns = [
+        Span(0, 10, "turn", "a", {}),
+        Span(5, 15, "turn", "b", {}),
+        Span(6, 7, "turn", "a", {}),
+        Span(10, 12, "turn", "c", {}),
+    ]
     assert assign_lanes(turns) == [0, 1, 2, 0]
 
 
 def test_spans_nest_only_in_their_own_trajectory():
-    spans = [Span(0, 100, "trajectory", "a", {}), Span(1, 90, "trajectory", "b", {}), Span(10, 20, "env_step", "b", {}),
-             Span(30, 40, "env_step", "a", {}), Span(50, 120, "env_step", "a", {})]
+    spans = [
+        Span(0, 100, "trajectory", "a", {}),
+        Span(1, 90, "trajectory", "b", {}),
+        Span(10, 20, "env_step", "b", {}),
+        Span(30, 40, "env_step", "a", {}),
+        Span(50, 120, "env_step", "a", {}),
+    ]
     assert assign_lanes(spans) == [0, 1, 1, 0, 2]
     assert assign_lanes(spans[:4], nest=False) == [0, 1, 2, 2]
 
@@ -40,17 +49,28 @@ def test_the_trace_holds_every_span_and_lanes_nest(tmp_path):
             assert not open_until or start - minus <= open_until[-1]
             open_until.append(start - minus)
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {"coordinator (rank 0)", "environment-0 (rank 1)", "trainer-0 (rank 2)", "rollout-0 (rank 3)",
-                     "rollout-1 (rank 4)"}
+    assert names == {
+        "coordinator (rank 0)",
+        "environment-0 (rank 1)",
+        "trainer-0 (rank 2)",
+        "rollout-0 (rank 3)",
+        "rollout-1 (rank 4)",
+    }
 
 
 def test_an_arrow_leads_from_a_trajectory_through_its_turns(tmp_path):
     run = write_run(tmp_path / "run", steps=1, turns=30)
     events = json.loads(gzip.decompress(build_trace(run).read_bytes()))["traceEvents"]
     arrows = [e for e in events if e["ph"] in "stf" and e["name"] == "g1.3"]
-    turns = [e for e in events if e["ph"] == "X" and e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"]
+    turns = [
+        e
+        for e in events
+        if e["ph"] == "X" and e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"
+    ]
     assert [e["ph"] for e in arrows] == ["s"] + ["t"] * (len(turns) - 1) + ["f"]
-    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == sorted((e["pid"], e["ts"]) for e in turns)
+    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == sorted(
+        (e["pid"], e["ts"]) for e in turns
+    )
 
 
 def test_a_run_without_events_has_an_empty_trace(tmp_path):

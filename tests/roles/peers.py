@@ -35,7 +35,9 @@ class Peers:
         self.size = len(ranks)
         self.hardware = hardware  # of every engine, or a list of each one's
         self.role = {rank.rank: rank for rank in ranks}
-        self.words = {rank.rank: deque() for rank in ranks[1:]}  # to be heard: functions that give a message, or None
+        self.words = {
+            rank.rank: deque() for rank in ranks[1:]
+        }  # to be heard: functions that give a message, or None
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
         self.trained = {}  # step -> [trajectory]
@@ -43,7 +45,11 @@ class Peers:
         self.domain_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
-        self.awake = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER} if config.shares_devices else None
+        self.awake = (
+            {rank.rank for rank in ranks if rank.role is p.Role.TRAINER}
+            if config.shares_devices
+            else None
+        )
         self.orders = []  # (role, its name), where devices are shared
         self.turns_asleep = 0  # that engines got
         self.late = {}  # rank -> LoadVersion that waits for its turn
@@ -53,7 +59,9 @@ class Peers:
         for rank in ranks[1:]:
             self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
             if rank.role is p.Role.TRAINER:
-                self.say(rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing"))
+                self.say(
+                    rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing")
+                )
             elif rank.role is p.Role.ROLLOUT and config.shares_devices:
                 self.dead.add(rank.rank)  # its first turn starts it
             elif rank.role is p.Role.ROLLOUT:
@@ -69,7 +77,11 @@ class Peers:
                 await asyncio.sleep(0.001)
                 continue
             rank = self.draw.choice(ready)
-            if self.role[rank].role is p.Role.TRAINER and len(ready) > 1 and self.draw.random() > TRAINER_SPEAKS:
+            if (
+                self.role[rank].role is p.Role.TRAINER
+                and len(ready) > 1
+                and self.draw.random() > TRAINER_SPEAKS
+            ):
                 continue
             message = self.words[rank].popleft()[1]()
             if message is not None:
@@ -90,7 +102,9 @@ class Peers:
 
     def _Wake(self, rank, m):
         self.awake.add(rank)
-        assert len({self.role[r].role for r in self.awake}) == 1, "trainer and engines are awake at once"
+        assert len({self.role[r].role for r in self.awake}) == 1, (
+            "trainer and engines are awake at once"
+        )
         self.orders.append((self.role[rank].role, "wake"))
         if rank in self.dead:
             self.dead.discard(rank)
@@ -113,7 +127,12 @@ class Peers:
     def dies(self, rank):
         """The engine of a rank, now."""
         self.dead.add(rank)
-        self.say(rank, p.WorkerDown(f"rollout-{self.role[rank].index}", self.incarnation[rank], "killed", True))
+        self.say(
+            rank,
+            p.WorkerDown(
+                f"rollout-{self.role[rank].index}", self.incarnation[rank], "killed", True
+            ),
+        )
 
     # ----------------------------------------------------------------- environment host
 
@@ -127,8 +146,19 @@ class Peers:
     def ask(self, rank, name):
         start, _, tokens, _ = self.running[name]
         turn = f"{name}.t{len(tokens)}"
-        self.say(rank, p.TurnRequest(turn, name, start.group, start.phase, p.pack_tokens([1] * 8),
-                                     p.Sampling(TOKENS_OF_A_TURN), start.domain), name)
+        self.say(
+            rank,
+            p.TurnRequest(
+                turn,
+                name,
+                start.group,
+                start.phase,
+                p.pack_tokens([1] * 8),
+                p.Sampling(TOKENS_OF_A_TURN),
+                start.domain,
+            ),
+            name,
+        )
 
     def _TurnResult(self, rank, m):
         name = m.turn.rpartition(".")[0]
@@ -141,14 +171,29 @@ class Peers:
             self.ask(rank, name)
         else:
             del self.running[name]
-            self.say(rank, p.TrajectoryFinished(self.trajectory(start, b"".join(tokens), b"".join(versions))), name)
+            self.say(
+                rank,
+                p.TrajectoryFinished(self.trajectory(start, b"".join(tokens), b"".join(versions))),
+                name,
+            )
 
     def trajectory(self, start, tokens, versions):
         made = len(tokens) // 4
         reward = float(seed_of(start.id, "reward") % 2)
-        return p.Trajectory(start.id, start.group, start.phase, p.pack_tokens([1]) + tokens, b"\0" + b"\1" * made,
-                            p.pack_floats([-1.0] * (made + 1)), p.pack_tokens([-1]) + versions, reward, reward > 0,
-                            turns=1, response_tokens=made, domain=start.domain)
+        return p.Trajectory(
+            start.id,
+            start.group,
+            start.phase,
+            p.pack_tokens([1]) + tokens,
+            b"\0" + b"\1" * made,
+            p.pack_floats([-1.0] * (made + 1)),
+            p.pack_tokens([-1]) + versions,
+            reward,
+            reward > 0,
+            turns=1,
+            response_tokens=made,
+            domain=start.domain,
+        )
 
     def _CancelTrajectory(self, rank, m):
         self.running.pop(m.id, None)  # a last word of it may be on its way
@@ -165,9 +210,19 @@ class Peers:
         packed = [(p.pack_tokens([7] * n), p.pack_floats([-1.0] * n)) for n in (1, count - 1)]
         if count > 1:
             self.say(rank, lambda: p.TurnProgress(*about, *packed[0], self.version[rank]), about)
-            self.say(rank, lambda: p.TurnFinished(*about, *packed[1], self.version[rank], p.FinishReason.STOP), about)
+            self.say(
+                rank,
+                lambda: p.TurnFinished(*about, *packed[1], self.version[rank], p.FinishReason.STOP),
+                about,
+            )
         else:
-            self.say(rank, lambda: p.TurnFinished(*about, *packed[0], self.version[rank], p.FinishReason.LENGTH), about)
+            self.say(
+                rank,
+                lambda: p.TurnFinished(
+                    *about, *packed[0], self.version[rank], p.FinishReason.LENGTH
+                ),
+                about,
+            )
 
     def _AbortTurn(self, rank, m):
         kept = [word for word in self.words[rank] if word[0] != (m.turn, m.attempt)]
@@ -176,8 +231,14 @@ class Peers:
     def _LoadVersion(self, rank, m):
         def load():
             self.version[rank] = m.version
-            return p.VersionLoaded(f"rollout-{self.role[rank].index}", self.incarnation.get(rank, 1), m.version, 0.1,
-                                   0.01, 10)
+            return p.VersionLoaded(
+                f"rollout-{self.role[rank].index}",
+                self.incarnation.get(rank, 1),
+                m.version,
+                0.1,
+                0.01,
+                10,
+            )
 
         if self.awake is not None and rank not in self.awake:
             self.late[rank] = m
@@ -205,10 +266,18 @@ class Peers:
         checkpoint.mark(Path(m.folder), 0, "")
 
 
-def run(config, folder, attempt=1, seed=0, resume_from=None, stop_when=lambda coordinator: False,
-        hardware="cpu"):
+def run(
+    config,
+    folder,
+    attempt=1,
+    seed=0,
+    resume_from=None,
+    stop_when=lambda coordinator: False,
+    hardware="cpu",
+):
     """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is asked at every
     message to a peer and at every turn of the loop: what lasts for less than a turn is seen, too."""
+
     async def scene():
         step = checkpoint.step_of(resume_from) if resume_from else 0
         peers = Peers(config, seed, step, hardware)

@@ -32,9 +32,15 @@ class Court:
         self.run_dir.mkdir()
         self.world = World(folder)
         self.changes, self.joiners = [], []
-        self.borrowed = Borrowed(config, self.run_dir, 1, 100, lambda: self.world.hub,
-                                 lambda what, detail: self.world.faults.append((what, detail)),
-                                 lambda what, detail: self.changes.append((what, detail)))
+        self.borrowed = Borrowed(
+            config,
+            self.run_dir,
+            1,
+            100,
+            lambda: self.world.hub,
+            lambda what, detail: self.world.faults.append((what, detail)),
+            lambda what, detail: self.changes.append((what, detail)),
+        )
         keep = self.world.hub._send
         self.world.hub._send = lambda to, m: self.borrowed.send(to, m) if to >= 100 else keep(to, m)
         self.world.hub.publish(0, "v0/manifest.json")
@@ -42,15 +48,21 @@ class Court:
 
     def join(self, behaviour):
         mpi = self.config.cluster.mpi
-        joiner = subprocess.Popen([sys.executable, str(JOINER), str(self.run_dir), behaviour], text=True,
-                                  env=singleton.environment(mpi.env | mpi.join_env), stdout=subprocess.PIPE)
+        joiner = subprocess.Popen(
+            [sys.executable, str(JOINER), str(self.run_dir), behaviour],
+            text=True,
+            env=singleton.environment(mpi.env | mpi.join_env),
+            stdout=subprocess.PIPE,
+        )
         self.joiners.append(joiner)
         return joiner
 
     async def until(self, condition, what):
         end = time.monotonic() + DEADLINE_S
         while not (value := condition()):
-            assert time.monotonic() < end, f"waited {DEADLINE_S:g} s for {what}: {self.world.faults} {self.changes}"
+            assert time.monotonic() < end, (
+                f"waited {DEADLINE_S:g} s for {what}: {self.world.faults} {self.changes}"
+            )
             await asyncio.sleep(0.02)
         return value
 
@@ -100,7 +112,9 @@ def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tok
     async def story(c):
         occupy(c)
         joiner = c.join("works")
-        await c.until(lambda: c.world.hub.ledger._turns["g0.1.t0"].made == 3, "tokens of the borrowed rank")
+        await c.until(
+            lambda: c.world.hub.ledger._turns["g0.1.t0"].made == 3, "tokens of the borrowed rank"
+        )
         assert c.workers() == ["borrowed-1", "rollout-0"] and c.changes[0][0] == "joined"
         assert c.world.hub.workers["borrowed-1"].kind == "cooperative"
         c.world.taken(p.GenerateTurn)
@@ -111,7 +125,14 @@ def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tok
         assert "1 turns go elsewhere" in c.lost()[0] and c.workers() == ["rollout-0"]
         c.world.finish([4])  # the dedicated worker has room again
         [(rank, again)] = c.world.taken(p.GenerateTurn)
-        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 5, 5, 5]
+        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [
+            1,
+            2,
+            3,
+            5,
+            5,
+            5,
+        ]
 
     court.run(story)
 
@@ -121,13 +142,24 @@ def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(cour
         occupy(c)
         c.join("gives back")
         await c.until(lambda: c.world.hub.returned, "the return")
-        await c.until(lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked, "the word on its capacity")
+        await c.until(
+            lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked,
+            "the word on its capacity",
+        )
         assert c.workers() == ["borrowed-1", "rollout-0"] and c.world.faults == []
         assert c.world.scheduler.cluster.workers["borrowed-1"].expected_s == 2.0
         c.world.taken(p.GenerateTurn)
         c.world.finish([4])
         [(rank, again)] = c.world.taken(p.GenerateTurn)
-        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 5, 5, 5, 6]
+        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [
+            1,
+            2,
+            3,
+            5,
+            5,
+            5,
+            6,
+        ]
 
     court.run(story)
 
@@ -138,18 +170,28 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
         joiner = c.join("leaves")
         await c.until(lambda: joiner.poll() is not None, "its end")
         assert joiner.communicate()[0] == "goodbye\n" and c.world.faults == []
-        assert [what for what, _ in c.changes] == ["joined", "left"] and c.workers() == ["rollout-0"]
+        assert [what for what, _ in c.changes] == ["joined", "left"] and c.workers() == [
+            "rollout-0"
+        ]
 
     court.run(story)
 
 
-@pytest.mark.parametrize("behaviour, words", [
-    ("wrong token over MPI", "token is not the run's"), ("garbage over MPI", "no message"),
-    ("garbage after hello", "no message"), ("old version over MPI", "protocol version 1"),
-    ("speaks for another", "speaks for rollout-0"), ("tells the run to fail", "said RankFailed"),
-    ("impossible engine", "0 KV tokens"), ("impossible capacity", "-5 KV tokens"), ("wrong tokens", "1000 tokens, where 1 to 10"),
-    ("says nothing", "said nothing right|not for it to say"),
-])
+@pytest.mark.parametrize(
+    "behaviour, words",
+    [
+        ("wrong token over MPI", "token is not the run's"),
+        ("garbage over MPI", "no message"),
+        ("garbage after hello", "no message"),
+        ("old version over MPI", "protocol version 1"),
+        ("speaks for another", "speaks for rollout-0"),
+        ("tells the run to fail", "said RankFailed"),
+        ("impossible engine", "0 KV tokens"),
+        ("impossible capacity", "-5 KV tokens"),
+        ("wrong tokens", "1000 tokens, where 1 to 10"),
+        ("says nothing", "said nothing right|not for it to say"),
+    ],
+)
 def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behaviour, words):
     async def story(c):
         occupy(c)
@@ -189,9 +231,14 @@ def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(
         (folder / "two.asks").write_bytes(b'{"protocol": 1}')
         (folder / "three.asks").write_bytes(b"\x00\xff garbage")
         await c.until(lambda: len(list(folder.glob("*.answer"))) == 3, "answers")
-        reasons = {path.stem: msgspec.json.decode(path.read_bytes(), type=join.Answer) for path in folder.glob("*.answer")}
+        reasons = {
+            path.stem: msgspec.json.decode(path.read_bytes(), type=join.Answer)
+            for path in folder.glob("*.answer")
+        }
         assert "token" in reasons["one"].reason and "protocol version 1" in reasons["two"].reason
-        assert "no request" in reasons["three"].reason and not any(a.worker or a.port for a in reasons.values())
+        assert "no request" in reasons["three"].reason and not any(
+            a.worker or a.port for a in reasons.values()
+        )
         assert len(c.world.faults) == 3
 
     court.run(story)
@@ -201,14 +248,22 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
     async def story(c):
         joiner = c.join("works")
         await c.until(lambda: c.changes, "the join")
-        ports = {x.laddr for q in psutil.Process().children(recursive=True) for x in q.net_connections("tcp")
-                 if x.status == psutil.CONN_LISTEN}
+        ports = {
+            x.laddr
+            for q in psutil.Process().children(recursive=True)
+            for x in q.net_connections("tcp")
+            if x.status == psutil.CONN_LISTEN
+        }
         assert ports
         for address in ports:
             with socket.create_connection(address, timeout=5) as end:
                 end.sendall(os.urandom(4096))
         await asyncio.sleep(3.0)
-        assert c.world.faults == [] and joiner.poll() is None and c.workers() == ["borrowed-1", "rollout-0"]
+        assert (
+            c.world.faults == []
+            and joiner.poll() is None
+            and c.workers() == ["borrowed-1", "rollout-0"]
+        )
 
     court.run(story)
 
@@ -241,7 +296,10 @@ def test_no_more_ranks_than_allowed(tmp_path, make_config):
 def test_the_folder_is_private_and_closed_with_the_run(court):
     async def story(c):
         folder = join.folder(c.run_dir)
-        assert folder.stat().st_mode & 0o777 == 0o700 and (folder / "token").stat().st_mode & 0o777 == 0o600
+        assert (
+            folder.stat().st_mode & 0o777 == 0o700
+            and (folder / "token").stat().st_mode & 0o777 == 0o600
+        )
         first = join.endpoint(c.run_dir)
         await c.until(lambda: join.endpoint(c.run_dir) != first, "a sign of life")
 

@@ -21,7 +21,9 @@ TRAINER_RANKS = (2, 3)
 def coordinator(make_config, tmp_path):
     config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
     sent = []
-    mailbox = SimpleNamespace(rank=0, size=6, send=lambda rank, message: sent.append((rank, message)))
+    mailbox = SimpleNamespace(
+        rank=0, size=6, send=lambda rank, message: sent.append((rank, message))
+    )
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
     made.sent, made.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
@@ -50,7 +52,9 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
         await last
 
     asyncio.run(scene())
-    assert [type(m) for _, m in coordinator.sent] == [p.SaveCheckpoint] * 2, "a rank was told to save twice"
+    assert [type(m) for _, m in coordinator.sent] == [p.SaveCheckpoint] * 2, (
+        "a rank was told to save twice"
+    )
     final = checkpoint.latest(tmp_path)
     assert checkpoint.step_of(final) == 7
     names = {"part-0", "part-1", checkpoint.COORDINATOR_STATE, "saved-00000", "saved-00001"}
@@ -92,14 +96,18 @@ def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coo
     assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
 
 
-def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(coordinator, tmp_path):
+def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
+    coordinator, tmp_path
+):
     async def scene():
         await coordinator._checkpoint(60.0)
         written(coordinator, 0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
         await coordinator._committed()
 
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"):
+    with pytest.raises(
+        checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
+    ):
         asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
 
@@ -110,16 +118,25 @@ def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinat
         written(coordinator, 1)
         await coordinator._committed()
 
-    with pytest.raises(RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"):
+    with pytest.raises(
+        RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
+    ):
         asyncio.run(scene())
 
 
-def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(coordinator, tmp_path):
+def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
+    coordinator, tmp_path
+):
     cluster = coordinator.config.cluster
     slurm = SimpleNamespace(warning_s=120)
     assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120
     resume.note_save(tmp_path, 100.0)
-    assert resume.stop_s(tmp_path, cluster) == pytest.approx(500) and resume.warning_s(tmp_path, slurm) == 300
-    assert resume.warning_s(tmp_path, slurm) > resume.stop_s(tmp_path, cluster) / 2 > 2 * 100.0, "one runs, one follows"
+    assert (
+        resume.stop_s(tmp_path, cluster) == pytest.approx(500)
+        and resume.warning_s(tmp_path, slurm) == 300
+    )
+    assert resume.warning_s(tmp_path, slurm) > resume.stop_s(tmp_path, cluster) / 2 > 2 * 100.0, (
+        "one runs, one follows"
+    )
     (tmp_path / "status" / "save.json").write_text("torn")
     assert resume.stop_s(tmp_path, cluster) == 4

@@ -19,9 +19,18 @@ STEPS = 4
 @pytest.fixture
 def config(make_config):
     return lambda *overrides: make_config(
-        f"trainer.steps={STEPS}", "eval.episodes=3", "eval.every=2", "trainer.batch_size=8", "rollout.group_size=2",
-        "serving.borrow=false", "observe.tensorboard=false", "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2", "colocate=true", *overrides)
+        f"trainer.steps={STEPS}",
+        "eval.episodes=3",
+        "eval.every=2",
+        "trainer.batch_size=8",
+        "rollout.group_size=2",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=2",
+        "colocate=true",
+        *overrides,
+    )
 
 
 def turns(peer):
@@ -43,12 +52,20 @@ def test_a_run_changes_turns_twice_a_step_and_trains_as_without(seed, config, tm
     _, alone = peers.run(config("colocate=false"), tmp_path / "alone", seed=seed)
     assert turns(peer) == TO_ROLLOUT + STEPS * (TO_TRAINER + TO_ROLLOUT)
     assert peer.turns_asleep == 0
-    groups = [{step: sorted(t.id for t in rows) for step, rows in each.trained.items()} for each in (peer, alone)]
+    groups = [
+        {step: sorted(t.id for t in rows) for step, rows in each.trained.items()}
+        for each in (peer, alone)
+    ]
     assert groups[0] == groups[1] and len(groups[0]) == STEPS
-    assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path / "shared")] == [2, 4]
+    assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path / "shared")] == [
+        2,
+        4,
+    ]
     rows = rows_of(read_metrics(tmp_path / "shared"), "step")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2) and rows[-1]["seconds_wake"] == pytest.approx(0.4)
+    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2) and rows[-1][
+        "seconds_wake"
+    ] == pytest.approx(0.4)
     assert rows[-1]["trainer_sleep_free_gib"] == 20.0 and rows[-1]["rollout_wake_gib"] == 3.0
 
 
@@ -56,7 +73,12 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
     def die(coordinator):
         peer = coordinator.mailbox
         rank = next(rank for rank, r in peer.role.items() if r.role is p.Role.ROLLOUT)
-        if peer.training and coordinator.step == 1 and peer.incarnation[rank] == 1 and rank not in peer.dead:
+        if (
+            peer.training
+            and coordinator.step == 1
+            and peer.incarnation[rank] == 1
+            and rank not in peer.dead
+        ):
             peer.dies(rank)
         return False
 
@@ -74,7 +96,9 @@ def test_stopped_in_the_engines_turn_the_trainer_takes_its_own_and_saves(config,
         peers.run(config("trainer.checkpoint_every=100"), tmp_path, stop_when=rolling_out)
     saved = checkpoint.latest(tmp_path)
     assert checkpoint.step_of(saved) == 3
-    _, peer = peers.run(config("trainer.checkpoint_every=100"), tmp_path, attempt=2, resume_from=saved)
+    _, peer = peers.run(
+        config("trainer.checkpoint_every=100"), tmp_path, attempt=2, resume_from=saved
+    )
     assert list(peer.trained) == [4] and turns(peer) == TO_ROLLOUT + TO_TRAINER + TO_ROLLOUT
 
 
@@ -93,10 +117,17 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
             assert deadline_s > 240  # an engine may have to be started
             await changes.until(ready, 0.01, what)
 
-        device = DeviceTurns(config(), RANKS, lambda rank, m: rank == 3 and answer(device, rank, m.turn), until,
-                             NullRecorder())
+        device = DeviceTurns(
+            config(),
+            RANKS,
+            lambda rank, m: rank == 3 and answer(device, rank, m.turn),
+            until,
+            NullRecorder(),
+        )
         device.holder = p.Role.ROLLOUT
-        with pytest.raises(RunFailed, match="rollout ranks to give their devices' memory back: no word of 1"):
+        with pytest.raises(
+            RunFailed, match="rollout ranks to give their devices' memory back: no word of 1"
+        ):
             await device.to(p.Role.TRAINER)
         assert device.holder is None
 
@@ -108,7 +139,9 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
     async def scene():
         changes = Changes(lambda what: None)
-        device = DeviceTurns(config(), RANKS, lambda rank, m: sent.append((rank, m)), changes.until, NullRecorder())
+        device = DeviceTurns(
+            config(), RANKS, lambda rank, m: sent.append((rank, m)), changes.until, NullRecorder()
+        )
         first = asyncio.create_task(device.to(p.Role.ROLLOUT))
         await asyncio.sleep(0)
         first.cancel()  # a stop, as the trainer gives its device back
@@ -134,6 +167,8 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
 
 def test_without_sharing_nobody_is_told_anything(config):
-    device = DeviceTurns(config("colocate=false"), RANKS, lambda rank, m: pytest.fail("told"), None, NullRecorder())
+    device = DeviceTurns(
+        config("colocate=false"), RANKS, lambda rank, m: pytest.fail("told"), None, NullRecorder()
+    )
     asyncio.run(device.to(p.Role.ROLLOUT))
     assert device.take_figures() == {}

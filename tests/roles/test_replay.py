@@ -6,7 +6,10 @@ import pytest
 from rose.rollout import replay
 from tests.roles.test_step_metrics import trajectory
 
-GROUPS = [[trajectory("g0.0", 1.0, 8), trajectory("g0.1", 0.0, 4)], [trajectory("g1.0", 0.0, 12, truncated=True)]]
+GROUPS = [
+    [trajectory("g0.0", 1.0, 8), trajectory("g0.1", 0.0, 4)],
+    [trajectory("g1.0", 0.0, 12, truncated=True)],
+]
 
 
 def test_saved_groups_come_back_whole(tmp_path):

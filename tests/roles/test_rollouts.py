@@ -13,20 +13,38 @@ HOST, SIZE = 1, 2
 
 @pytest.fixture
 def rollouts(world, make_config):
-    config = make_config(f"rollout.group_size={SIZE}", "trainer.batch_size=8", "env.max_failures_in_row=3")
-    return Rollouts(config, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: HOST},
-                    lambda what, detail: world.faults.append((what, detail)))
+    config = make_config(
+        f"rollout.group_size={SIZE}", "trainer.batch_size=8", "env.max_failures_in_row=3"
+    )
+    return Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: HOST},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
 
 
 def arrived(name, tokens=3, phase=p.Phase.TRAIN):
-    return p.TrajectoryFinished(p.Trajectory(name, name.split(".")[0], phase, b"", b"", b"", b"", 1.0, True, 1, tokens))
+    return p.TrajectoryFinished(
+        p.Trajectory(name, name.split(".")[0], phase, b"", b"", b"", b"", 1.0, True, 1, tokens)
+    )
 
 
 def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, make_config):
-    config = make_config("env=games", f"rollout.group_size={SIZE}", "trainer.batch_size=8",
-                         "env.members.calculator.max_failures_in_row=2")
-    made = Rollouts(config, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: HOST},
-                    lambda what, detail: world.faults.append((what, detail)))
+    config = make_config(
+        "env=games",
+        f"rollout.group_size={SIZE}",
+        "trainer.batch_size=8",
+        "env.members.calculator.max_failures_in_row=2",
+    )
+    made = Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: HOST},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
     made.evaluate([f"e0-{index}" for index in range(12)], 1)
@@ -35,7 +53,9 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
     assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
     for kind in "ge":
         domains = [domain for group, domain in of.items() if group.startswith(kind)]
-        assert set(domains) == {"frozen_lake", "calculator"} and 7 <= domains.count("frozen_lake") <= 9
+        assert (
+            set(domains) == {"frozen_lake", "calculator"} and 7 <= domains.count("frozen_lake") <= 9
+        )
     assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
     calculated = next(group for group, domain in of.items() if domain == "calculator")
     made.handle(p.TrajectoryFailed(f"{calculated}.0", calculated, "calculator", "boom"))
@@ -51,7 +71,10 @@ def heard(world):
     world.journal.flush()
     entries = journal.read(world.journal_path)
     next(entries)
-    return [(type(e.event).__name__, getattr(e.event, "trajectory", getattr(e.event, "group", ""))) for e in entries]
+    return [
+        (type(e.event).__name__, getattr(e.event, "trajectory", getattr(e.event, "group", "")))
+        for e in entries
+    ]
 
 
 def test_a_group_that_nobody_takes_stays_until_it_is_taken(rollouts, world):
@@ -124,7 +147,9 @@ def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollo
     handle = world.scheduler.handle
 
     def drops(event):
-        return handle(event) + ([ev.DropGroup("g0")] if isinstance(event, ev.TrajectoryEnded) else [])
+        return handle(event) + (
+            [ev.DropGroup("g0")] if isinstance(event, ev.TrajectoryEnded) else []
+        )
 
     world.scheduler.handle = drops
     world.hub._on_action = lambda action: rollouts.drop(action.group)
@@ -138,14 +163,18 @@ def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, worl
     rollouts.evaluate(["e5-0"], seed=3)
     world.taken(p.StartTrajectory)
     rollouts.end()
-    assert [m.id for _, m in world.taken(p.CancelTrajectory)] == ["g0.0", "g0.1"], "the evaluation goes on"
+    assert [m.id for _, m in world.taken(p.CancelTrajectory)] == ["g0.0", "g0.1"], (
+        "the evaluation goes on"
+    )
     rollouts.admit(1, "g1", 0.0)
     assert world.taken(p.StartTrajectory) == [] and rollouts.groups.running == 1
     rollouts.handle(arrived("e5-0.0", phase=p.Phase.EVAL))
     assert rollouts.progress == (1, 1) and list(rollouts.finished) == ["e5-0"]
 
 
-def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_tokens_counted(rollouts, world):
+def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_tokens_counted(
+    rollouts, world
+):
     rollouts.admit(0, "g0", 0.5)
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g0.0", "g0.1", "g0.2"]
     world.request("g0.0.t0")
@@ -153,5 +182,8 @@ def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_toke
     rollouts.handle(arrived("g0.2"))
     rollouts.handle(arrived("g0.1"))
     assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.0"))]
-    assert rollouts.dropped_tokens == 2 and [t.id for t in rollouts.take(["g0"])[0]] == ["g0.1", "g0.2"]
+    assert rollouts.dropped_tokens == 2 and [t.id for t in rollouts.take(["g0"])[0]] == [
+        "g0.1",
+        "g0.2",
+    ]
     assert rollouts.groups.running == 0 and len(world.hub.ledger) == 0

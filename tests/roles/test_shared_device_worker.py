@@ -89,6 +89,7 @@ class Scene:
 
     async def told(self, kind, count=1):
         """The `count`-th message of this kind."""
+
         async def there():
             while len(found := [m for m in self.sent if isinstance(m, kind)]) < count:
                 await asyncio.sleep(0.001)
@@ -173,7 +174,9 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
         await world.told(p.WorkerDown)
         world.tell(p.Sleep)
         await settle()
-        assert len([m for m in world.sent if isinstance(m, p.DeviceChanged)]) == 1, "it holds memory as it starts"
+        assert len([m for m in world.sent if isinstance(m, p.DeviceChanged)]) == 1, (
+            "it holds memory as it starts"
+        )
         FakeEngine.starting.set()
         assert not (await world.told(p.DeviceChanged, 2)).awake
 
@@ -189,7 +192,9 @@ def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):
     play(scene, "cluster=gpus", "cluster.gpus=1")
 
 
-def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(make_config, monkeypatch, tmp_path):
+def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(
+    make_config, monkeypatch, tmp_path
+):
     from rose.serving.worker import BorrowedWorker
 
     monkeypatch.setattr(rollout, "resolve", lambda model: tmp_path)

@@ -17,9 +17,18 @@ PROMPT, NEW = [1, 2, 3], 6
 WORKERS = list(RANK)
 WHOLE_KV, SEQUENCES = 4 * (len(PROMPT) + NEW), 3
 STEPS = st.tuples(
-    st.sampled_from(["request"] * 3 + ["progress"] * 3 + ["finish"] * 2 + ["give back"] * 3 + ["capacity"] * 3
-                    + ["late word", "die", "join", "stall", "cancel"]),
-    st.sampled_from(WORKERS), st.integers(0, 7), st.integers(0, 4))
+    st.sampled_from(
+        ["request"] * 3
+        + ["progress"] * 3
+        + ["finish"] * 2
+        + ["give back"] * 3
+        + ["capacity"] * 3
+        + ["late word", "die", "join", "stall", "cancel"]
+    ),
+    st.sampled_from(WORKERS),
+    st.integers(0, 7),
+    st.integers(0, 4),
+)
 
 
 @dataclass
@@ -55,7 +64,9 @@ class Engines:
             self.over.append((m.turn, attempt))
         for rank, m in self.world.taken(p.GenerateTurn):
             worker = next(w for w in WORKERS if RANK[w] == rank)
-            assert worker in self.up and m.turn not in self.held, "a turn is with one worker at a time"
+            assert worker in self.up and m.turn not in self.held, (
+                "a turn is with one worker at a time"
+            )
             made = len(m.tokens) // 4 - len(PROMPT)
             assert p.unpack_tokens(m.tokens).tolist() == PROMPT + self.tokens(m.turn, 0, made)
             assert m.sampling.max_new_tokens == NEW - made
@@ -138,8 +149,14 @@ class Engines:
             self.look()
         while self.held:
             for turn, attempt in list(self.held.items()):
-                self.step("finish", attempt.worker, sorted(
-                    t for t, a in self.held.items() if a.worker == attempt.worker).index(turn), 0)
+                self.step(
+                    "finish",
+                    attempt.worker,
+                    sorted(t for t, a in self.held.items() if a.worker == attempt.worker).index(
+                        turn
+                    ),
+                    0,
+                )
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,12 +168,17 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
             engines.step(what, engines.workers[WORKERS.index(worker) % workers], *rest)
         engines.end()
         hub, cluster = engines.world.hub, engines.world.scheduler.cluster
-        assert set(engines.results) == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
+        assert (
+            set(engines.results)
+            == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
+        )
         for turn, tokens in engines.results.items():
             assert 1 <= len(tokens) <= NEW and tokens == engines.tokens(turn, 0, len(tokens))
         assert len(hub.ledger) == 0 and cluster.turns == {} and engines.world.actions == []
         assert all(w.open_turns == 0 for w in hub.workers.values())
         assert all(w.turns == {} and w.takes for w in cluster.workers.values())
-        assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(engines.heard.values())
+        assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(
+            engines.heard.values()
+        )
         engines.world.journal.close()
         assert replay(engines.world.journal_path, scheduler()) > 0

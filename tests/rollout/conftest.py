@@ -8,7 +8,9 @@ import pytest
 from rose.rollout.chat import ChatFormat
 from scripts.make_tiny_model import CHAT_TEMPLATE, demonstrations, make_tokenizer
 
-TRL_TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"  # copies of the models' own
+TRL_TEMPLATES = (
+    Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+)  # copies of the models' own
 
 SMOLLM2 = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -35,6 +37,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def save_tokenizer(tokenizer, tmp_path_factory):
     """save_tokenizer(template) -> folder."""
+
     def save(template):
         folder = tmp_path_factory.mktemp("tokenizer")
         tokenizer.save_pretrained(folder)
@@ -42,6 +45,7 @@ def save_tokenizer(tokenizer, tmp_path_factory):
         if template is not None:
             (folder / "chat_template.jinja").write_text(template)
         return folder
+
     return save
 
 

@@ -10,15 +10,26 @@ from rose.rollout.chat import ChatFormat
 from .conftest import TEMPLATES
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "F F\nP G"}]
-TOOL = {"type": "function", "function": {"name": "move", "description": "Move one cell.", "parameters": {
-    "type": "object", "properties": {"direction": {"type": "string"}}, "required": ["direction"]}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "description": "Move one cell.",
+        "parameters": {
+            "type": "object",
+            "properties": {"direction": {"type": "string"}},
+            "required": ["direction"],
+        },
+    },
+}
 SAID = {"role": "assistant", "content": "I go on."}
 families = pytest.mark.parametrize("family", TEMPLATES)
 
 
 def render(tokenizer, template, messages, tools=None):
-    text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False,
-                                         add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -29,7 +40,9 @@ def test_the_first_prompt_is_the_templates(chats, tokenizer, family):
 
 @pytest.mark.parametrize("family", ["tiny", "qwen2.5", "qwen3"])
 def test_tools_are_listed_by_the_template(chats, tokenizer, family):
-    assert chats[family].start(MESSAGES, [TOOL]) == render(tokenizer, TEMPLATES[family], MESSAGES, [TOOL])
+    assert chats[family].start(MESSAGES, [TOOL]) == render(
+        tokenizer, TEMPLATES[family], MESSAGES, [TOOL]
+    )
     assert chats[family].native_tools
 
 
@@ -44,7 +57,9 @@ def test_a_template_that_ignores_tools_gets_them_in_the_system_message(chats, me
 @families
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("observed", ["P F\nF G", "", "\n two  spaces \n", "é 漢 🙂"])
-def test_turn_and_observation_join_to_what_the_template_writes(chats, tokenizer, family, role, observed):
+def test_turn_and_observation_join_to_what_the_template_writes(
+    chats, tokenizer, family, role, observed
+):
     chat = chats[family]
     if role == "tool" and family == "smollm2":
         expected = {"role": "user", "content": f"<tool_response>\n{observed}\n</tool_response>"}
@@ -58,15 +73,22 @@ def test_turn_and_observation_join_to_what_the_template_writes(chats, tokenizer,
 @families
 def test_a_turn_without_its_end_token_is_given_one(chats, tokenizer, family):
     chat = chats[family]
-    assert chat.observation("x", "tool", closed=False) == [tokenizer.eos_token_id, *chat.observation("x", "tool")]
+    assert chat.observation("x", "tool", closed=False) == [
+        tokenizer.eos_token_id,
+        *chat.observation("x", "tool"),
+    ]
 
 
 def test_thinking_of_earlier_turns_stays(chats, tokenizer):
     """Qwen3's template would drop it on rendering the conversation again."""
     chat = chats["qwen3"]
-    thought = tokenizer.encode("<think>\nhm\n</think>\n\nleft", add_special_tokens=False) + [tokenizer.eos_token_id]
+    thought = tokenizer.encode("<think>\nhm\n</think>\n\nleft", add_special_tokens=False) + [
+        tokenizer.eos_token_id
+    ]
     text = chat.decode(chat.start(MESSAGES, []) + thought + chat.observation("next", "user"))
-    assert "hm" in text and text.endswith("<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n")
+    assert "hm" in text and text.endswith(
+        "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_template_arguments_reach_first_and_later_prompts(save_tokenizer):
@@ -102,15 +124,23 @@ def test_generation_config_adds_end_tokens(save_tokenizer, tokenizer):
     assert ChatFormat(folder).eos_ids == {tokenizer.eos_token_id, 0, 2}
 
 
-@pytest.mark.parametrize("template, problem", [
-    (None, "no chat template"),
-    # the number of turns so far stands in every prompt
-    ("{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + messages|length|string }}{% endfor %}",
-     "depends on the turns before"),
-    ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn tokens"),
-    ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
-    ("{{ raise_exception('one turn only') }}", "one turn only"),
-])
+@pytest.mark.parametrize(
+    "template, problem",
+    [
+        (None, "no chat template"),
+        # the number of turns so far stands in every prompt
+        (
+            "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + messages|length|string }}{% endfor %}",
+            "depends on the turns before",
+        ),
+        (
+            "{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}",
+            "none of its end-of-turn tokens",
+        ),
+        ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
+        ("{{ raise_exception('one turn only') }}", "one turn only"),
+    ],
+)
 def test_an_unusable_template_is_refused_naming_the_model(save_tokenizer, template, problem):
     folder = save_tokenizer(template)
     with pytest.raises(ConfigError, match=problem) as error:

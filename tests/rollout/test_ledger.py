@@ -13,13 +13,24 @@ CONTEXT = [1, 2, 3]
 
 def opened(new=10):
     ledger = Ledger()
-    ledger.open(p.TurnRequest("g0.0.t0", "g0.0", "g0", p.Phase.TRAIN, p.pack_tokens(CONTEXT),
-                              p.Sampling(max_new_tokens=new, seed=5)), host=7)
+    ledger.open(
+        p.TurnRequest(
+            "g0.0.t0",
+            "g0.0",
+            "g0",
+            p.Phase.TRAIN,
+            p.pack_tokens(CONTEXT),
+            p.Sampling(max_new_tokens=new, seed=5),
+        ),
+        host=7,
+    )
     return ledger
 
 
 def progress(attempt, tokens, version=0):
-    return p.TurnProgress("g0.0.t0", attempt, p.pack_tokens(tokens), p.pack_floats([-0.5] * len(tokens)), version)
+    return p.TurnProgress(
+        "g0.0.t0", attempt, p.pack_tokens(tokens), p.pack_floats([-0.5] * len(tokens)), version
+    )
 
 
 def test_a_turn_goes_on_elsewhere_from_the_tokens_received():

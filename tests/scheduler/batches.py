@@ -33,7 +33,9 @@ class Trainer:
             match action:
                 case ev.AdmitGroup(index, group):
                     assert group not in self.admitted, "names are unique for ever"
-                    assert self.fate.get(index) in (None, "dropped", "lost"), "no second try while the first counts"
+                    assert self.fate.get(index) in (None, "dropped", "lost"), (
+                        "no second try while the first counts"
+                    )
                     assert group_index(group) == index
                     self.admitted[group], self.fate[index] = self.version, "out"
                     self.running.append(group)
@@ -98,10 +100,16 @@ class Trainer:
 
     def overdue(self, bound: int) -> list[str]:
         """Groups that are out and could not be trained in time any more, however soon."""
-        return [group for group in (*self.running, *self.held) if self.version - self.admitted[group] > bound]
+        return [
+            group
+            for group in (*self.running, *self.held)
+            if self.version - self.admitted[group] > bound
+        ]
 
     def staleness(self) -> list[int]:
-        return [version - self.admitted[group] for version, groups in self.trained for group in groups]
+        return [
+            version - self.admitted[group] for version, groups in self.trained for group in groups
+        ]
 
     def check_accounts(self) -> None:
         """Every index up to the newest was trained, was dropped on purpose, is out, or will be tried again."""
@@ -110,5 +118,7 @@ class Trainer:
         assert sorted(self.fate) == list(range(len(self.fate)))
         for index, fate in self.fate.items():
             assert fate != "lost" or index in again, f"prompt {index} was skipped in silence"
-            assert fate != "out" or index in again, f"prompt {index} would be skipped if the run ended now"
+            assert fate != "out" or index in again, (
+                f"prompt {index} would be skipped if the run ended now"
+            )
             assert fate != "trained" or index not in again, f"prompt {index} would be trained twice"

@@ -12,8 +12,14 @@ from rose.scheduler.groups import group_index
 MEMBERS = 2  # of a group
 GROUPS = 2  # of a step
 WHOLE_KV = 100
-KINDS = {"d0": ("dedicated", "H800"), "d1": ("dedicated", "H20"), "c0": ("cooperative", "H800"),
-         "c1": ("cooperative", "H20"), "s0": ("spot", "H800"), "h0": ("hybrid", "H800")}
+KINDS = {
+    "d0": ("dedicated", "H800"),
+    "d1": ("dedicated", "H20"),
+    "c0": ("cooperative", "H800"),
+    "c1": ("cooperative", "H20"),
+    "s0": ("spot", "H800"),
+    "h0": ("hybrid", "H800"),
+}
 
 
 @dataclass
@@ -31,7 +37,10 @@ class Worker:
     def can_take(self, need: int, queue_depth: float) -> bool:
         if not self.held:
             return self.sequences > 0 and 0 < self.kv and (need <= self.kv or self.kv >= WHOLE_KV)
-        return len(self.held) < self.sequences * (1 + queue_depth) and sum(self.held.values()) + need <= self.kv
+        return (
+            len(self.held) < self.sequences * (1 + queue_depth)
+            and sum(self.held.values()) + need <= self.kv
+        )
 
 
 @dataclass
@@ -62,7 +71,12 @@ def urgency(action):
 
 class Driver:
     def __init__(self, scheduler, queue_depth, staleness, lengths):
-        self.s, self.queue_depth, self.staleness, self.lengths = scheduler, queue_depth, staleness, lengths
+        self.s, self.queue_depth, self.staleness, self.lengths = (
+            scheduler,
+            queue_depth,
+            staleness,
+            lengths,
+        )
         self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
         self.journal: list[Entry] = []
         self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
@@ -86,8 +100,12 @@ class Driver:
 
     def do_AssignTurn(self, a):
         turn, worker = self.turns[a.turn], self.workers[a.worker]
-        assert turn.worker is None and a.attempt == turn.attempt + 1, "a turn is with one worker at a time"
-        assert worker.version == self.version and not worker.loading, "turns run on the newest policy version"
+        assert turn.worker is None and a.attempt == turn.attempt + 1, (
+            "a turn is with one worker at a time"
+        )
+        assert worker.version == self.version and not worker.loading, (
+            "turns run on the newest policy version"
+        )
         assert not (worker.draining or worker.resting or worker.gave_back)
         left = turn.new - turn.made
         assert 0 <= a.max_tokens < left
@@ -103,14 +121,18 @@ class Driver:
 
     def do_LoadWeights(self, a):
         worker = self.workers[a.worker]
-        assert not (worker.loading or worker.resting or worker.draining) and a.version == self.version
+        assert (
+            not (worker.loading or worker.resting or worker.draining) and a.version == self.version
+        )
         worker.loading = True
 
     def do_AdmitGroup(self, a):
         assert a.group not in self.groups, "names of groups are unique for ever"
         assert group_index(a.group) == a.index
         members = [f"{a.group}.{i}" for i in range(MEMBERS)]
-        self.groups[a.group] = Group(self.version, {m: 1 + self.length(2 * i) % 3 for i, m in enumerate(members)})
+        self.groups[a.group] = Group(
+            self.version, {m: 1 + self.length(2 * i) % 3 for i, m in enumerate(members)}
+        )
         for member in members:
             self.asked[f"{member}.t0"] = 1 + self.length(len(member)) % 40
 
@@ -161,9 +183,18 @@ class Driver:
     def join(self, name, version):
         kind, hardware = KINDS.get(name, ("serverless", "H20"))
         self.at_worker(name, "lose")
-        self.workers[name] = Worker(kind, version, getattr(self.s._provisioning, "joins_resting", lambda _: False)(kind))
-        self.feed(ev.WorkerJoined, worker=name, kind=kind, max_sequences=3, kv_tokens=WHOLE_KV, version=version,
-                  hardware=hardware)
+        self.workers[name] = Worker(
+            kind, version, getattr(self.s._provisioning, "joins_resting", lambda _: False)(kind)
+        )
+        self.feed(
+            ev.WorkerJoined,
+            worker=name,
+            kind=kind,
+            max_sequences=3,
+            kv_tokens=WHOLE_KV,
+            version=version,
+            hardware=hardware,
+        )
 
     def at_worker(self, name, what, kv=WHOLE_KV, sequences=3):
         worker = self.workers.get(name)
@@ -188,8 +219,14 @@ class Driver:
                 self.feed(ev.WorkerLoaded, worker=name, version=worker.version)
             case "capacity":
                 worker.kv, worker.sequences, worker.gave_back = kv, sequences, False
-                self.feed(ev.WorkerCapacity, worker=name, kv_tokens=kv, max_sequences=sequences,
-                          expected_s=-1.0, revoked=kv < WHOLE_KV)
+                self.feed(
+                    ev.WorkerCapacity,
+                    worker=name,
+                    kv_tokens=kv,
+                    max_sequences=sequences,
+                    expected_s=-1.0,
+                    revoked=kv < WHOLE_KV,
+                )
 
     def request(self, pick):
         if not self.asked:
@@ -197,9 +234,16 @@ class Driver:
         name = list(self.asked)[pick % len(self.asked)]
         context = self.asked.pop(name)
         turn = self.turns[name] = Turn(name.rpartition(".")[0], context, 1 + self.length(pick) % 80)
-        self.feed(ev.TurnRequested, turn=name, trajectory=turn.trajectory, group=turn.trajectory.partition(".")[0],
-                  context_tokens=context, max_new_tokens=turn.new, domain=("maths", "web")[self.serial % 2],
-                  outcome=("", "ok", "failed")[self.serial % 3])
+        self.feed(
+            ev.TurnRequested,
+            turn=name,
+            trajectory=turn.trajectory,
+            group=turn.trajectory.partition(".")[0],
+            context_tokens=context,
+            max_new_tokens=turn.new,
+            domain=("maths", "web")[self.serial % 2],
+            outcome=("", "ok", "failed")[self.serial % 3],
+        )
 
     def held(self):
         return [turn for turn in self.turns.values() if turn.worker is not None]
@@ -246,6 +290,7 @@ class Driver:
                 self.asked[f"{turn.trajectory}.t{number + 1}"] = turn.context + turn.made
             else:
                 self.end_trajectory(turn.trajectory, turn.made)
+
         return go_on
 
     def end_trajectory(self, trajectory, tokens):
@@ -259,7 +304,9 @@ class Driver:
 
     def cancel(self, trajectory):
         del self.groups[trajectory.partition(".")[0]].left[trajectory]
-        self.asked = {turn: c for turn, c in self.asked.items() if turn.rpartition(".")[0] != trajectory}
+        self.asked = {
+            turn: c for turn, c in self.asked.items() if turn.rpartition(".")[0] != trajectory
+        }
         for name in [n for n, turn in self.turns.items() if turn.trajectory == trajectory]:
             self.take(name)
             made = self.turns.pop(name).made
@@ -338,7 +385,9 @@ class Driver:
         waiting = [name for name, turn in self.turns.items() if turn.worker is None]
         for _ in range(sum(1 + turn.new for turn in self.turns.values())):
             self.load()
-            waiting = [name for name in waiting if name in self.turns and self.turns[name].worker is None]
+            waiting = [
+                name for name in waiting if name in self.turns and self.turns[name].worker is None
+            ]
             if not waiting:
                 return
             self.work()
@@ -354,7 +403,9 @@ class Driver:
             self.request(0)
             self.tick(5.0)
             self.load()
-        raise AssertionError(f"all workers are there, and nobody takes any of {len(self.turns)} turns")
+        raise AssertionError(
+            f"all workers are there, and nobody takes any of {len(self.turns)} turns"
+        )
 
     def finish(self, steps):
         """So many more steps are trained."""

@@ -12,12 +12,22 @@ from tests.scheduler.batches import Trainer
 
 
 @settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 10**6), groups=st.integers(1, 7), eta=st.integers(0, 4),
-       running=st.sampled_from([0.3, 1.0, 9.0]), refuses=st.sampled_from([0.0, 0.3, 1.0]),
-       slow=st.sampled_from([0, 3, 11]), resumes=st.booleans())
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.integers(1, 7),
+    eta=st.integers(0, 4),
+    running=st.sampled_from([0.3, 1.0, 9.0]),
+    refuses=st.sampled_from([0.0, 0.3, 1.0]),
+    slow=st.sampled_from([0, 3, 11]),
+    resumes=st.booleans(),
+)
 def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
-        seed, groups, eta, running, refuses, slow, resumes):
-    trainer, random = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups), Random(seed)
+    seed, groups, eta, running, refuses, slow, resumes
+):
+    trainer, random = (
+        Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups),
+        Random(seed),
+    )
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -29,10 +39,22 @@ def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
 
 
 @settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 10**6), groups=st.integers(1, 7), alpha=st.integers(1, 3), retries=st.integers(0, 2),
-       refuses=st.sampled_from([0.0, 0.3, 1.0]), slow=st.sampled_from([0, 3, 11]), resumes=st.booleans())
-def test_trajectory_async_keeps_its_bound_and_its_accounts(seed, groups, alpha, retries, refuses, slow, resumes):
-    trainer, random = Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups), Random(seed)
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.integers(1, 7),
+    alpha=st.integers(1, 3),
+    retries=st.integers(0, 2),
+    refuses=st.sampled_from([0.0, 0.3, 1.0]),
+    slow=st.sampled_from([0, 3, 11]),
+    resumes=st.booleans(),
+)
+def test_trajectory_async_keeps_its_bound_and_its_accounts(
+    seed, groups, alpha, retries, refuses, slow, resumes
+):
+    trainer, random = (
+        Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups),
+        Random(seed),
+    )
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -47,13 +69,18 @@ def test_trajectory_async_keeps_its_bound_and_its_accounts(seed, groups, alpha, 
 
 def test_the_admission_rule_is_the_papers():
     """floor((N_r - 1) / B) <= i + eta, at any moment."""
-    trainer, random = Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 3), Random(4)
+    trainer, random = (
+        Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 3),
+        Random(4),
+    )
     for _ in range(10):
         trainer.begin()
         assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
         while trainer.waits:
             trainer.finish_one(random, 0.0, 0)
-        assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)  # the batch in the trainer still counts
+        assert len(trainer.admitted) == 3 * (
+            trainer.version + 2 + 1
+        )  # the batch in the trainer still counts
         trainer.end_step()
 
 
@@ -63,7 +90,9 @@ def test_no_more_groups_run_than_allowed_and_one_that_is_admitted_late_has_a_lat
     assert trainer.running == ["g0", "g1"]
     for group in ("g0", "g1", "g2", "g3"):
         trainer.finish(group)
-    assert trainer.running == ["g4", "g5"], "with those that wait for the trainer as many as eta allows"
+    assert trainer.running == ["g4", "g5"], (
+        "with those that wait for the trainer as many as eta allows"
+    )
     trainer.end_step()
     trainer.begin()
     trainer.finish("g4"), trainer.finish("g5")
@@ -76,10 +105,15 @@ def test_no_more_groups_run_than_allowed_and_one_that_is_admitted_late_has_a_lat
 
 
 def test_eta_0_is_synchronous():
-    trainer, random = Trainer(lambda: BoundedStaleness(eta=0, running=9.0, max_admitted=3.0), 4), Random(1)
+    trainer, random = (
+        Trainer(lambda: BoundedStaleness(eta=0, running=9.0, max_admitted=3.0), 4),
+        Random(1),
+    )
     for step in range(1, 5):
         trainer.run_step(random)
-        assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0) and set(trainer.staleness()) == {0}
+        assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0) and set(
+            trainer.staleness()
+        ) == {0}
 
 
 def test_a_step_takes_the_oldest_that_have_finished():
@@ -128,7 +162,10 @@ def test_as_many_groups_run_as_a_batch_has_until_the_buffer_is_full():
     trainer.finish("g1")
     assert trainer.running == ["g0", "g2"]
     trainer.finish("g2")
-    assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == ["g0", "g3"]  # while the trainer trains
+    assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == [
+        "g0",
+        "g3",
+    ]  # while the trainer trains
     trainer.finish("g3"), trainer.finish("g4"), trainer.finish("g5")
     assert trainer.running == ["g0"]  # with those in the buffer two batches are out
 
@@ -146,12 +183,15 @@ def test_groups_that_got_too_old_are_aborted_and_begin_anew_as_often_as_allowed(
     assert max(trainer.staleness()) <= 1
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: BoundedStaleness(eta=-1, running=1.0, max_admitted=2.0), "eta=-1"),
-    (lambda: BoundedStaleness(eta=1, running=0.0, max_admitted=2.0), "running=0"),
-    (lambda: TrajectoryAsync(alpha=0, retries=1, max_admitted=2.0), "alpha=0.*synchronous"),
-    (lambda: TrajectoryAsync(alpha=1, retries=-1, max_admitted=2.0), "retries=-1"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: BoundedStaleness(eta=-1, running=1.0, max_admitted=2.0), "eta=-1"),
+        (lambda: BoundedStaleness(eta=1, running=0.0, max_admitted=2.0), "running=0"),
+        (lambda: TrajectoryAsync(alpha=0, retries=1, max_admitted=2.0), "alpha=0.*synchronous"),
+        (lambda: TrajectoryAsync(alpha=1, retries=-1, max_admitted=2.0), "retries=-1"),
+    ],
+)
 def test_bounds_that_make_no_sense_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

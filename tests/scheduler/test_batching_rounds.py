@@ -23,9 +23,16 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), groups=st.integers(1, 9), refuses=st.sampled_from([0.0, 0.3, 1.0]),
-       slow=st.sampled_from([0, 3, 11]), resumes=st.booleans())
-def test_every_prompt_is_accounted_for_and_staleness_is_bounded(name, seed, groups, refuses, slow, resumes):
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.integers(1, 9),
+    refuses=st.sampled_from([0.0, 0.3, 1.0]),
+    slow=st.sampled_from([0, 3, 11]),
+    resumes=st.booleans(),
+)
+def test_every_prompt_is_accounted_for_and_staleness_is_bounded(
+    name, seed, groups, refuses, slow, resumes
+):
     make, bound = POLICIES[name]
     trainer, random = Trainer(make, groups), Random(seed)
     for _ in range(12):
@@ -93,10 +100,17 @@ def test_cancelled_prompts_make_a_long_round_when_they_fill_a_batch():
     policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
     for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
         short_round(policy, step, late)
-    assert admitted(policy.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]  # and no more: nothing races
+    assert admitted(policy.begin(5, 4)) == [
+        "g3r1",
+        "g7r1",
+        "g10r1",
+        "g16r1",
+    ]  # and no more: nothing races
     for group in ("g16r1", "g10r1", "g3r1"):
         assert policy.finished(group, True) == []
-    assert policy.finished("g7r1", True) == [ev.StartTraining(5, ["g3r1", "g7r1", "g10r1", "g16r1"])]
+    assert policy.finished("g7r1", True) == [
+        ev.StartTraining(5, ["g3r1", "g7r1", "g10r1", "g16r1"])
+    ]
     short_round(policy, 6, "g20")
 
 
@@ -121,7 +135,11 @@ def test_the_long_queue_outlives_the_run():
 
 def test_a_long_round_replaces_refused_groups_from_the_queue_first():
     policy = TailBatching(speculation=2.0, spare=0.0, max_admitted=3.0)
-    policy.begin(1, 2), policy.finished("g0", True), policy.finished("g1", True)  # g2 and g3 are late
+    (
+        policy.begin(1, 2),
+        policy.finished("g0", True),
+        policy.finished("g1", True),
+    )  # g2 and g3 are late
     policy.begin(2, 1)  # a long round of one
     assert admitted(policy.finished("g2r1", False)) == ["g3r1"]
     assert admitted(policy.finished("g3r1", False)) == ["g4"]
@@ -147,7 +165,9 @@ def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_c
     policy.finished("g1", True)
     actions = policy.finished("g0", True)
     assert trained(actions) == [["g0", "g1"]] and admitted(actions) == ["g2", "g3"]
-    assert policy.finished("g2", True) == [] and policy.finished("g3", True) == []  # the trainer is busy
+    assert (
+        policy.finished("g2", True) == [] and policy.finished("g3", True) == []
+    )  # the trainer is busy
     actions = policy.begin(2, 2)
     assert trained(actions) == [["g2", "g3"]] and admitted(actions) == ["g4", "g5"]
 
@@ -159,13 +179,16 @@ def test_all_but_the_first_step_of_one_step_off_are_one_version_behind():
     assert trainer.staleness() == [0] * 4 + [1] * 16
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: Synchronous(max_admitted=0.5), "max_admitted=0.5"),
-    (lambda: Dapo(oversample=0.9, max_admitted=2.0), "oversample=0.9"),
-    (lambda: Dapo(oversample=3.0, max_admitted=2.0), "max_admitted=2"),
-    (lambda: TailBatching(speculation=0.0, spare=0.0, max_admitted=2.0), "speculation=0"),
-    (lambda: TailBatching(speculation=1.0, spare=-0.5, max_admitted=2.0), "spare=-0.5"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Synchronous(max_admitted=0.5), "max_admitted=0.5"),
+        (lambda: Dapo(oversample=0.9, max_admitted=2.0), "oversample=0.9"),
+        (lambda: Dapo(oversample=3.0, max_admitted=2.0), "max_admitted=2"),
+        (lambda: TailBatching(speculation=0.0, spare=0.0, max_admitted=2.0), "speculation=0"),
+        (lambda: TailBatching(speculation=1.0, spare=-0.5, max_admitted=2.0), "spare=-0.5"),
+    ],
+)
 def test_bounds_that_cannot_be_kept_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -53,8 +53,12 @@ class Trainer:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from([(0, 0.0), (1, 0.25), (1, 1.0), (2, 1.5), (3, 3.0)]),
-       st.lists(st.tuples(st.integers(0, 50), st.booleans(), st.integers(0, 9)), min_size=50, max_size=300))
+@given(
+    st.sampled_from([(0, 0.0), (1, 0.25), (1, 1.0), (2, 1.5), (3, 3.0)]),
+    st.lists(
+        st.tuples(st.integers(0, 50), st.booleans(), st.integers(0, 9)), min_size=50, max_size=300
+    ),
+)
 def test_whatever_the_order_of_finish_the_bound_holds_and_the_run_goes_on(numbers, events):
     staleness, carry = numbers
     run = Trainer(CarryOver(staleness, carry, 8.0))
@@ -116,7 +120,9 @@ def test_groups_in_flight_begin_anew_under_another_name_after_a_restart():
     again = CarryOver(1, 1.0, 8.0)
     again.restore(state)
     names = [a.group for a in again.begin(1, G)]
-    assert names[: G] == [f"g{i}r1" for i in range(G, 2 * G)] and names[G:] == [f"g{i}" for i in range(2 * G, 3 * G)]
+    assert names[:G] == [f"g{i}r1" for i in range(G, 2 * G)] and names[G:] == [
+        f"g{i}" for i in range(2 * G, 3 * G)
+    ]
 
 
 @pytest.mark.parametrize("numbers", [(1, 2.0, 8.0), (0, 0.5, 8.0), (-1, 0.0, 8.0), (1, 1.0, 0.5)])
@@ -128,6 +134,7 @@ def test_numbers_that_make_no_policy_are_refused(numbers):
 def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come():
     from rose.scheduler.order.due_first import DueFirst
     from rose.scheduler.state import Cluster, TurnState
+
     order, cluster = DueFirst(), Cluster(version=3)
 
     def key(group):
@@ -141,10 +148,16 @@ def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150))
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150),
+)
 def test_with_all_of_its_bound_as_carry_it_has_as_many_groups_out_as_areals_rule(staleness, events):
     """At every moment, the trainer's own batch aside: neither admits more than the other."""
-    runs = Trainer(CarryOver(staleness, float(staleness), 8.0)), Trainer(BoundedStaleness(staleness, 99.0, 8.0))
+    runs = (
+        Trainer(CarryOver(staleness, float(staleness), 8.0)),
+        Trainer(BoundedStaleness(staleness, 99.0, 8.0)),
+    )
     for which, train_is_over in events:
         for run in runs:
             if not run.waits and (train_is_over or not run.running):
@@ -153,4 +166,7 @@ def test_with_all_of_its_bound_as_carry_it_has_as_many_groups_out_as_areals_rule
             return  # the two wait for different groups from here on
         for run in runs:
             run.finish(which)
-        assert len({len(run.admitted) - len(run.trained) for run in runs}) == 1 or runs[0].waits != runs[1].waits
+        assert (
+            len({len(run.admitted) - len(run.trained) for run in runs}) == 1
+            or runs[0].waits != runs[1].waits
+        )

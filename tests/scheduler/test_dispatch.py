@@ -15,10 +15,20 @@ from tests.scheduler.test_properties import STEPS, play, policy, scheduler
 def plain_round(cluster, queue_depth, routing, imbalance, last):
     """[(turn, worker)] that a round should give, and the last worker of round robin."""
     cluster = deepcopy(cluster)
-    ready = sorted((w for w in cluster.workers.values() if w.takes and w.version == cluster.version
-                    and not (w.loading or w.draining or w.resting)), key=lambda w: w.worker)
+    ready = sorted(
+        (
+            w
+            for w in cluster.workers.values()
+            if w.takes
+            and w.version == cluster.version
+            and not (w.loading or w.draining or w.resting)
+        ),
+        key=lambda w: w.worker,
+    )
     given = []
-    for turn in sorted((t for t in cluster.turns.values() if t.worker is None), key=lambda t: t.sequence):
+    for turn in sorted(
+        (t for t in cluster.turns.values() if t.worker is None), key=lambda t: t.sequence
+    ):
         fitting = [w for w in ready if w.room(queue_depth) >= turn.kv_need]
         if not fitting:
             ready = [w for w in ready if w.holds < turn.kv_need]
@@ -44,9 +54,18 @@ def plain_round(cluster, queue_depth, routing, imbalance, last):
 
 @pytest.mark.parametrize("routing", ["least_loaded", "round_robin", "cache_affine"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from([0.0, 0.5]), st.lists(st.integers(0, 79), min_size=3, max_size=12), st.lists(STEPS, max_size=80))
+@given(
+    st.sampled_from([0.0, 0.5]),
+    st.lists(st.integers(0, 79), min_size=3, max_size=12),
+    st.lists(STEPS, max_size=80),
+)
 def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_depth, lengths, steps):
-    names = {"provisioning": "fixed", "routing": routing, "order": "fifo", "batching": "bounded_staleness"}
+    names = {
+        "provisioning": "fixed",
+        "routing": routing,
+        "order": "fifo",
+        "batching": "bounded_staleness",
+    }
     s = scheduler(names, queue_depth)
     imbalance = policy("routing", "cache_affine").args["imbalance"]
     indexed, last = s._queue.round, ""
@@ -75,14 +94,16 @@ def test_the_queue_finds_the_first_that_fits_and_the_smallest_before_it(turns, d
         turn = TurnState(f"t{sequence}", "", "", 0, 0, sequence, 0.0, kv_need=need)
         queue.add(turn, key)
         entries.append((key, sequence, turn))
-    for _, _, turn in data.draw(st.lists(st.sampled_from(entries), unique_by=id) if entries else st.just([])):
+    for _, _, turn in data.draw(
+        st.lists(st.sampled_from(entries), unique_by=id) if entries else st.just([])
+    ):
         queue.remove(turn)
         entries = [e for e in entries if e[2] is not turn]
     entries.sort()
     after, room = data.draw(st.sampled_from([None, *entries])), data.draw(st.integers(0, 60))
-    behind = entries[entries.index(after) + 1:] if after else entries
+    behind = entries[entries.index(after) + 1 :] if after else entries
     found = next((e for e in behind if e[2].kv_need <= room), None)
-    before = behind[:behind.index(found)] if found else behind
+    before = behind[: behind.index(found)] if found else behind
     assert queue.first(room, after) == (found, min((e[2].kv_need for e in before), default=FREE))
     assert len(queue) == len(entries)
 
@@ -95,7 +116,9 @@ def test_a_long_queue_is_cut_and_loses_nothing():
     seen, entry = [], None
     while (entry := queue.first(3, entry)[0]) is not None:
         seen.append(entry[2])
-    assert seen == sorted((t for t in turns if t.kv_need <= 3), key=lambda t: (-t.sequence % 1000, t.sequence))
+    assert seen == sorted(
+        (t for t in turns if t.kv_need <= 3), key=lambda t: (-t.sequence % 1000, t.sequence)
+    )
     for turn in turns:
         queue.remove(turn)
     assert len(queue) == 0 and queue.first() == (None, FREE)

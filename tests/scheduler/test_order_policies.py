@@ -30,25 +30,46 @@ class Rollout:
     def __init__(self, order, sequences=1):
         self.scheduler = Scheduler(Fixed(), LeastLoaded(), order, Synchronous(4.0), 0.0, 1e9)
         self.scheduler.handle(ev.VersionPublished(at=0.0, version=0))
-        self.scheduler.handle(ev.WorkerJoined(at=0.0, worker="a", kind="dedicated", max_sequences=sequences,
-                                              kv_tokens=10**6, version=0))
+        self.scheduler.handle(
+            ev.WorkerJoined(
+                at=0.0,
+                worker="a",
+                kind="dedicated",
+                max_sequences=sequences,
+                kv_tokens=10**6,
+                version=0,
+            )
+        )
         self.started: list[str] = []
         self.made: dict[str, int] = {}
 
     def feed(self, event):
-        self.started += [a.turn for a in self.scheduler.handle(event) if isinstance(a, ev.AssignTurn)]
+        self.started += [
+            a.turn for a in self.scheduler.handle(event) if isinstance(a, ev.AssignTurn)
+        ]
 
     def request(self, turn, outcome="", context=10):
         trajectory = turn.rpartition(".")[0]
-        self.feed(ev.TurnRequested(at=0.0, turn=turn, trajectory=trajectory, group=turn.partition(".")[0],
-                                   context_tokens=context, max_new_tokens=10, outcome=outcome))
+        self.feed(
+            ev.TurnRequested(
+                at=0.0,
+                turn=turn,
+                trajectory=trajectory,
+                group=turn.partition(".")[0],
+                context_tokens=context,
+                max_new_tokens=10,
+                outcome=outcome,
+            )
+        )
 
     def end(self, turn, tokens, last=False):
         trajectory = turn.rpartition(".")[0]
         self.made[trajectory] = self.made.get(trajectory, 0) + tokens
         self.feed(ev.TurnEnded(at=0.0, turn=turn, tokens=tokens))
         if last:
-            self.feed(ev.TrajectoryEnded(at=0.0, trajectory=trajectory, tokens=self.made.pop(trajectory)))
+            self.feed(
+                ev.TrajectoryEnded(at=0.0, trajectory=trajectory, tokens=self.made.pop(trajectory))
+            )
 
     def cancel(self, turn):
         self.feed(ev.TurnEnded(at=0.0, turn=turn))
@@ -77,7 +98,9 @@ def busy(order):
 @given(seed=st.integers(0, 10**6))
 def test_every_turn_starts_once_whatever_ends_is_cancelled_or_loses_its_worker(name, seed):
     random, rollout, asked = Random(seed), Rollout(ORDERS[name](), sequences=3), []
-    turns = {f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)}  # trajectory -> turns left
+    turns = {
+        f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)
+    }  # trajectory -> turns left
     for trajectory in turns:
         asked.append(f"{trajectory}.0")
         rollout.request(asked[-1])
@@ -91,7 +114,11 @@ def test_every_turn_starts_once_whatever_ends_is_cancelled_or_loses_its_worker(n
         rollout.end(turn, random.randint(1, 90), last=turns[trajectory] <= 0)
         if turns[trajectory] > 0:
             asked.append(f"{trajectory}.{turns[trajectory]}")
-            rollout.request(asked[-1], outcome=random.choice(["", "ok", "failed"]), context=random.randint(10, 9000))
+            rollout.request(
+                asked[-1],
+                outcome=random.choice(["", "ok", "failed"]),
+                context=random.randint(10, 9000),
+            )
     assert sorted(rollout.started) == sorted(asked)
 
 
@@ -113,7 +140,12 @@ def test_the_group_whose_finished_trajectory_was_longest_goes_first():
     rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
     for turn in ("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0"):
         rollout.request(turn)
-    assert rollout.queue() == ["g2.1.0", "g2.2.0", "g1.1.0", "g0.1.0"]  # of g2 nothing is known: as the longest
+    assert rollout.queue() == [
+        "g2.1.0",
+        "g2.2.0",
+        "g1.1.0",
+        "g0.1.0",
+    ]  # of g2 nothing is known: as the longest
 
 
 def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():
@@ -178,7 +210,11 @@ def test_a_turn_that_lost_its_worker_keeps_its_trajectorys_progress():
     rollout.end("g1.0.0", 5)
     assert rollout.started[-1] == "g0.0.1"
     rollout.feed(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
-    rollout.feed(ev.WorkerJoined(at=2.0, worker="b", kind="dedicated", max_sequences=1, kv_tokens=10**6, version=0))
+    rollout.feed(
+        ev.WorkerJoined(
+            at=2.0, worker="b", kind="dedicated", max_sequences=1, kv_tokens=10**6, version=0
+        )
+    )
     assert rollout.started[-1] == "g0.0.1"
 
 
@@ -229,12 +265,15 @@ def test_without_evidence_a_trajectory_sinks_when_it_has_made_more_than_its_leve
     assert rollout.queue() == ["g1.0.1", "g0.0.1"]
 
 
-@pytest.mark.parametrize("args, message", [
-    (dict(limits=[], first="short", patience=1), r"limits=\[\]"),
-    (dict(limits=[5, 5], first="short", patience=1), r"limits=\[5, 5\].*ascending"),
-    (dict(limits=[5], first="middle", patience=1), "first='middle'"),
-    (dict(limits=[5], first="short", patience=-1), "patience=-1"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (dict(limits=[], first="short", patience=1), r"limits=\[\]"),
+        (dict(limits=[5, 5], first="short", patience=1), r"limits=\[5, 5\].*ascending"),
+        (dict(limits=[5], first="middle", patience=1), "first='middle'"),
+        (dict(limits=[5], first="short", patience=-1), "patience=-1"),
+    ],
+)
 def test_levels_that_make_no_sense_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         Mlfq(**args)

@@ -20,14 +20,23 @@ from tests.scheduler.driver import KINDS, WHOLE_KV, Driver
 CONF = Path(__file__).parents[2] / "conf" / "scheduler"
 TIMEOUT_S = 60.0
 STALENESS = {  # the bound that a policy promises, in versions; 0: it trains on the newest only
-    "bounded_staleness": "eta", "carry_over": "staleness", "trajectory_async": "alpha", "one_step_off": 1,
-    "dapo": 0, "synchronous": 0, "tail_batching": 0,
+    "bounded_staleness": "eta",
+    "carry_over": "staleness",
+    "trajectory_async": "alpha",
+    "one_step_off": 1,
+    "dapo": 0,
+    "synchronous": 0,
+    "tail_batching": 0,
 }
 EVERY = [(kind, name) for kind, known in POLICIES.items() for name in sorted(known)]
 
 
 def policy(kind, name):
-    return Policy(**yaml.safe_load((CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")))
+    return Policy(
+        **yaml.safe_load(
+            (CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")
+        )
+    )
 
 
 def scheduler(names, queue_depth):
@@ -36,10 +45,23 @@ def scheduler(names, queue_depth):
 
 
 STEPS = st.tuples(
-    st.sampled_from(["request"] * 5 + ["progress"] * 2 + ["end"] * 5 + ["give back"] * 2 + ["late word", "join", "lose"]
-                    + ["capacity"] * 2 + ["drain"] + ["load"] * 4 + ["train"] * 2 + ["fail", "tick", "stall", "answer"]
-                    + ["clock"]),
-    st.sampled_from(list(KINDS)), st.integers(0, 7), st.integers(0, 50))
+    st.sampled_from(
+        ["request"] * 5
+        + ["progress"] * 2
+        + ["end"] * 5
+        + ["give back"] * 2
+        + ["late word", "join", "lose"]
+        + ["capacity"] * 2
+        + ["drain"]
+        + ["load"] * 4
+        + ["train"] * 2
+        + ["fail", "tick", "stall", "answer"]
+        + ["clock"]
+    ),
+    st.sampled_from(list(KINDS)),
+    st.integers(0, 7),
+    st.integers(0, 50),
+)
 
 
 def play(driver, what, worker, pick, count):
@@ -79,8 +101,13 @@ def staleness(names):
 @pytest.mark.parametrize("kind, name", EVERY)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_no_trajectory_is_lost_or_counted_twice_and_every_decision_comes_again_in_a_replay(kind, name, data):
-    names = {k: name if k == kind else data.draw(st.sampled_from(sorted(known)), k) for k, known in POLICIES.items()}
+def test_no_trajectory_is_lost_or_counted_twice_and_every_decision_comes_again_in_a_replay(
+    kind, name, data
+):
+    names = {
+        k: name if k == kind else data.draw(st.sampled_from(sorted(known)), k)
+        for k, known in POLICIES.items()
+    }
     queue_depth = data.draw(st.sampled_from([0.0, 0.5]), "queue depth")
     lengths = data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=12), "lengths")
     driver = Driver(scheduler(names, queue_depth), queue_depth, staleness(names), lengths)

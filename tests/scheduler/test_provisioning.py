@@ -11,10 +11,16 @@ TIMES = {"patience_s": 5.0, "idle_s": 100.0, "cool_down_s": 10.0, "back_off_s": 
 
 
 def make(**args):
-    return build(SchedulerConfig(
-        provisioning=Policy(name="on_demand", args={"min": 0, "max": 2} | TIMES | args),
-        routing=Policy(name="least_loaded", args={}), order=Policy(name="fifo", args={}),
-        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=0.0), 60.0)
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name="on_demand", args={"min": 0, "max": 2} | TIMES | args),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=0.0,
+        ),
+        60.0,
+    )
 
 
 def tick(s, *seconds):
@@ -24,7 +30,11 @@ def tick(s, *seconds):
 
 def wait(s, at=0.0):
     """A turn that no worker can take."""
-    s.handle(ev.TurnRequested(at=at, turn="g.0.t0", trajectory="g.0", group="g", context_tokens=1, max_new_tokens=1))
+    s.handle(
+        ev.TurnRequested(
+            at=at, turn="g.0.t0", trajectory="g.0", group="g", context_tokens=1, max_new_tokens=1
+        )
+    )
 
 
 def queued(s, name, at):
@@ -38,7 +48,10 @@ def granted(s, name, at):
 def test_it_asks_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
     s = make()
     wait(s)
-    assert tick(s, *range(40)) == [(5, ev.RequestCapacity("lend-1")), (15, ev.RequestCapacity("lend-2"))]
+    assert tick(s, *range(40)) == [
+        (5, ev.RequestCapacity("lend-1")),
+        (15, ev.RequestCapacity("lend-2")),
+    ]
 
 
 def test_a_short_wait_is_none():
@@ -54,7 +67,10 @@ def test_a_short_wait_is_none():
 
 def test_the_minimum_is_asked_for_at_once_and_asked_for_again_when_it_ends():
     s = make(min=2)
-    assert tick(s, 0, 1, 2) == [(0, ev.RequestCapacity("lend-1")), (1, ev.RequestCapacity("lend-2"))]
+    assert tick(s, 0, 1, 2) == [
+        (0, ev.RequestCapacity("lend-1")),
+        (1, ev.RequestCapacity("lend-2")),
+    ]
     granted(s, "lend-1", 2.0)
     s.handle(ev.CapacityEnded(at=3.0, request="lend-1"))
     assert tick(s, 3) == [(3, ev.RequestCapacity("lend-3"))]
@@ -81,7 +97,9 @@ def test_each_refusal_in_a_row_doubles_the_pause_until_a_job_has_run():
                 s.handle(ev.CapacityEnded(at=at, request=action.request))
             else:
                 queued(s, action.request, at)  # taken, but never started
-                s.handle(ev.CapacityRefused(at=at, request=action.request, reason="pending for 1 s"))
+                s.handle(
+                    ev.CapacityRefused(at=at, request=action.request, reason="pending for 1 s")
+                )
     pauses = [b - a for a, b in zip(asked, asked[1:], strict=False)]
     assert pauses[:5] == [60, 120, 240, 10, 60]
 
@@ -93,8 +111,10 @@ def test_jobs_of_an_earlier_attempt_count_and_keep_their_names():
     assert tick(s, 0, 5, 30, 60) == [(5, ev.RequestCapacity("lend-2"))]
 
 
-@pytest.mark.parametrize("args", [{"min": 3}, {"max": 0}, {"min": -1}, {"patience_s": -1.0},
-                                  {"back_off_s": float("nan")}])
+@pytest.mark.parametrize(
+    "args",
+    [{"min": 3}, {"max": 0}, {"min": -1}, {"patience_s": -1.0}, {"back_off_s": float("nan")}],
+)
 def test_numbers_that_make_no_policy_are_refused(args):
     with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
         make(**args)

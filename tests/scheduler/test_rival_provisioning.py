@@ -15,20 +15,32 @@ ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0
 
 
 def make(provisioning, **args):
-    s = build(SchedulerConfig(
-        provisioning=Policy(name=provisioning, args=args), routing=Policy(name="least_loaded", args={}),
-        order=Policy(name="fifo", args={}),
-        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=0.0), 1e9)
+    s = build(
+        SchedulerConfig(
+            provisioning=Policy(name=provisioning, args=args),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=0.0,
+        ),
+        1e9,
+    )
     s.handle(ev.VersionPublished(at=0.0, version=0))
     return s
 
 
 def join(s, name, kind, at=0.0, kv=1000):
-    return s.handle(ev.WorkerJoined(at=at, worker=name, kind=kind, max_sequences=8, kv_tokens=kv, version=0))
+    return s.handle(
+        ev.WorkerJoined(at=at, worker=name, kind=kind, max_sequences=8, kv_tokens=kv, version=0)
+    )
 
 
 def lend(s, name, kv, at=0.0):
-    s.handle(ev.WorkerCapacity(at=at, worker=name, kv_tokens=kv, max_sequences=8, expected_s=0.0, revoked=False))
+    s.handle(
+        ev.WorkerCapacity(
+            at=at, worker=name, kv_tokens=kv, max_sequences=8, expected_s=0.0, revoked=False
+        )
+    )
 
 
 def begin(s, step, at):
@@ -56,8 +68,16 @@ def load(s, version, at):
 
 def work(s, count, at=0.0, prefix="g0"):
     for i in range(count):
-        s.handle(ev.TurnRequested(at=at, turn=f"{prefix}.{i}.t0", trajectory=f"{prefix}.{i}", group=prefix,
-                                  context_tokens=10, max_new_tokens=10))
+        s.handle(
+            ev.TurnRequested(
+                at=at,
+                turn=f"{prefix}.{i}.t0",
+                trajectory=f"{prefix}.{i}",
+                group=prefix,
+                context_tokens=10,
+                max_new_tokens=10,
+            )
+        )
 
 
 def used(s, kind="cooperative"):
@@ -105,7 +125,10 @@ def test_rose_replaces_a_lost_worker_only_while_enough_of_the_step_is_left():
     s.handle(ev.WorkerLost(at=150.0, worker="z", reason="gone"))
     s.handle(ev.Tick(at=150.0))
     assert used(s) == ["x", "y"]  # 50 s left / 3 > 5 s
-    join(s, "w", "cooperative", at=190.0), s.handle(ev.WorkerLost(at=190.0, worker="y", reason="gone"))
+    (
+        join(s, "w", "cooperative", at=190.0),
+        s.handle(ev.WorkerLost(at=190.0, worker="y", reason="gone")),
+    )
     s.handle(ev.Tick(at=190.0))
     assert used(s) == ["x"]
 
@@ -203,7 +226,10 @@ def test_rlboost_comes_back_to_the_window_that_was_best_for_so_many_spot_workers
 
 
 def serverless(**args):
-    return make("serverless", **{"max": 3, "turns_per_worker": 4, "keep_alive_s": 10.0, "back_off_s": 60.0} | args)
+    return make(
+        "serverless",
+        **{"max": 3, "turns_per_worker": 4, "keep_alive_s": 10.0, "back_off_s": 60.0} | args,
+    )
 
 
 def test_serverless_asks_at_once_for_what_the_turns_need_up_to_its_maximum():
@@ -221,7 +247,10 @@ def test_serverless_keeps_alive_and_then_releases_the_last_first():
     for i in range(4, 12):
         s.handle(ev.TurnEnded(at=1.0, turn=f"g0.{i}.t0"))
     assert [s.handle(ev.Tick(at=float(at))) for at in range(1, 10)] == [[]] * 9
-    assert s.handle(ev.Tick(at=10.0)) == [ev.ReleaseCapacity("lend-3"), ev.ReleaseCapacity("lend-2")]
+    assert s.handle(ev.Tick(at=10.0)) == [
+        ev.ReleaseCapacity("lend-3"),
+        ev.ReleaseCapacity("lend-2"),
+    ]
 
 
 def test_serverless_backs_off_after_a_refusal():
@@ -271,12 +300,21 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
         s.handle(ev.Tick(at=float(second)))
 
 
-@pytest.mark.parametrize(("waves", "training_s", "wanted"), [
-    (3, 10.0, ["h0"]),  # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what saves most
-    (1, 60.0, []),  # training is what takes long: all of them train already
-    (1, 10.0, []),  # rollout 20 s by 1: 5 s could be saved, less than a change costs
-])
-def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(waves, training_s, wanted):
+@pytest.mark.parametrize(
+    ("waves", "training_s", "wanted"),
+    [
+        (
+            3,
+            10.0,
+            ["h0"],
+        ),  # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what saves most
+        (1, 60.0, []),  # training is what takes long: all of them train already
+        (1, 10.0, []),  # rollout 20 s by 1: 5 s could be saved, less than a change costs
+    ],
+)
+def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(
+    waves, training_s, wanted
+):
     s = libra()
     assert used(s, "hybrid") == []
     for number in range(2):
@@ -291,7 +329,9 @@ def test_libra_moves_them_back_when_training_has_become_the_longer_side():
     for number in range(2):
         libra_step(s, number, number * 100.0, 3, 20.0, 10.0)
     for number in range(2, 4):
-        libra_step(s, number, number * 100.0, 1, 10.0, 80.0, turns=16)  # by two of them: 53 s by three
+        libra_step(
+            s, number, number * 100.0, 1, 10.0, 80.0, turns=16
+        )  # by two of them: 53 s by three
         assert used(s, "hybrid") == ["h0"]
     begin(s, 4, 400.0)
     assert used(s, "hybrid") == []
@@ -320,7 +360,9 @@ def test_libras_cut_is_the_best_of_all_cuts_of_neighbours(seed):
     lengths = sorted((random.randint(1, 100) for _ in range(9)), reverse=True)
     for workers in (1, 2, 3, 5, 20):
         best = min(max(sum(part) for part in parts) for parts in cuts(lengths, workers))
-        assert makespan(Measured(lengths, 10.0, 0.0), workers) == pytest.approx(best / 10.0, abs=1e-6)
+        assert makespan(Measured(lengths, 10.0, 0.0), workers) == pytest.approx(
+            best / 10.0, abs=1e-6
+        )
 
 
 def cuts(lengths, most):
@@ -347,7 +389,9 @@ def test_all_idle_uses_the_trainers_gpus_until_the_batch_is_complete():
     moved = list(s.cluster.workers["h"].turns)
     assert moved
     actions = finish(s, 0, 50.0)
-    assert used(s, "hybrid") == [] and {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
+    assert used(s, "hybrid") == [] and {
+        a.turn for a in actions if isinstance(a, ev.AbortTurn)
+    } == set(moved)
 
 
 def test_all_idle_leaves_a_trainer_alone_that_hardly_waits():

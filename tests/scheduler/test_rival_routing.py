@@ -9,29 +9,61 @@ from rose.scheduler import events as ev
 
 
 def make(routing, queue_depth=0.0, **args):
-    s = build(SchedulerConfig(
-        provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args=args),
-        order=Policy(name="fifo", args={}),
-        batching=Policy(name="synchronous", args={"max_admitted": 4.0}), queue_depth=queue_depth), 60.0)
+    s = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name=routing, args=args),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=queue_depth,
+        ),
+        60.0,
+    )
     s.handle(ev.VersionPublished(at=0.0, version=0))
     return s
 
 
 def join(s, name, kind="dedicated", kv=1000, sequences=8, hardware="H800"):
-    s.handle(ev.WorkerJoined(at=0.0, worker=name, kind=kind, max_sequences=sequences, kv_tokens=kv, version=0,
-                             hardware=hardware))
+    s.handle(
+        ev.WorkerJoined(
+            at=0.0,
+            worker=name,
+            kind=kind,
+            max_sequences=sequences,
+            kv_tokens=kv,
+            version=0,
+            hardware=hardware,
+        )
+    )
 
 
 def lend(s, name, kv, revoked=False, sequences=8):
-    s.handle(ev.WorkerCapacity(at=0.0, worker=name, kv_tokens=kv, max_sequences=sequences, expected_s=0.0,
-                               revoked=revoked))
+    s.handle(
+        ev.WorkerCapacity(
+            at=0.0,
+            worker=name,
+            kv_tokens=kv,
+            max_sequences=sequences,
+            expected_s=0.0,
+            revoked=revoked,
+        )
+    )
 
 
 def request(s, turn, need=100, at=0.0, **kwargs):
     """Where the turn goes; "" if it waits."""
     group, member, _ = turn.split(".")
-    actions = s.handle(ev.TurnRequested(at=at, turn=turn, trajectory=f"{group}.{member}", group=group,
-                                        context_tokens=need // 2, max_new_tokens=need - need // 2, **kwargs))
+    actions = s.handle(
+        ev.TurnRequested(
+            at=at,
+            turn=turn,
+            trajectory=f"{group}.{member}",
+            group=group,
+            context_tokens=need // 2,
+            max_new_tokens=need - need // 2,
+            **kwargs,
+        )
+    )
     return where(actions).get(turn, "")
 
 
@@ -107,8 +139,11 @@ def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_o
     s.handle(ev.TurnProgressed(at=34.0, turn=slow, attempt=1, tokens=20))
     assert s.handle(ev.Tick(at=34.0)) == []  # nowhere to go
     said = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
-    assert said == [ev.AbortTurn(slow, "c", 1, slow=True), ev.AssignTurn(slow, "a", 2),
-                    ev.AssignTurn("g0.2.t0", "c", 1)]
+    assert said == [
+        ev.AbortTurn(slow, "c", 1, slow=True),
+        ev.AssignTurn(slow, "a", 2),
+        ev.AssignTurn("g0.2.t0", "c", 1),
+    ]
     assert s.cluster.workers["c"].kv_assigned == s.cluster.turns["g0.2.t0"].kv_need
 
 
@@ -118,7 +153,9 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     places = {request(s, f"g0.{i}.t0", at=30.0, need=600): f"g0.{i}" for i in range(2)}
     slow, other = places["c"], places["a"]
     s.handle(ev.TurnProgressed(at=40.0, turn=f"{slow}.t0", attempt=1, tokens=10))
-    assert end(s, f"{other}.t0", at=40.0, tokens=100) == {}  # its tools run, and its prefix stays on a
+    assert (
+        end(s, f"{other}.t0", at=40.0, tokens=100) == {}
+    )  # its tools run, and its prefix stays on a
     assert s.handle(ev.Tick(at=40.0)) == []
     end(s, f"{slow}.t0", at=300.0, tokens=100)
     assert request(s, f"{slow}.t1", at=300.0, need=600) == "c"
@@ -147,7 +184,9 @@ def test_rose_moves_a_long_turn_though_the_fit_overestimates_what_is_far_from_al
     join(s, "a", kv=10_000, sequences=1)
     assert request(s, "g0.0.t0", at=100.0) == "a"
     assert request(s, "g1.0.t0", at=100.0, need=3000) == "c"
-    s.handle(ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100))  # the fit says 40 s, by the context
+    s.handle(
+        ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100)
+    )  # the fit says 40 s, by the context
     assert end(s, "g0.0.t0", at=101.5, tokens=100) == {"g1.0.t0": "a"}
 
 
@@ -168,8 +207,19 @@ def test_rose_leaves_a_turn_where_moving_does_not_pay():
 def test_rose_tries_a_lent_worker_of_which_nothing_is_known_with_few_turns_and_few_tokens():
     s = make("rose")
     join(s, "a", sequences=6), join(s, "c", "cooperative")
-    said = [s.handle(ev.TurnRequested(at=0.0, turn=f"g0.{i}.t0", trajectory=f"g0.{i}", group="g0", context_tokens=5,
-                                      max_new_tokens=150)) for i in range(6)]
+    said = [
+        s.handle(
+            ev.TurnRequested(
+                at=0.0,
+                turn=f"g0.{i}.t0",
+                trajectory=f"g0.{i}",
+                group="g0",
+                context_tokens=5,
+                max_new_tokens=150,
+            )
+        )
+        for i in range(6)
+    ]
     sent = [action for actions in said for action in actions]
     assert [(a.worker, a.max_tokens) for a in sent if a.worker == "c"] == [("c", 128)] * 2
     assert len(sent) == 6
@@ -213,7 +263,9 @@ def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_begun_
     assert request(s, "g0.2.t0") == ""
     assert request(s, "g0.0.t1") == "a"
     s.handle(ev.TurnEnded(at=0.0, turn="g0.0.t1", tokens=5))
-    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == {"g0.2.t0": "a"}
+    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == {
+        "g0.2.t0": "a"
+    }
 
 
 def test_rose_forgets_what_a_lost_worker_held():
@@ -234,8 +286,16 @@ def test_rose_forgets_what_a_lost_worker_held():
 def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
     s = make("seer", chunk_tokens=40)
     join(s, "a"), join(s, "b")
-    s.handle(ev.TurnRequested(at=0.0, turn="g0.0.t0", trajectory="g0.0", group="g0", context_tokens=50,
-                              max_new_tokens=100))
+    s.handle(
+        ev.TurnRequested(
+            at=0.0,
+            turn="g0.0.t0",
+            trajectory="g0.0",
+            group="g0",
+            context_tokens=50,
+            max_new_tokens=100,
+        )
+    )
     turn = s.cluster.turns["g0.0.t0"]
     assert (turn.worker, turn.kv_need) == ("a", 90)
     assert request(s, "g1.0.t0", need=20) == "b"
@@ -265,11 +325,15 @@ def test_libra_moves_a_trajectory_to_the_bucket_of_what_those_with_the_same_outc
     s = make("libra", limits=[50, 200], shares=[1, 1, 1])
     for name in "abc":
         join(s, name)
-    assert live(s, "g0.0", "failed", 300) == "a"  # nothing is known yet, and its own bucket is the first
+    assert (
+        live(s, "g0.0", "failed", 300) == "a"
+    )  # nothing is known yet, and its own bucket is the first
     assert live(s, "g1.0", "failed", 300) == "c"
     assert live(s, "g2.0", "ok", 20) == "c"  # no such outcome is known, but what all had left
     assert live(s, "g3.0", "ok", 60) == "a"
-    assert live(s, "g4.0", "ok", 60) == "a"  # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
+    assert (
+        live(s, "g4.0", "ok", 60) == "a"
+    )  # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
     assert live(s, "g5.0", "ok", 400) == "a"
     assert live(s, "g6.0", "failed", 10) == "c"
 
@@ -287,7 +351,11 @@ def test_libra_gives_workers_out_by_shares():
     for i in range(8):
         join(s, f"w{i}")
     routing = s._queue._choose.__self__
-    assert [[routing.label(f"w{i}") for i in range(8)].count(bucket) for bucket in range(3)] == [4, 2, 2]
+    assert [[routing.label(f"w{i}") for i in range(8)].count(bucket) for bucket in range(3)] == [
+        4,
+        2,
+        2,
+    ]
 
 
 def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
@@ -295,7 +363,9 @@ def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     for i in range(100):
         join(s, f"w{i:02}", sequences=2)  # even ones into the first bucket
     for i in range(100):
-        assert request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"  # all have one turn before the first has two
+        assert (
+            request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"
+        )  # all have one turn before the first has two
     assert request(s, "g100.0.t0") == "w01"
 
 
@@ -321,7 +391,9 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
     assert request(s, "g1.0.t0", domain="maths") == "h"
     assert request(s, "g2.0.t0", domain="frozen_lake") == "h"
     end(s, "g2.0.t0"), end(s, "g0.0.t0")
-    assert request(s, "g2.0.t1", domain="frozen_lake") == "a"  # back to its own, though h has its prefix
+    assert (
+        request(s, "g2.0.t1", domain="frozen_lake") == "a"
+    )  # back to its own, though h has its prefix
 
 
 # ----------------------------------------------------------------- earliest finish
@@ -332,8 +404,16 @@ def teach(s, worker, seconds, turns=40):
     for i in range(turns):
         name = f"{worker}{i}.0.t0"
         group, member, _ = name.split(".")
-        s.handle(ev.TurnRequested(at=0.0, turn=name, trajectory=f"{group}.{member}", group=group, context_tokens=50,
-                                  max_new_tokens=100))
+        s.handle(
+            ev.TurnRequested(
+                at=0.0,
+                turn=name,
+                trajectory=f"{group}.{member}",
+                group=group,
+                context_tokens=50,
+                max_new_tokens=100,
+            )
+        )
         sent = s.cluster.turns[name].worker
         s.handle(ev.TurnEnded(at=seconds[sent], turn=name, tokens=100))
         s.handle(ev.TrajectoryEnded(at=seconds[sent], trajectory=f"{group}.{member}", tokens=100))
@@ -365,6 +445,7 @@ def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room
 
 def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
     from rose.scheduler.routing.speeds import LeastSquares
+
     fit = LeastSquares(0.995)
     for i in range(5000):
         x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
@@ -374,9 +455,16 @@ def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
     assert fit.of((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
 
 
-@pytest.mark.parametrize("routing, args", [("seer", {"chunk_tokens": 0}), ("libra", {"limits": [], "shares": [1]}),
-                                           ("libra", {"limits": [9], "shares": [1, -1]}),
-                                           ("libra", {"limits": [9], "shares": [1]}), ("rose", {"imbalance": 1})])
+@pytest.mark.parametrize(
+    "routing, args",
+    [
+        ("seer", {"chunk_tokens": 0}),
+        ("libra", {"limits": [], "shares": [1]}),
+        ("libra", {"limits": [9], "shares": [1, -1]}),
+        ("libra", {"limits": [9], "shares": [1]}),
+        ("rose", {"imbalance": 1}),
+    ],
+)
 def test_numbers_that_make_no_policy_are_refused(routing, args):
     with pytest.raises(ConfigError, match="scheduler.routing.args"):
         make(routing, **args)
@@ -391,4 +479,6 @@ def test_earliest_finish_begins_no_more_trajectories_than_prefixes_can_stay_and_
     end(s, "g0.0.t0", at=3.0)
     assert request(s, "g0.0.t1", need=100, at=3.0) == "a"
     s.handle(ev.TurnEnded(at=4.0, turn="g0.0.t1", tokens=100))
-    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == {"g6.0.t0": "a"}
+    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == {
+        "g6.0.t0": "a"
+    }

@@ -13,27 +13,50 @@ from rose.scheduler.provisioning.fixed import Fixed
 from rose.scheduler.routing.least_loaded import LeastLoaded
 
 TIMEOUT_S = 60.0
-ROUTING = pytest.mark.parametrize("routing, args", [("round_robin", {}), ("least_loaded", {}),
-                                                    ("cache_affine", {"imbalance": 1.0})])
+ROUTING = pytest.mark.parametrize(
+    "routing, args",
+    [("round_robin", {}), ("least_loaded", {}), ("cache_affine", {"imbalance": 1.0})],
+)
 
 
 def make(routing="least_loaded", routing_args=None, queue_depth=0.0, **batching):
-    return build(SchedulerConfig(
-        provisioning=Policy(name="fixed", args={}), routing=Policy(name=routing, args=routing_args or {}),
-        order=Policy(name="fifo", args={}), batching=Policy(name="synchronous",
-                                                            args={"max_admitted": 4.0} | batching),
-        queue_depth=queue_depth), TIMEOUT_S)
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name=routing, args=routing_args or {}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0} | batching),
+            queue_depth=queue_depth,
+        ),
+        TIMEOUT_S,
+    )
 
 
 def join(s, name, sequences=4, kv=10_000, version=0, at=0.0):
-    return s.handle(ev.WorkerJoined(at=at, worker=name, kind="dedicated", max_sequences=sequences, kv_tokens=kv,
-                                    version=version))
+    return s.handle(
+        ev.WorkerJoined(
+            at=at,
+            worker=name,
+            kind="dedicated",
+            max_sequences=sequences,
+            kv_tokens=kv,
+            version=version,
+        )
+    )
 
 
 def request(s, turn, at=0.0, context=10, new=10):
     group, member, _ = turn.split(".")
-    return s.handle(ev.TurnRequested(at=at, turn=turn, trajectory=f"{group}.{member}", group=group,
-                                     context_tokens=context, max_new_tokens=new))
+    return s.handle(
+        ev.TurnRequested(
+            at=at,
+            turn=turn,
+            trajectory=f"{group}.{member}",
+            group=group,
+            context_tokens=context,
+            max_new_tokens=new,
+        )
+    )
 
 
 def end(s, turn, at=0.0):
@@ -56,7 +79,9 @@ def test_a_worker_with_old_weights_loads_before_it_gets_a_turn():
     s.handle(ev.VersionPublished(at=0.0, version=3))
     assert join(s, "a", version=-1) == [ev.LoadWeights("a", 3)]
     assert request(s, "g0.0.t0") == []
-    assert assigned(s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=3))) == [("g0.0.t0", "a", 1)]
+    assert assigned(s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=3))) == [
+        ("g0.0.t0", "a", 1)
+    ]
 
 
 def test_a_version_published_while_loading_is_loaded_next():
@@ -116,7 +141,10 @@ def test_a_turn_without_a_token_until_the_deadline_moves_to_another_worker():
     s = two_workers()
     request(s, "g0.0.t0", at=0.0)
     assert s.handle(ev.Tick(at=TIMEOUT_S)) == []
-    assert s.handle(ev.Tick(at=TIMEOUT_S + 1)) == [ev.AbortTurn("g0.0.t0", "a", 1), ev.AssignTurn("g0.0.t0", "b", 2)]
+    assert s.handle(ev.Tick(at=TIMEOUT_S + 1)) == [
+        ev.AbortTurn("g0.0.t0", "a", 1),
+        ev.AssignTurn("g0.0.t0", "b", 2),
+    ]
     s.handle(ev.TurnProgressed(at=TIMEOUT_S * 2, turn="g0.0.t0", attempt=2, tokens=1))
     assert s.handle(ev.Tick(at=TIMEOUT_S * 2.5)) == []  # progress counts
 
@@ -134,12 +162,22 @@ def give_back(s, turn, attempt, at=0.0):
 
 
 def capacity(s, worker, kv=10_000, sequences=4, revoked=False, expected=0.0, at=0.0):
-    return s.handle(ev.WorkerCapacity(at=at, worker=worker, kv_tokens=kv, max_sequences=sequences, expected_s=expected,
-                                      revoked=revoked))
+    return s.handle(
+        ev.WorkerCapacity(
+            at=at,
+            worker=worker,
+            kv_tokens=kv,
+            max_sequences=sequences,
+            expected_s=expected,
+            revoked=revoked,
+        )
+    )
 
 
 @ROUTING
-def test_a_turn_that_was_given_back_goes_to_another_worker_before_those_that_came_later(routing, args):
+def test_a_turn_that_was_given_back_goes_to_another_worker_before_those_that_came_later(
+    routing, args
+):
     s = make(routing=routing, routing_args=args)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", sequences=1)
@@ -216,7 +254,9 @@ def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", kv=100), capacity(s, "a", kv=50, expected=-1.0)
     assert request(s, "g0.0.t0", context=60) == []
-    assert assigned(request(s, "g0.1.t0", context=40)) == [("g0.1.t0", "a", 1)]  # nobody waits for what can't come
+    assert assigned(request(s, "g0.1.t0", context=40)) == [
+        ("g0.1.t0", "a", 1)
+    ]  # nobody waits for what can't come
     assert end(s, "g0.1.t0") == []
     assert assigned(capacity(s, "a", kv=100)) == [("g0.0.t0", "a", 1)]
 
@@ -224,7 +264,10 @@ def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger
 def test_a_large_turn_that_waits_for_a_whole_worker_is_not_starved_by_small_ones_behind_it():
     s = two_workers()
     join(s, "a", kv=100), join(s, "b", kv=100), capacity(s, "b", kv=50)
-    request(s, "g0.0.t0", context=80), request(s, "g0.1.t0", context=80)  # a is full, b can't take the second
+    (
+        request(s, "g0.0.t0", context=80),
+        request(s, "g0.1.t0", context=80),
+    )  # a is full, b can't take the second
     assert assigned(request(s, "g0.2.t0")) == [("g0.2.t0", "b", 1)]
     assert request(s, "g0.3.t0", context=30) == []  # b has no room now
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "a", 1)]
@@ -258,7 +301,11 @@ def resting():
     policy = Resting()
     s = Scheduler(policy, LeastLoaded(), Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
     s.handle(ev.VersionPublished(at=0.0, version=0))
-    s.handle(ev.WorkerJoined(at=0.0, worker="a", kind="cooperative", max_sequences=4, kv_tokens=1000, version=-1))
+    s.handle(
+        ev.WorkerJoined(
+            at=0.0, worker="a", kind="cooperative", max_sequences=4, kv_tokens=1000, version=-1
+        )
+    )
     return s, policy
 
 
@@ -271,15 +318,23 @@ def test_a_worker_that_rests_gets_neither_weights_nor_turns_until_it_is_used():
     s, policy = resting()
     assert request(s, "g0.0.t0") == []
     assert say(s, policy, ev.UseWorker("a"), ev.UseWorker("nobody")) == [
-        ev.UseWorker("a"), ev.LoadWeights("a", 0), ev.UseWorker("nobody")]
-    assert assigned(s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=0))) == [("g0.0.t0", "a", 1)]
+        ev.UseWorker("a"),
+        ev.LoadWeights("a", 0),
+        ev.UseWorker("nobody"),
+    ]
+    assert assigned(s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=0))) == [
+        ("g0.0.t0", "a", 1)
+    ]
 
 
 def test_the_turns_of_a_worker_that_is_to_rest_go_elsewhere_without_a_stall():
     s, policy = resting()
     say(s, policy, ev.UseWorker("a")), s.handle(ev.WorkerLoaded(at=1.0, worker="a", version=0))
     request(s, "g0.0.t0")
-    assert say(s, policy, ev.RestWorker("a")) == [ev.RestWorker("a"), ev.AbortTurn("g0.0.t0", "a", 1)]
+    assert say(s, policy, ev.RestWorker("a")) == [
+        ev.RestWorker("a"),
+        ev.AbortTurn("g0.0.t0", "a", 1),
+    ]
     assert (s.waiting, s.cluster.home, s.cluster.turns["g0.0.t0"].stalls) == (1, {}, 0)
     assert assigned(join(s, "b")) == [("g0.0.t0", "b", 2)]
     assert say(s, policy, ev.UseWorker("a")) == [ev.UseWorker("a")] and len(s.fleet) == 2
@@ -287,7 +342,11 @@ def test_the_turns_of_a_worker_that_is_to_rest_go_elsewhere_without_a_stall():
 
 def test_policies_hear_of_what_is_true_only():
     s, policy = resting()
-    end(s, "g0.9.t0"), give_back(s, "g0.9.t0", 1), s.handle(ev.WorkerLost(at=0.0, worker="x", reason="late"))
+    (
+        end(s, "g0.9.t0"),
+        give_back(s, "g0.9.t0", 1),
+        s.handle(ev.WorkerLost(at=0.0, worker="x", reason="late")),
+    )
     assert policy.words == ["VersionPublished", "WorkerJoined"]
     request(s, "g0.0.t0"), end(s, "g0.0.t0"), end(s, "g0.0.t0")
     assert policy.words[2:] == ["TurnEnded"]
@@ -305,9 +364,14 @@ def test_a_turn_in_chunks_needs_room_for_the_next_one_only_and_comes_back_to_whe
     s = Scheduler(Fixed(), Chunks(), Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", kv=20)
-    assert request(s, "g0.0.t0", new=6) == [ev.AssignTurn("g0.0.t0", "a", 1, 4)] and s.cluster.workers["a"].kv_assigned == 14
+    assert (
+        request(s, "g0.0.t0", new=6) == [ev.AssignTurn("g0.0.t0", "a", 1, 4)]
+        and s.cluster.workers["a"].kv_assigned == 14
+    )
     s.handle(ev.TurnProgressed(at=0.0, turn="g0.0.t0", attempt=1, tokens=4))
-    assert s.handle(ev.TurnReturned(at=0.0, turn="g0.0.t0", attempt=1, chunk=True)) == [ev.AssignTurn("g0.0.t0", "a", 2)]
+    assert s.handle(ev.TurnReturned(at=0.0, turn="g0.0.t0", attempt=1, chunk=True)) == [
+        ev.AssignTurn("g0.0.t0", "a", 2)
+    ]
     assert s.cluster.home == {"g0.0": "a"} and s.cluster.workers["a"].kv_assigned == 16
 
 
@@ -328,11 +392,29 @@ def test_turns_that_wait_for_one_hardware_leave_the_other_to_those_behind_them(r
     s = Scheduler(Fixed(), routing, Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     for hardware in ("H20", "H800"):
-        s.handle(ev.WorkerJoined(at=0.0, worker=hardware, kind="dedicated", max_sequences=1, kv_tokens=1000, version=0,
-                                 hardware=hardware))
+        s.handle(
+            ev.WorkerJoined(
+                at=0.0,
+                worker=hardware,
+                kind="dedicated",
+                max_sequences=1,
+                kv_tokens=1000,
+                version=0,
+                hardware=hardware,
+            )
+        )
     for i, domain in enumerate(["H800", "H800", "H800", "H20"]):
-        said = s.handle(ev.TurnRequested(at=0.0, turn=f"g0.{i}.t0", trajectory=f"g0.{i}", group="g0", context_tokens=1,
-                                         max_new_tokens=1, domain=domain))
+        said = s.handle(
+            ev.TurnRequested(
+                at=0.0,
+                turn=f"g0.{i}.t0",
+                trajectory=f"g0.{i}",
+                group="g0",
+                context_tokens=1,
+                max_new_tokens=1,
+                domain=domain,
+            )
+        )
     assert assigned(said) == [("g0.3.t0", "H20", 1)] and s.waiting == 2
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "H800", 1)]
 
@@ -397,12 +479,19 @@ def test_cache_affine_forgets_with_the_weights():
     s = two_workers(routing="cache_affine", routing_args={"imbalance": 0.3})
     request(s, "g0.0.t0"), end(s, "g0.0.t0"), request(s, "g9.0.t0")
     s.handle(ev.VersionPublished(at=1.0, version=1))
-    s.handle(ev.WorkerLoaded(at=2.0, worker="a", version=1)), s.handle(ev.WorkerLoaded(at=2.0, worker="b", version=1))
+    (
+        s.handle(ev.WorkerLoaded(at=2.0, worker="a", version=1)),
+        s.handle(ev.WorkerLoaded(at=2.0, worker="b", version=1)),
+    )
     assert assigned(request(s, "g0.0.t1"))[0][1] == "b"
 
 
 def begin(s, groups, step=1):
-    return [a.group for a in s.handle(ev.StepBegun(at=0.0, step=step, groups=groups)) if isinstance(a, ev.AdmitGroup)]
+    return [
+        a.group
+        for a in s.handle(ev.StepBegun(at=0.0, step=step, groups=groups))
+        if isinstance(a, ev.AdmitGroup)
+    ]
 
 
 def finish(s, group, accepted=True):
@@ -429,7 +518,11 @@ def test_resampling_is_bounded_then_refused_groups_fill_the_batch():
     s = make(max_admitted=2.0)
     begin(s, 2)
     said = [finish(s, f"g{i}", accepted=False) for i in range(4)]
-    assert said[0] == [ev.AdmitGroup(2, "g2")] and said[1] == [ev.AdmitGroup(3, "g3")] and said[2] == []
+    assert (
+        said[0] == [ev.AdmitGroup(2, "g2")]
+        and said[1] == [ev.AdmitGroup(3, "g3")]
+        and said[2] == []
+    )
     assert said[3] == [ev.DropGroup("g2"), ev.DropGroup("g3"), ev.StartTraining(1, ["g0", "g1"])]
 
 
@@ -442,14 +535,24 @@ def test_the_stream_goes_on_after_a_restore():
     assert begin(fresh, 2, step=2) == ["g2r1", "g3"]  # g2 was lost with its processes
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(routing=Policy(name="fastest", args={})), "scheduler.routing.name='fastest': unknown policy; one of cache_affine"),
-    (dict(batching=Policy(name="synchronous", args={"max_admitted": 0.5})), "max_admitted=0.5"),
-    (dict(order=Policy(name="fifo", args={"x": 1})), "scheduler.order.args"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            dict(routing=Policy(name="fastest", args={})),
+            "scheduler.routing.name='fastest': unknown policy; one of cache_affine",
+        ),
+        (dict(batching=Policy(name="synchronous", args={"max_admitted": 0.5})), "max_admitted=0.5"),
+        (dict(order=Policy(name="fifo", args={"x": 1})), "scheduler.order.args"),
+    ],
+)
 def test_a_bad_policy_is_named(change, words):
-    good = dict(provisioning=Policy(name="fixed", args={}), routing=Policy(name="round_robin", args={}),
-                order=Policy(name="fifo", args={}),
-                batching=Policy(name="synchronous", args={"max_admitted": 2.0}), queue_depth=0.0)
+    good = dict(
+        provisioning=Policy(name="fixed", args={}),
+        routing=Policy(name="round_robin", args={}),
+        order=Policy(name="fifo", args={}),
+        batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
+        queue_depth=0.0,
+    )
     with pytest.raises(ConfigError, match=words):
         build(SchedulerConfig(**(good | change)), TIMEOUT_S)

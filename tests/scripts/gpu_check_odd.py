@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "scripts")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).resolve().parents[2] / "scripts"),
+]
 
 from gpu_check_frame import Check, Impossible, child  # noqa: E402
 
@@ -52,9 +55,20 @@ def leaves(report):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 
-CHECKS = {work.__name__: Check(work.__name__, "", work, {"cpu": Sizes(), "cuda": Sizes()}, 60.0, "do this", **rest)
-          for work, rest in ((well, {}), (outside, {}), (impossible, {}), (raises, {}), (killed, {}), (hangs, {}),
-                             (leaves, {}))}
+CHECKS = {
+    work.__name__: Check(
+        work.__name__, "", work, {"cpu": Sizes(), "cuda": Sizes()}, 60.0, "do this", **rest
+    )
+    for work, rest in (
+        (well, {}),
+        (outside, {}),
+        (impossible, {}),
+        (raises, {}),
+        (killed, {}),
+        (hangs, {}),
+        (leaves, {}),
+    )
+}
 
 if __name__ == "__main__":
     _, _, name, setup, events = sys.argv

@@ -13,8 +13,24 @@ import bench_codec  # noqa: E402
 
 def test_every_encoding_is_measured_and_verified_on_made_up_values(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert bench_codec.main(["--no-model", "--elements", "30000", "--rounds", "1", "--threads", "2",
-                             "--only", "ours,coo,xor,bitmask,gaps,gapdiff", "--json", str(file)]) == 0
+    assert (
+        bench_codec.main(
+            [
+                "--no-model",
+                "--elements",
+                "30000",
+                "--rounds",
+                "1",
+                "--threads",
+                "2",
+                "--only",
+                "ours,coo,xor,bitmask,gaps,gapdiff",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     rows = json.loads(file.read_text())
     assert len(rows) == 6 * (len(bench_codec.FRACTIONS) + 1)
     ours = {row["workload"]: row for row in rows if row["encoding"] == "ours"}
@@ -42,7 +58,9 @@ def test_a_verdict_says_what_was_missed_and_a_wrong_encoding_ends_the_run():
     def row(encoding, size, ratio, decode):
         return bench_codec.Row("1% changed", encoding, size, ratio, 0.5, 1.0, decode, 1.0, decode)
 
-    said = bench_codec.targets([row("ours", 100, 1.2, 5.0), row("rival", 100, 1.2, 6.0), row("large", 101, 1.2, 9.0)])
+    said = bench_codec.targets(
+        [row("ours", 100, 1.2, 5.0), row("rival", 100, 1.2, 6.0), row("large", 101, 1.2, 9.0)]
+    )
     assert [line.split("  ")[1] for line in said[:4]] == ["NOT met", "NOT met", "NOT met", "met"]
     old = np.zeros(10, np.uint16)
     lossy = bench_codec.Rival("lossy", lambda new, old: b"", lambda data, values: None)

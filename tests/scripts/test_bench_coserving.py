@@ -31,20 +31,45 @@ SLO = Slo(0.1, 0.2, 0.01, 0.02)
 def run(scenario, seed=0, slow=1.0, busy=0.25, made=0.0, done=True, **rest):
     """Ten requests whose latencies are `slow` times those of S alone."""
     ttft = [slow * (0.05 + 0.01 * n) for n in range(10)]
-    return Run(scenario, seed, 10.0, ttft, [slow * 0.01] * 9 + [None], [True] * 9 + [done], 0.001, busy, made, **rest)
+    return Run(
+        scenario,
+        seed,
+        10.0,
+        ttft,
+        [slow * 0.01] * 9 + [None],
+        [True] * 9 + [done],
+        0.001,
+        busy,
+        made,
+        **rest,
+    )
 
 
 def test_a_request_meets_its_targets_with_both_and_an_aborted_one_never_does():
-    both = Run("ours", 0, 1.0, [0.1, 0.3, 0.1, 0.1, None], [0.01, 0.01, 0.03, None, None],
-               [True, True, True, True, False], 0.0, 0.2)
+    both = Run(
+        "ours",
+        0,
+        1.0,
+        [0.1, 0.3, 0.1, 0.1, None],
+        [0.01, 0.01, 0.03, None, None],
+        [True, True, True, True, False],
+        0.0,
+        0.2,
+    )
     assert both.meets(SLO) == [True, False, False, True, False]
     half = Run("ours", 0, 1.0, [0.1], [None], [False], 0.0, 0.2)  # its first token came in time
     assert half.met(SLO) == 0
 
 
 def test_ratios_compare_with_s_alone_under_the_same_traffic_and_s_alone_with_itself():
-    runs = [run("alone", 0, 1.0), run("alone", 0, 1.2), run("alone", 1, 2.0), run("alone", 1, 2.0),
-            run("ours", 0, 2.2), run("ours", 1, 2.0)]
+    runs = [
+        run("alone", 0, 1.0),
+        run("alone", 0, 1.2),
+        run("alone", 1, 2.0),
+        run("alone", 1, 2.0),
+        run("ours", 0, 2.2),
+        run("ours", 1, 2.0),
+    ]
     assert tables.ratios(runs, "ours", "ttft_p99") == pytest.approx([2.0, 1.0])
     assert tables.ratios(runs, "alone", "tpot_p99") == pytest.approx([1 / 1.2, 1.2, 1.0, 1.0])
 
@@ -52,7 +77,11 @@ def test_ratios_compare_with_s_alone_under_the_same_traffic_and_s_alone_with_its
 def test_percentiles_over_all_seeds_have_an_interval():
     runs = [run("alone", 0), run("alone", 1, 3.0), run("ours", 0, 2.0), run("ours", 1, 6.0)]
     low, ratio, high = tables.pooled_ratio(runs, "ours", "ttft_p99")
-    assert ratio == pytest.approx(2.0) and low == pytest.approx(2 / 3, rel=0.01) and high == pytest.approx(6, rel=0.01)
+    assert (
+        ratio == pytest.approx(2.0)
+        and low == pytest.approx(2 / 3, rel=0.01)
+        and high == pytest.approx(6, rel=0.01)
+    )
 
 
 def test_what_differs_no_more_than_s_alone_from_itself_is_said_to_be_in_the_noise():
@@ -62,17 +91,29 @@ def test_what_differs_no_more_than_s_alone_from_itself_is_said_to_be_in_the_nois
 
 
 def test_harvest_is_of_what_the_rollout_engine_would_make_in_the_idle_time():
-    runs = [run("alone", busy=0.2), run("alone", busy=0.3), run("ours", made=450.0),
-            run("priority", made=150.0)]
-    assert tables.harvest(runs, "ours", Alone([800.0, 1000.0], [400.0])) == pytest.approx([450 / (900 * 0.75)])
-    assert tables.harvest(runs, "priority", Alone([900.0], [400.0])) == pytest.approx([150 / (400 * 0.75)])
+    runs = [
+        run("alone", busy=0.2),
+        run("alone", busy=0.3),
+        run("ours", made=450.0),
+        run("priority", made=150.0),
+    ]
+    assert tables.harvest(runs, "ours", Alone([800.0, 1000.0], [400.0])) == pytest.approx(
+        [450 / (900 * 0.75)]
+    )
+    assert tables.harvest(runs, "priority", Alone([900.0], [400.0])) == pytest.approx(
+        [150 / (400 * 0.75)]
+    )
 
 
 def canned(ours=1.05, naive=3.0, made=400.0, done=True):
     runs = []
     for seed in range(3):
-        runs += [run("alone", seed), run("naive", seed, naive, made=600.0), run("alone", seed, 1.02),
-                 run("ours", seed, ours, made=made, done=done, evicted=2, wasted=50, open=0.8)]
+        runs += [
+            run("alone", seed),
+            run("naive", seed, naive, made=600.0),
+            run("alone", seed, 1.02),
+            run("ours", seed, ours, made=made, done=done, evicted=2, wasted=50, open=0.8),
+        ]
     alone = Alone([800.0] * 3, [])
     rows = tables.table(runs, SLO, alone)
     return rows, alone
@@ -87,15 +128,27 @@ def test_the_table_has_a_row_a_scenario_with_all_that_the_issue_asks_for():
     assert ours["ttft_p99_ratio"][1] == pytest.approx(1.05 / 1.01)
     assert ours["attainment"] == 1.0 and ours["goodput"] == pytest.approx(1.0)
     words = "\n".join(tables.lines(rows, SLO, alone))
-    assert all(part in words for part in ("rollout tok/s", "1.04 (1.04..1.04)", "67% (67..67)", "80%", "attain-"))
+    assert all(
+        part in words
+        for part in ("rollout tok/s", "1.04 (1.04..1.04)", "67% (67..67)", "80%", "attain-")
+    )
     cells = list(csv.DictReader(tables.as_csv(rows).splitlines()))
-    assert float(cells[2]["ttft_p99_ratio_mean"]) == pytest.approx(1.05 / 1.01) and cells[0]["harvest_low"] == ""
+    assert (
+        float(cells[2]["ttft_p99_ratio_mean"]) == pytest.approx(1.05 / 1.01)
+        and cells[0]["harvest_low"] == ""
+    )
 
 
-@pytest.mark.parametrize("change, missed", [
-    ({}, set()), ({"ours": 1.2}, {"P99 TTFT", "P99 TPOT"}), ({"done": False}, {"attainment"}),
-    ({"made": 100.0}, {"harvested"}), ({"naive": 1.01}, {"too light"}),
-])
+@pytest.mark.parametrize(
+    "change, missed",
+    [
+        ({}, set()),
+        ({"ours": 1.2}, {"P99 TTFT", "P99 TPOT"}),
+        ({"done": False}, {"attainment"}),
+        ({"made": 100.0}, {"harvested"}),
+        ({"naive": 1.01}, {"too light"}),
+    ],
+)
 def test_a_verdict_says_which_target_was_missed(change, missed):
     said = tables.targets(canned(**change)[0])
     assert len(said) == 5
@@ -105,9 +158,13 @@ def test_a_verdict_says_which_target_was_missed(change, missed):
 
 def test_a_burst_is_summed_up_from_what_the_boards_showed():
     at = np.arange(0, 40, 0.5)
-    made = np.where(at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20)))  # R waits for 8 s
-    looks = [Look(float(t), 30.0 if 11 <= t < 11.4 else 5.0, 20.0, 40.0 if t < 11 else 10.0, float(m))
-             for t, m in zip(at, made)]
+    made = np.where(
+        at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20))
+    )  # R waits for 8 s
+    looks = [
+        Look(float(t), 30.0 if 11 <= t < 11.4 else 5.0, 20.0, 40.0 if t < 11 else 10.0, float(m))
+        for t, m in zip(at, made)
+    ]
     traffic = Trace(np.array([1.0, 10.5, 11.0, 30.0]), np.ones(4, np.int32), np.ones(4, np.int32))
     done = Run("ours", 0, 40.0, [0.1, 0.1, 9.0, 0.1], [None] * 4, [True] * 4, 0.0, 0.5)
     story = burst.summary(done, traffic, SLO, looks)
@@ -123,7 +180,12 @@ def test_a_burst_adds_requests_of_the_usual_lengths_in_its_two_seconds():
     base = Trace(np.arange(40.0), np.full(40, 7, np.int32), np.full(40, 3, np.int32))
     more = burst.with_burst(base, 1.0, np.random.default_rng(0))
     inside = (more.at >= burst.BEGINS_S) & (more.at < burst.BEGINS_S + burst.LASTS_S)
-    assert len(more) == 80 and inside.sum() == 42 and (np.diff(more.at) >= 0).all() and set(more.prompt_tokens) == {7}
+    assert (
+        len(more) == 80
+        and inside.sum() == 42
+        and (np.diff(more.at) >= 0).all()
+        and set(more.prompt_tokens) == {7}
+    )
 
 
 # --------------------------------------------------------------------------- the client
@@ -142,7 +204,9 @@ def serve():
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         try:
-            return await replay(f"http://127.0.0.1:{port}", "s", trace, 0, **({"drain_s": 5.0} | kwargs))
+            return await replay(
+                f"http://127.0.0.1:{port}", "s", trace, 0, **({"drain_s": 5.0} | kwargs)
+            )
         finally:
             await runner.cleanup()
 
@@ -154,12 +218,16 @@ async def stream(request, response, count, wait_s):
     for number in range(count):
         await asyncio.sleep(wait_s)
         end = '"length"' if number == count - 1 else "null"
-        await response.write(f'data: {{"choices":[{{"text":"w","finish_reason":{end}}}]}}\n\n'.encode())
+        await response.write(
+            f'data: {{"choices":[{{"text":"w","finish_reason":{end}}}]}}\n\n'.encode()
+        )
     await response.write(b"data: [DONE]\n\n")
 
 
 def trace_of(*at, output=3):
-    return Trace(np.array(at, float), np.full(len(at), 5, np.int32), np.full(len(at), output, np.int32))
+    return Trace(
+        np.array(at, float), np.full(len(at), 5, np.int32), np.full(len(at), output, np.int32)
+    )
 
 
 def test_requests_are_sent_at_their_times_however_long_earlier_ones_take(serve):
@@ -194,18 +262,29 @@ def test_every_way_in_which_a_request_fails_is_told(serve):
 
     requests = serve(bad, trace_of(0.0, 0.3, 0.6, 0.9), drain_s=1.0, leave={3: 0.2})
     assert not any(r.done for r in requests)
-    assert [r.why for r in requests] == ["status 503: too busy", "ended early", "not done in time", "left"]
+    assert [r.why for r in requests] == [
+        "status 503: too busy",
+        "ended early",
+        "not done in time",
+        "left",
+    ]
     assert [r.tpot for r in requests] == [None] * 4 and requests[1].ttft is not None
 
 
 # --------------------------------------------------------------------------- options, traffic, a real run
 
 
-@pytest.mark.parametrize("words, said", [
-    (["sconds=3"], "no such option"), (["seconds=many"], "'many' is no float"), (["burst=maybe"], "no bool"),
-    (["scenarios=alone,best"], "no scenario 'best'"), (["scenarios=ours"], "alone is needed"),
-    (["device=99"], "device=99"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["sconds=3"], "no such option"),
+        (["seconds=many"], "'many' is no float"),
+        (["burst=maybe"], "no bool"),
+        (["scenarios=alone,best"], "no scenario 'best'"),
+        (["scenarios=ours"], "alone is needed"),
+        (["device=99"], "device=99"),
+    ],
+)
 def test_a_wrong_option_is_named(words, said):
     with pytest.raises(Failed, match=said):
         bench_coserving.parse(words)
@@ -217,28 +296,51 @@ def test_slices_of_a_bursty_trace_are_loaded_alike_and_differ_by_seed():
     cuts = [bench.slice(seed, 30.0) for seed in range(4)]
     rate = len(bench.trace) / bench.trace.seconds / 2
     assert all(cut.seconds < 30 and len(cut) / 30 == pytest.approx(rate, rel=0.5) for cut in cuts)
-    assert len({tuple(cut.at) for cut in cuts}) == 4 and bench.slice(1, 30.0).at.tolist() == cuts[1].at.tolist()
+    assert (
+        len({tuple(cut.at) for cut in cuts}) == 4
+        and bench.slice(1, 30.0).at.tolist() == cuts[1].at.tolist()
+    )
     with pytest.raises(Failed, match="seconds=1e[+]06"):
         bench.slice(0, 1e6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is the device, another one the host")
-def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core is the device, another one the host"
+)
+def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("live_runs.PATIENCE_S", 0.0)  # nothing is measured here: a machine with other guests will do
+    monkeypatch.setattr(
+        "live_runs.PATIENCE_S", 0.0
+    )  # nothing is measured here: a machine with other guests will do
     monkeypatch.setattr("bench_coserving_bench.TRIES", 1)
-    given = ["scenarios=alone,naive", "seconds=5", "seeds=1", "model=128x1", "rollout_model=128x1", "concurrency=8",
-             f"out={tmp_path}"]
+    given = [
+        "scenarios=alone,naive",
+        "seconds=5",
+        "seeds=1",
+        "model=128x1",
+        "rollout_model=128x1",
+        "concurrency=8",
+        f"out={tmp_path}",
+    ]
     cores = os.sched_getaffinity(0)
     assert bench_coserving.main(given) == 0
     found = json.loads((tmp_path / "bench_coserving.json").read_text())
     assert [one["scenario"] for one in found["runs"]] == ["alone", "naive", "alone"]
     alone, naive, _ = found["runs"]
     assert len(alone["done"]) == len(naive["done"]) > 0 and all(alone["done"])
-    assert naive["made"] > 0 == alone["made"] and found["alone"]["engine"][0] > 0 and 0 < alone["busy"] < 1
+    assert (
+        naive["made"] > 0 == alone["made"]
+        and found["alone"]["engine"][0] > 0
+        and 0 < alone["busy"] < 1
+    )
     assert len((tmp_path / "bench_coserving.csv").read_text().splitlines()) == 3
     assert "naive co-location" in capsys.readouterr().out and os.sched_getaffinity(0) == cores
-    assert not [process for process in psutil.process_iter(["cmdline"])
-                if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]

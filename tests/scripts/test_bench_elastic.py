@@ -17,12 +17,20 @@ def entry(event, *actions):
 
 
 def join(worker, at):
-    return entry(ev.WorkerJoined(at=at, worker=worker, kind="cooperative", max_sequences=4, kv_tokens=100, version=0))
+    return entry(
+        ev.WorkerJoined(
+            at=at, worker=worker, kind="cooperative", max_sequences=4, kv_tokens=100, version=0
+        )
+    )
 
 
 def turn(name, at, worker=None, context=10):
-    return entry(ev.TurnRequested(at=at, turn=name, trajectory=name, group="g", context_tokens=context, max_new_tokens=9),
-                 *([ev.AssignTurn(name, worker, 1)] if worker else []))
+    return entry(
+        ev.TurnRequested(
+            at=at, turn=name, trajectory=name, group="g", context_tokens=context, max_new_tokens=9
+        ),
+        *([ev.AssignTurn(name, worker, 1)] if worker else []),
+    )
 
 
 def words(name, at, tokens):
@@ -30,11 +38,23 @@ def words(name, at, tokens):
 
 
 def test_first_token_loss_and_reroute():
-    story = bench_elastic.read([
-        join("b", 10.0), turn("t1", 11.0, "b"), words("t1", 13.0, 4), turn("t2", 13.0, "b", context=20),
-        words("t2", 14.0, 6), turn("t3", 14.0, "a"),
-        entry(ev.WorkerLost(at=17.0, worker="b", reason="silent", ended=[]), ev.AssignTurn("t1", "a", 2)),
-        entry(ev.Tick(at=18.0), ev.AssignTurn("t2", "a", 2)), words("t3", 19.0, 1)], killed={"b": 15.0})
+    story = bench_elastic.read(
+        [
+            join("b", 10.0),
+            turn("t1", 11.0, "b"),
+            words("t1", 13.0, 4),
+            turn("t2", 13.0, "b", context=20),
+            words("t2", 14.0, 6),
+            turn("t3", 14.0, "a"),
+            entry(
+                ev.WorkerLost(at=17.0, worker="b", reason="silent", ended=[]),
+                ev.AssignTurn("t1", "a", 2),
+            ),
+            entry(ev.Tick(at=18.0), ev.AssignTurn("t2", "a", 2)),
+            words("t3", 19.0, 1),
+        ],
+        killed={"b": 15.0},
+    )
     assert (story.joined, story.first_token) == ({"b": 10.0}, {"b": 13.0, "a": 19.0})
     loss = story.losses["b"]
     assert (loss.notice, loss.reroute, loss.turns) == (2.0, 3.0, 2)
@@ -43,9 +63,15 @@ def test_first_token_loss_and_reroute():
 
 
 def test_a_turn_whose_tokens_had_all_come_moves_nowhere():
-    story = bench_elastic.read([
-        join("b", 0.0), turn("t1", 1.0, "b"), words("t1", 2.0, 9),
-        entry(ev.WorkerLost(at=4.0, worker="b", reason="silent", ended=["t1"]))], killed={"b": 3.0})
+    story = bench_elastic.read(
+        [
+            join("b", 0.0),
+            turn("t1", 1.0, "b"),
+            words("t1", 2.0, 9),
+            entry(ev.WorkerLost(at=4.0, worker="b", reason="silent", ended=["t1"])),
+        ],
+        killed={"b": 3.0},
+    )
     assert story.losses["b"] == bench_elastic.Loss(notice=1.0)
 
 

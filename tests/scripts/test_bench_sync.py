@@ -23,16 +23,43 @@ def test_every_encoding_is_synced_and_verified_from_two_real_trainer_ranks(tmp_p
     from tiny_world import save_model
 
     file, model = tmp_path / "rows.json", save_model(tmp_path / "model")
-    assert bench_sync.main(["--model", str(model), "--work", str(tmp_path / "work"), "--rates", "0", "--link", "proxy",
-                            "--receivers", "1", "--lrs", "1e-3", "--steps", "1", "--json", str(file)]) == 0
+    assert (
+        bench_sync.main(
+            [
+                "--model",
+                str(model),
+                "--work",
+                str(tmp_path / "work"),
+                "--rates",
+                "0",
+                "--link",
+                "proxy",
+                "--receivers",
+                "1",
+                "--lrs",
+                "1e-3",
+                "--steps",
+                "1",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     rows = json.loads(file.read_text())
     assert [row["encoding"] for row in rows] == list(NAMES)
-    assert all(row["changed"] > 0 and row["link"] >= row["pulled"] >= row["payload"] > 0 for row in rows)
+    assert all(
+        row["changed"] > 0 and row["link"] >= row["pulled"] >= row["payload"] > 0 for row in rows
+    )
     payload = {row["encoding"]: row["payload"] for row in rows}
     assert payload["ours"] < payload["xor"] < payload["dense"]
     words = capsys.readouterr().out
-    assert "loopback, unlimited" in words and all(f"  0.001 {name} " in words for name in NAMES.values())
-    assert [path.name for path in (tmp_path / "work").iterdir() if not path.name.startswith("steps-")] == []
+    assert "loopback, unlimited" in words and all(
+        f"  0.001 {name} " in words for name in NAMES.values()
+    )
+    assert [
+        path.name for path in (tmp_path / "work").iterdir() if not path.name.startswith("steps-")
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["dense", "coo", "xor"])
@@ -69,14 +96,34 @@ def test_the_proxy_passes_everything_at_its_rate_and_counts_what_comes_down():
             while data := client.recv(1 << 16):
                 got += len(data)
         assert got == link.bytes() == 1_000_000
-        assert time.monotonic() - began >= (1_000_000 - bench_sync_link.BURST) / 5e6  # no faster than it may be
+        assert (
+            time.monotonic() - began >= (1_000_000 - bench_sync_link.BURST) / 5e6
+        )  # no faster than it may be
     server.close()
 
 
 def test_a_verdict_says_what_was_missed():
     def row(encoding, receivers, link, seconds, engines=False):
-        return Sync(200, 1e-6, encoding, receivers, engines, 1, link, link, link, seconds, publish_s=0.1, stage_s=0.2,
-                    pause_s=0.01, publish_cpu_s=0.1, stage_cpu_s=0.1, changed=5, trainer_peak=1, receiver_peak=1)
+        return Sync(
+            200,
+            1e-6,
+            encoding,
+            receivers,
+            engines,
+            1,
+            link,
+            link,
+            link,
+            seconds,
+            publish_s=0.1,
+            stage_s=0.2,
+            pause_s=0.01,
+            publish_cpu_s=0.1,
+            stage_cpu_s=0.1,
+            changed=5,
+            trainer_peak=1,
+            receiver_peak=1,
+        )
 
     few, dense = row("ours", 1, 100, 0.6), row("dense", 1, 4000, 12.0)
     said = targets([dense, few, row("ours", 4, 104, 0.7), row("ours", 1, 100, 0.4, engines=True)])

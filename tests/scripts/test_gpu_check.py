@@ -74,12 +74,19 @@ def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome)
 
 def test_what_this_machine_cannot_have_is_no_failure(outcome):
     assert outcome("impossible")[0].words == "no such thing here"
-    assert outcome("well", device="cuda", gpus=1, least_gpus=2)[0].words == "needs 2 GPUs, 1 visible"
+    assert (
+        outcome("well", device="cuda", gpus=1, least_gpus=2)[0].words == "needs 2 GPUs, 1 visible"
+    )
     assert outcome("well", on_cpu=False)[0].state == frame.IMPOSSIBLE
 
 
-@pytest.mark.parametrize("name, words", [("raises", "ValueError: what was wrong"),
-                                         ("killed", "its process ended with code -9 without a word")])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("raises", "ValueError: what was wrong"),
+        ("killed", "its process ended with code -9 without a word"),
+    ],
+)
 def test_one_that_ends_badly_is_told_with_its_log(outcome, name, words):
     one, _ = outcome(name)
     assert (one.state, one.words) == (frame.FAILED, words)
@@ -89,22 +96,35 @@ def test_one_that_ends_badly_is_told_with_its_log(outcome, name, words):
 @pytest.mark.slow
 def test_one_that_hangs_is_ended_with_all_that_it_started(outcome):
     one, told = outcome("hangs", deadline_s=10.0)
-    assert one.state == frame.FAILED and one.words == "no end within 10 s" and told == ["before it hung: 1"]
+    assert (
+        one.state == frame.FAILED
+        and one.words == "no end within 10 s"
+        and told == ["before it hung: 1"]
+    )
     assert not psutil.Process().children(recursive=True)
 
 
 def test_a_process_that_is_left_behind_is_a_failure_and_is_ended(outcome):
     one, _ = outcome("leaves")
-    assert one.state == frame.FAILED and "left processes behind" in one.words and "time.sleep(600)" in one.words
+    assert (
+        one.state == frame.FAILED
+        and "left processes behind" in one.words
+        and "time.sleep(600)" in one.words
+    )
     assert not psutil.Process().children(recursive=True)
 
 
 def test_figures_are_in_the_file_with_their_shares(outcome, tmp_path):
     outcomes = [outcome(name)[0] for name in ("well", "outside")]
-    frame.write_json(tmp_path / "f.json", frame.Setup("cpu", 0, "cpu", None, "", None, {}), outcomes)
+    frame.write_json(
+        tmp_path / "f.json", frame.Setup("cpu", 0, "cpu", None, "", None, {}), outcomes
+    )
     found = json.loads((tmp_path / "f.json").read_text())
     assert found["ok"] is False and [c["state"] for c in found["checks"]] == ["ok", "FAILED"]
-    assert found["checks"][1]["figures"][0]["share"] == 0.2 and not found["checks"][1]["figures"][0]["ok"]
+    assert (
+        found["checks"][1]["figures"][0]["share"] == 0.2
+        and not found["checks"][1]["figures"][0]["ok"]
+    )
 
 
 def test_a_number_that_is_none_is_never_as_expected():
@@ -115,11 +135,15 @@ def test_rates_are_those_of_the_device():
     def setup(name):
         return frame.Setup("cuda", 1, name, 80.0, "", None, {}).rates
 
-    assert setup("NVIDIA H200") == (989.4e12, 4.8e12) and setup("NVIDIA H100 80GB HBM3")[1] == 3.35e12
+    assert (
+        setup("NVIDIA H200") == (989.4e12, 4.8e12) and setup("NVIDIA H100 80GB HBM3")[1] == 3.35e12
+    )
     assert setup("NVIDIA A100-SXM4-80GB")[0] == 312e12 and setup("Tesla V100") is None
 
 
-@pytest.mark.parametrize("given, seen", [(None, 4), ("", 0), ("2,3", 2), ("GPU-aa,GPU-bb", 2), ("-1", 0)])
+@pytest.mark.parametrize(
+    "given, seen", [(None, 4), ("", 0), ("2,3", 2), ("GPU-aa,GPU-bb", 2), ("-1", 0)]
+)
 def test_visible_devices_are_counted(monkeypatch, given, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:
@@ -153,16 +177,37 @@ def test_useful_operations_of_rows_and_trees():
     tree = gpu_check_trainer._work([[0, 1, 2]], Shared(tokens), sizes)
     assert padded == {"tokens": 36, "made": 12, "pairs": 3 * 12**2 / 2}
     assert tree == {"tokens": 8 + 3 * 4, "made": 12, "pairs": 8 * 8 / 2 + 3 * (4 * 4 / 2 + 4 * 8)}
-    shape = ModelShape(layers=1, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=8, vocab=100,
-                       tied_embeddings=True)
+    shape = ModelShape(
+        layers=1,
+        hidden=8,
+        intermediate=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        vocab=100,
+        tied_embeddings=True,
+    )
     layer = shape.parameters - 800
-    assert gpu_check_trainer._flops(shape, [tree]) == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
+    assert (
+        gpu_check_trainer._flops(shape, [tree])
+        == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
+    )
 
 
 def test_no_check_hides_another_of_its_name():
-    modules = (gpu_check.gpu_check_machine, gpu_check.gpu_check_trainer, gpu_check_engine, gpu_check_coserving,
-               gpu_check.gpu_check_jobs)
-    names = [check.name for one in modules for name in ("FIRST", "CHECKS", "LAST") for check in getattr(one, name, ())]
+    modules = (
+        gpu_check.gpu_check_machine,
+        gpu_check.gpu_check_trainer,
+        gpu_check_engine,
+        gpu_check_coserving,
+        gpu_check.gpu_check_jobs,
+    )
+    names = [
+        check.name
+        for one in modules
+        for name in ("FIRST", "CHECKS", "LAST")
+        for check in getattr(one, name, ())
+    ]
     assert len(names) == len(set(names)) == len(gpu_check.CHECKS) - 1  # the model is none of a list
 
 
@@ -196,12 +241,19 @@ def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check_engine, "prompts", lambda report, count, seed: [[0]] * count)
     monkeypatch.setattr(gpu_check_engine, "folder", lambda report: tmp_path)
     sizes = gpu_check_engine.NARROW_CPU
-    report = SimpleNamespace(sizes=frame.msgspec.structs.replace(sizes, beside_new=4), folder=tmp_path,
-                             setup=SimpleNamespace(device="cpu"), say=print, figure=lambda *_, **__: True)
+    report = SimpleNamespace(
+        sizes=frame.msgspec.structs.replace(sizes, beside_new=4),
+        folder=tmp_path,
+        setup=SimpleNamespace(device="cpu"),
+        say=print,
+        figure=lambda *_, **__: True,
+    )
 
     async def flipped():
         async with asyncio.timeout(60):
-            return await gpu_check_engine.flip_under_traffic(report, QuickEngine(), SimpleNamespace(transfer=None))
+            return await gpu_check_engine.flip_under_traffic(
+                report, QuickEngine(), SimpleNamespace(transfer=None)
+            )
 
     old, new, _ = asyncio.run(flipped())
     assert old >= 5 * 4 and new >= 1
@@ -215,7 +267,9 @@ class HostPool(PagePool):
 
     def tensor(self):
         self.map([(0, self.page)])
-        return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.int8)
+        return torch.frombuffer(
+            (ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.int8
+        )
 
 
 @pytest.fixture
@@ -233,13 +287,17 @@ def test_the_pool_passes_and_its_times_are_told(device):
 def test_memory_that_does_not_come_back_is_found(device, monkeypatch):
     pool, free = device
     monkeypatch.setattr(type(pool), "release", lambda self, ranges: None)
-    with pytest.raises(RuntimeError, match="release half of it: took 0 bytes of the device instead of -8388608"):
+    with pytest.raises(
+        RuntimeError, match="release half of it: took 0 bytes of the device instead of -8388608"
+    ):
         gpu_check_coserving.page_pool(pool, free)
 
 
 def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
     pool, free = device
-    monkeypatch.setattr(CudaDriver, "zero", lambda self, address, nbytes: ctypes.memset(address, 1, nbytes))
+    monkeypatch.setattr(
+        CudaDriver, "zero", lambda self, address, nbytes: ctypes.memset(address, 1, nbytes)
+    )
     with pytest.raises(RuntimeError, match="fresh pages are not zeros"):
         gpu_check_coserving.page_pool(pool, free)
 
@@ -248,9 +306,23 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it); `profile` is a command
 # that tests/serving/test_profile.py runs; `nccl` is the doctor's; `job` is `colocated` with fewer words.
-TWINS = ("machine", "two", "model", "transfer", "trainer", "engine", "sleep", "coserving", "colocated")
+TWINS = (
+    "machine",
+    "two",
+    "model",
+    "transfer",
+    "trainer",
+    "engine",
+    "sleep",
+    "coserving",
+    "colocated",
+)
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
-PROFILE = {"online": PREDICTOR, "rollout": PREDICTOR, "interference": {"hold_p99": 0.1, "hold_mean": 0.05}}
+PROFILE = {
+    "online": PREDICTOR,
+    "rollout": PREDICTOR,
+    "interference": {"hold_p99": 0.1, "hold_mean": 0.05},
+}
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +330,27 @@ def twins(tmp_path_factory):
     """check -> its part of the JSON file, of one call with all of them; and the call's words."""
     folder = tmp_path_factory.mktemp("twins")
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    ran = subprocess.run([sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu", "--json",
-                          str(folder / "figures.json"), "--folder", str(folder), "--set", "engine.dtype=float32",
-                          "--set", f"coserving.profile={folder / 'profile.json'}", *TWINS],
-                         capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    ran = subprocess.run(
+        [
+            sys.executable,
+            str(REPOSITORY / "scripts" / "gpu_check.py"),
+            "--device",
+            "cpu",
+            "--json",
+            str(folder / "figures.json"),
+            "--folder",
+            str(folder),
+            "--set",
+            "engine.dtype=float32",
+            "--set",
+            f"coserving.profile={folder / 'profile.json'}",
+            *TWINS,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
     found = json.loads((folder / "figures.json").read_text())["checks"]
     return {one["name"]: one for one in found}, ran
 

@@ -20,10 +20,21 @@ import validate_sim  # noqa: E402
 def test_a_tail_is_of_the_groups_admitted_in_a_step_whenever_they_end():
     tail = live_runs.Durations(from_step=1)
     tail.write(ev.StepBegun(at=0.0, step=0, groups=1), [ev.AdmitGroup(0, "g0")])
-    tail.write(ev.StepBegun(at=10.0, step=1, groups=1), [ev.AdmitGroup(1, "g1"), ev.AdmitGroup(2, "g2")])
+    tail.write(
+        ev.StepBegun(at=10.0, step=1, groups=1), [ev.AdmitGroup(1, "g1"), ev.AdmitGroup(2, "g2")]
+    )
     for group, trajectory, at in (("g0", "g0.0", 20.0), ("g1", "g1.0", 13.0), ("g2", "g2.0", 43.0)):
-        tail.write(ev.TurnRequested(at=at - 1, turn=f"{trajectory}.t0", trajectory=trajectory, group=group,
-                                    context_tokens=1, max_new_tokens=1), [])
+        tail.write(
+            ev.TurnRequested(
+                at=at - 1,
+                turn=f"{trajectory}.t0",
+                trajectory=trajectory,
+                group=group,
+                context_tokens=1,
+                max_new_tokens=1,
+            ),
+            [],
+        )
         tail.write(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=5), [])
     assert tail.p95 == {1: pytest.approx(3.0 + 0.95 * 30)}
 
@@ -34,25 +45,38 @@ def test_a_step_counts_when_the_hypervisor_left_the_machine_to_us(tmp_path, monk
     (tmp_path / "run.stolen").write_text("[100.0, 7.0]\n[110.0, 7.0]\n[120.0, 12.0]\n")
     rows = [{"time": begin + 10.0, "time_step": 10.0} for begin in (100.0, 101.0, 103.0, 110.0)]
     monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
-    assert ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]  # 0, 0.5, 1.5 and 5 of 20 s
+    assert (
+        ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]
+    )  # 0, 0.5, 1.5 and 5 of 20 s
 
 
 def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(live_runs, "CORES", 2)
     ran = live_runs.Ran(tmp_path, "run")
-    (tmp_path / "run.stolen").write_text("[100.0, 0.0]\n[110.0, 4.0]\n[120.0, 4.0]\n[160.0, 8.0]\n[200.0, 8.0]\n")
-    rows = [{"time": end, "time_step": took} for end, took in ((110.0, 10.0), (120.0, 10.0), (160.0, 40.0), (170.0, 10.0))]
+    (tmp_path / "run.stolen").write_text(
+        "[100.0, 0.0]\n[110.0, 4.0]\n[120.0, 4.0]\n[160.0, 8.0]\n[200.0, 8.0]\n"
+    )
+    rows = [
+        {"time": end, "time_step": took}
+        for end, took in ((110.0, 10.0), (120.0, 10.0), (160.0, 40.0), (170.0, 10.0))
+    ]
     monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
     assert ran.calm_steps(0) == [rows[1], rows[3]]
-    assert ran.calm_row(0, 2) == rows[1:3] and ran.calm_row(0, 3) == rows[1:4]  # 4 of 40, 4 of 100; 4 of 120 s
+    assert (
+        ran.calm_row(0, 2) == rows[1:3] and ran.calm_row(0, 3) == rows[1:4]
+    )  # 4 of 40, 4 of 100; 4 of 120 s
     assert ran.calm_row(0, 4) == [] == ran.calm_row(2, 3)
 
 
 def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
-    code = ("import sys, time; sys.path.insert(0, 'scripts'); import live_runs; live_runs.end_in_order()\n"
-            "try:\n    print('up', flush=True); time.sleep(60)\n"
-            "finally:\n    print('ending', flush=True); time.sleep(0.5); print('ended', flush=True)")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    code = (
+        "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; live_runs.end_in_order()\n"
+        "try:\n    print('up', flush=True); time.sleep(60)\n"
+        "finally:\n    print('ending', flush=True); time.sleep(0.5); print('ended', flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
     for word in ("up", "ending"):
         assert process.stdout.readline().strip() == word
         process.terminate()
@@ -71,19 +95,41 @@ class Turns:
         self.turns = turns
 
     def events(self, _run):
-        spans = [{"kind": "span", "name": "turn", "end": end, "args": {"turn": turn, "attempt": 1, "tokens": tokens}}
-                 for turn, (end, tokens) in self.turns.items()]
+        spans = [
+            {
+                "kind": "span",
+                "name": "turn",
+                "end": end,
+                "args": {"turn": turn, "attempt": 1, "tokens": tokens},
+            }
+            for turn, (end, tokens) in self.turns.items()
+        ]
         return [type("Rank", (), {"role": "rollout", "events": spans})]
 
 
 def test_ways_lie_between_decisions_and_the_engines_own_steps(tmp_path, monkeypatch):
-    turns = {"a": (1.32, 3), "b": (2.05, 1), "full": (3.05, 1), "idle": (5.15, 1), "outside": (9.0, 1)}
+    turns = {
+        "a": (1.32, 3),
+        "b": (2.05, 1),
+        "full": (3.05, 1),
+        "idle": (5.15, 1),
+        "outside": (9.0, 1),
+    }
     live = Turns(tmp_path, turns)
     config = type("C", (), {"rollout": type("R", (), {"max_sequences": 2})})
     monkeypatch.setattr(validate_sim, "read_events", live.events)
     monkeypatch.setattr(validate_sim.cfg, "load", lambda path: config)
-    steps = [step(0.9, 1.0), step(1.0, 1.1), step(1.1, 1.2), step(1.2, 1.3), step(1.9, 2.0, 0, [[5, 0]]),
-             step(2.0, 2.9, 2), step(2.9, 3.0), step(5.0, 5.1), step(8.9, 8.95)]
+    steps = [
+        step(0.9, 1.0),
+        step(1.0, 1.1),
+        step(1.1, 1.2),
+        step(1.2, 1.3),
+        step(1.9, 2.0, 0, [[5, 0]]),
+        step(2.0, 2.9, 2),
+        step(2.9, 3.0),
+        step(5.0, 5.1),
+        step(8.9, 8.95),
+    ]
     assigned = {"a": 0.94, "b": 1.85, "full": 2.5, "idle": 4.98, "outside": 8.0}
     known = {"a": 1.34, "b": 2.06, "full": 3.06, "idle": 5.2, "outside": 9.0}
     entries = [(ev.Tick(at=at), [ev.AssignTurn(turn, "w", 1)]) for turn, at in assigned.items()]
@@ -96,12 +142,27 @@ def test_ways_lie_between_decisions_and_the_engines_own_steps(tmp_path, monkeypa
 
 def test_the_log_of_a_window_has_what_lay_between_its_steps_of_decodes(tmp_path):
     def line(began, ended, decodes):
-        return {"began": began, "ended": ended, "start": began, "wall": ended, "decodes": decodes, "prefill": []}
+        return {
+            "began": began,
+            "ended": ended,
+            "start": began,
+            "wall": ended,
+            "decodes": decodes,
+            "prefill": [],
+        }
 
-    steps = [line(0.0, 0.1, 1), line(0.11, 0.2, 1), line(0.23, 0.3, 1), line(5.0, 5.1, 0), line(9.0, 9.1, 1)]
+    steps = [
+        line(0.0, 0.1, 1),
+        line(0.11, 0.2, 1),
+        line(0.23, 0.3, 1),
+        line(5.0, 5.1, 0),
+        line(9.0, 9.1, 1),
+    ]
     validate_sim.between_included(steps, [validate_sim.Window(0.1, 6.0)], tmp_path / "out")
     rows = [json.loads(text) for text in (tmp_path / "out").read_text().splitlines()]
-    assert [row["began"] for row in rows] == pytest.approx([0.1, 0.2, 4.98])  # the last: the median of 0.01 and 0.03
+    assert [row["began"] for row in rows] == pytest.approx(
+        [0.1, 0.2, 4.98]
+    )  # the last: the median of 0.01 and 0.03
 
 
 def test_the_rows_of_other_seeds_stay_in_the_csv_of_bench_live(tmp_path):
@@ -109,5 +170,8 @@ def test_the_rows_of_other_seeds_stay_in_the_csv_of_bench_live(tmp_path):
     bench_live.save([row, row._replace(system="fixed")], tmp_path / "live.csv")
     bench_live.save([row._replace(seed=1), row._replace(step_s=24.0)], tmp_path / "live.csv")
     lines = (tmp_path / "live.csv").read_text().splitlines()
-    assert [line.split(",")[:3] for line in lines[1:]] == [["fixed", "0", "25.5"], ["rose", "0", "24.0"],
-                                                           ["rose", "1", "25.5"]]
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        ["fixed", "0", "25.5"],
+        ["rose", "0", "24.0"],
+        ["rose", "1", "25.5"],
+    ]

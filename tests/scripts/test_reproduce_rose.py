@@ -15,23 +15,55 @@ import reproduce_rose  # noqa: E402
 from rose.study import table  # noqa: E402
 from rose.study.outcome import EVERY, Outcome  # noqa: E402
 
-SPEED = {"roll_grpo": 1.0, "roll_dapo": 0.8, "rose_dapo": 1.2, "areal": 1.1, "rose_areal": 1.7, "rlboost": 1.2,
-         "serverless": 1.3, "best": 2.0, "best_sync": 1.6, "rose": 1.5}
+SPEED = {
+    "roll_grpo": 1.0,
+    "roll_dapo": 0.8,
+    "rose_dapo": 1.2,
+    "areal": 1.1,
+    "rose_areal": 1.7,
+    "rlboost": 1.2,
+    "serverless": 1.3,
+    "best": 2.0,
+    "best_sync": 1.6,
+    "rose": 1.5,
+}
 
 
 @pytest.fixture
 def outcomes():
     """Each system `SPEED` times as fast as roll_grpo, with a spread over three seeds that all share."""
-    return [Outcome(point="p", system=name, seed=seed, **(dict.fromkeys(EVERY, 0.01) | {
-                "step_s": 100 * seed / speed, "rollout_s": 60 * seed / speed, "trajectories_s": speed / seed,
-                "attainment": math.nan})) for name, speed in SPEED.items() for seed in (1, 2, 3)]
+    return [
+        Outcome(
+            point="p",
+            system=name,
+            seed=seed,
+            **(
+                dict.fromkeys(EVERY, 0.01)
+                | {
+                    "step_s": 100 * seed / speed,
+                    "rollout_s": 60 * seed / speed,
+                    "trajectories_s": speed / seed,
+                    "attainment": math.nan,
+                }
+            ),
+        )
+        for name, speed in SPEED.items()
+        for seed in (1, 2, 3)
+    ]
 
 
 def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
-    rows = {(row["mine"], row["what"], row["rival"]): row for row in reproduce_rose.compared("rose_8b", outcomes)}
+    rows = {
+        (row["mine"], row["what"], row["rival"]): row
+        for row in reproduce_rose.compared("rose_8b", outcomes)
+    }
     assert rows["rose", "throughput over", "roll_grpo"]["ours"] == pytest.approx(1.5)
-    assert rows["rose", "throughput over", "roll_grpo"]["difference"] == pytest.approx(1.5 / 1.31 - 1)
-    assert rows["rose_dapo", "throughput over", "roll_dapo"]["ours"] == pytest.approx(1.5), "DAPO on both sides"
+    assert rows["rose", "throughput over", "roll_grpo"]["difference"] == pytest.approx(
+        1.5 / 1.31 - 1
+    )
+    assert rows["rose_dapo", "throughput over", "roll_dapo"]["ours"] == pytest.approx(1.5), (
+        "DAPO on both sides"
+    )
     assert rows["rose", "throughput over", "areal"]["ours"] == pytest.approx(1.5 / 1.1)
     assert rows["rose_areal", "throughput over", "areal"]["ours"] == pytest.approx(1.7 / 1.1)
     assert rows["rose", "rollout time under", "rlboost"]["ours"] == pytest.approx(1.5 / 1.2)
@@ -42,7 +74,10 @@ def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
 
 def test_rivals_that_were_not_simulated_have_no_row(outcomes):
     some = [o for o in outcomes if o.system in ("rose", "roll_grpo")]
-    assert [row["rival"] for row in reproduce_rose.compared("rose_8b", some)] == ["roll_grpo", "rose"]
+    assert [row["rival"] for row in reproduce_rose.compared("rose_8b", some)] == [
+        "roll_grpo",
+        "rose",
+    ]
 
 
 def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(outcomes, tmp_path):
@@ -52,16 +87,34 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(o
     rows = reproduce_rose.read_csv(path)
     assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     assert ElementTree.fromstring(reproduce_rose.picture(rows)).tag.endswith("svg")
-    assert "| rose | throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |" in reproduce_rose.beside(rows)
+    assert (
+        "| rose | throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |"
+        in reproduce_rose.beside(rows)
+    )
 
 
-def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(outcomes, tmp_path):
+def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(
+    outcomes, tmp_path
+):
     def like(o, system, rollout_s):
-        return msgspec.structs.replace(o, system=system, rollout_s=rollout_s, ttft_p99_s=0.35, alone_ttft_p99_s=0.3,
-                                       tpot_p99_s=0.04, alone_tpot_p99_s=0.03, gap_p99_s=0.09, alone_gap_p99_s=0.07)
+        return msgspec.structs.replace(
+            o,
+            system=system,
+            rollout_s=rollout_s,
+            ttft_p99_s=0.35,
+            alone_ttft_p99_s=0.3,
+            tpot_p99_s=0.04,
+            alone_tpot_p99_s=0.03,
+            gap_p99_s=0.09,
+            alone_gap_p99_s=0.07,
+        )
 
-    some = [like(o, name, 500.0 + 10 * o.seed) for o in outcomes if o.system == "rose"
-            for name in ("rose", "uncontrolled", "prism")]
+    some = [
+        like(o, name, 500.0 + 10 * o.seed)
+        for o in outcomes
+        if o.system == "rose"
+        for name in ("rose", "uncontrolled", "prism")
+    ]
     path = tmp_path / "rose_table1.csv"
     reproduce_rose._merge(path, "rose_8b", reproduce_rose.table1("rose_8b", some))
     words = reproduce_rose.table1_words(reproduce_rose.read_csv(path)).splitlines()
@@ -72,13 +125,17 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
 
 def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
     reproduce_rose._merge(tmp_path / "a.csv", "rose_8b", [{"setting": "rose_8b", "old": 1.0}])
-    reproduce_rose._merge(tmp_path / "a.csv", "rose_32b", [{"setting": "rose_32b", "old": 2.0, "new": 3.0}])
+    reproduce_rose._merge(
+        tmp_path / "a.csv", "rose_32b", [{"setting": "rose_32b", "old": 2.0, "new": 3.0}]
+    )
     assert [row["new"] for row in reproduce_rose.read_csv(tmp_path / "a.csv")] == ["", "3"]
 
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
-    rows = [{"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(",")))
-            for line in table.csv_text(outcomes).splitlines()[1:]]
+    rows = [
+        {"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(",")))
+        for line in table.csv_text(outcomes).splitlines()[1:]
+    ]
     assert "| best | 2.00 [2.00, 2.00] | 100 |" in reproduce_rose.effects(rows)
 
 
@@ -86,7 +143,9 @@ def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- measured: by a script -->\nold\n<!-- end of measured -->\nb\n")
     reproduce_rose.put(page, "measured", "new")
-    assert page.read_text() == "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
+    assert (
+        page.read_text() == "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
+    )
     with pytest.raises(SystemExit, match="end of other"):
         reproduce_rose.put(page, "other", "x")
 
@@ -94,6 +153,10 @@ def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
 def test_a_factor_multiplies_what_the_setting_has(make_config):
     c = make_config("+experiment=rose_8b")
     link = c.sim.pool["cooperative"].link.gbit_s
-    assert reproduce_rose.times(c, ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"], 1.2) == [
-        f"++sim.pool.cooperative.link.gbit_s={1.2 * link:g}", "++sim.environment.factors.output=1.2"]
+    assert reproduce_rose.times(
+        c, ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"], 1.2
+    ) == [
+        f"++sim.pool.cooperative.link.gbit_s={1.2 * link:g}",
+        "++sim.environment.factors.output=1.2",
+    ]
     assert float(reproduce_rose.times(c, ["sim.efficiency.memory"], 0.8)[0].split("=")[1]) < 0.8

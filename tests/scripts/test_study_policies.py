@@ -21,7 +21,9 @@ ROUTING = {"rose": 1.0, "earliest_finish": 1.1, "seer": 0.8}
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch):
-    monkeypatch.setattr(study, "composed", lambda setting, overrides: cached(setting, tuple(overrides)))
+    monkeypatch.setattr(
+        study, "composed", lambda setting, overrides: cached(setting, tuple(overrides))
+    )
 
 
 @cache
@@ -35,16 +37,38 @@ def outcomes_of(c):
     for name, system in build.systems(c).items():
         policies = system.scheduler
         args = policies.batching.args
-        stale = float(args.get("eta", args.get("staleness", policies.batching.name == "one_step_off")))
-        fast = SPEED[policies.batching.name] * ROUTING[policies.routing.name] * (1 + 0.05 * ("hybrid" in system.pools))
-        made += [Outcome(point=c.name, system=name, seed=seed, **(dict.fromkeys(EVERY, 0.0) | {
-            "tokens_s": fast * (100 + seed), "step_s": 1000 / fast, "staleness": 0.9 * stale, "staleness_max": stale}))
-            for seed in c.sim.seeds]
+        stale = float(
+            args.get("eta", args.get("staleness", policies.batching.name == "one_step_off"))
+        )
+        fast = (
+            SPEED[policies.batching.name]
+            * ROUTING[policies.routing.name]
+            * (1 + 0.05 * ("hybrid" in system.pools))
+        )
+        made += [
+            Outcome(
+                point=c.name,
+                system=name,
+                seed=seed,
+                **(
+                    dict.fromkeys(EVERY, 0.0)
+                    | {
+                        "tokens_s": fast * (100 + seed),
+                        "step_s": 1000 / fast,
+                        "staleness": 0.9 * stale,
+                        "staleness_max": stale,
+                    }
+                ),
+            )
+            for seed in c.sim.seeds
+        ]
     return made
 
 
 def small(**only):
-    return study.compositions({"batching": list(SPEED), "order": ["fifo"], "routing": list(ROUTING)} | only, 1)
+    return study.compositions(
+        {"batching": list(SPEED), "order": ["fifo"], "routing": list(ROUTING)} | only, 1
+    )
 
 
 def test_every_composition_is_a_system_of_the_simulator_with_the_settings_numbers():
@@ -56,13 +80,20 @@ def test_every_composition_is_a_system_of_the_simulator_with_the_settings_number
     for name, system in build.systems(c).items():
         build.make_scheduler(c, system)  # arguments that a policy doesn't take are refused
         assert system.scheduler.provisioning.args["n_serving"] == 4
-        assert ("hybrid" in system.pools) == (system.scheduler.provisioning.name == "all_idle"), name
-    assert not [name for name in map(str, every) if name.startswith("synchronous, due_first")], "it is fifo there"
+        assert ("hybrid" in system.pools) == (system.scheduler.provisioning.name == "all_idle"), (
+            name
+        )
+    assert not [name for name in map(str, every) if name.startswith("synchronous, due_first")], (
+        "it is fifo there"
+    )
 
 
 def test_staleness_and_names_narrow_the_search():
     assert {study.bound(each.batching) for each in small()} == {0, 1}
-    assert {each.batching.name for each in study.compositions({}, 0)} == {"synchronous", "tail_batching"}
+    assert {each.batching.name for each in study.compositions({}, 0)} == {
+        "synchronous",
+        "tail_batching",
+    }
     with pytest.raises(SystemExit, match="order=lifo: not in this search"):
         study.compositions({"order": ["lifo"]})
 
@@ -77,8 +108,10 @@ def test_a_round_keeps_the_fastest_of_each_staleness_and_what_has_a_name():
     rounds = [study.Round(1, 1, 4, 2, 1), study.Round(1, 3, 4, 2, 0)]
     first, last = study.search("rose_8b", small(), rounds, [1, 2, 3], outcomes_of)
     assert {"synchronous", "carry_over staleness=1 carry=1"} <= {row["batching"] for row in first}
-    fastest = {"synchronous, fifo, earliest_finish, all_idle",
-               "carry_over staleness=1 carry=0.5, fifo, earliest_finish, all_idle"}
+    fastest = {
+        "synchronous, fifo, earliest_finish, all_idle",
+        "carry_over staleness=1 carry=0.5, fifo, earliest_finish, all_idle",
+    }
     assert {study._name(row) for row in last} == fastest | set(study.named())
     assert {row["seeds"] for row in first} == {1} and {row["seeds"] for row in last} == {3}
     assert last[0]["over_rose"] == pytest.approx(2.0 * 1.1 * 1.05) and math.isfinite(last[0]["low"])
@@ -88,22 +121,39 @@ def test_the_front_has_what_nothing_beats_in_speed_and_both_stalenesses():
     def row(tokens_s, staleness, most):
         return {"tokens_s": tokens_s, "staleness": staleness, "staleness_max": most}
 
-    fast, fresh, slow, twin = row(3.0, 0.9, 1.0), row(2.0, 0.0, 0.0), row(1.9, 0.5, 1.0), row(3.0, 0.9, 1.0)
+    fast, fresh, slow, twin = (
+        row(3.0, 0.9, 1.0),
+        row(2.0, 0.0, 0.0),
+        row(1.9, 0.5, 1.0),
+        row(3.0, 0.9, 1.0),
+    )
     rows = [fast, fresh, slow, twin]
     assert [study.on_front(each, rows) for each in rows] == [True, True, False, True]
-    assert study.on_front(row(1.9, 0.5, 0.0), [fast, row(2.0, 0.5, 1.0)]), "its largest staleness is less"
+    assert study.on_front(row(1.9, 0.5, 0.0), [fast, row(2.0, 0.5, 1.0)]), (
+        "its largest staleness is less"
+    )
 
 
 def test_the_table_shows_the_last_round_by_staleness(tmp_path):
     rounds = [study.Round(1, 1, 4, 2, 1), study.Round(1, 3, 4, 2, 0)]
-    rows = [row for found in study.search("rose_8b", small(), rounds, [1, 2, 3], outcomes_of) for row in found]
+    rows = [
+        row
+        for found in study.search("rose_8b", small(), rounds, [1, 2, 3], outcomes_of)
+        for row in found
+    ]
     study.write_csv(tmp_path / study.FILE, rows)
     lines = study.words(study.read_csv(tmp_path / study.FILE)).splitlines()
     mine = next(line for line in lines[2:] if line.split(" | ")[2] == "ROSE")
-    assert mine == ("| Qwen3-8B, FrozenLake | synchronous, fifo, rose, rose | ROSE | 1.00 [1.00, 1.00] | 1000 | "
-                    "0.00, 0 | 0.0% |  |")
+    assert mine == (
+        "| Qwen3-8B, FrozenLake | synchronous, fifo, rose, rose | ROSE | 1.00 [1.00, 1.00] | 1000 | "
+        "0.00, 0 | 0.0% |  |"
+    )
     few = [row | {"divided": 2, "seeds": 1} for row in rows if row["round"] == 1]
     study.write_csv(tmp_path / study.FILE, few)
-    assert "| Qwen3-8B, FrozenLake, 1/2 of it, 1 seed |" in study.words(study.read_csv(tmp_path / study.FILE))
+    assert "| Qwen3-8B, FrozenLake, 1/2 of it, 1 seed |" in study.words(
+        study.read_csv(tmp_path / study.FILE)
+    )
     stale = [float(line.split(" | ")[5].split(", ")[1]) for line in lines[2:]]
-    assert stale == sorted(stale) and len(lines) - 2 == len({study._name(row) for row in rows if row["round"] == 2})
+    assert stale == sorted(stale) and len(lines) - 2 == len(
+        {study._name(row) for row in rows if row["round"] == 2}
+    )

@@ -11,7 +11,9 @@ WHOLE, SEQUENCES = 1000, 8
 
 
 def state(at, **changes):
-    return Rollout(**({"beat": at, "open": 1, "running": 1, "kv_total": 4000, "kv_budget": 4000} | changes))
+    return Rollout(
+        **({"beat": at, "open": 1, "running": 1, "kv_total": 4000, "kv_budget": 4000} | changes)
+    )
 
 
 @pytest.fixture
@@ -31,12 +33,16 @@ def test_the_budget_in_bytes_is_said_in_tokens_when_it_has_changed_by_more_than_
     assert watch.look(0.1, state(0.1, kv_budget=3900)) is None
     assert watch.look(0.2, state(0.2, kv_budget=3000)) == Capacity(750, SEQUENCES, -1.0, False)
     assert watch.look(0.3, state(0.3, kv_budget=2900)) is None
-    assert watch.look(0.4, state(0.4, kv_budget=2700)).kv_tokens == 675  # little by little is a change, too
+    assert (
+        watch.look(0.4, state(0.4, kv_budget=2700)).kv_tokens == 675
+    )  # little by little is a change, too
 
 
 def test_memory_that_was_taken_back_and_may_not_grow_is_said_at_once(watch):
     watch.look(0.0, state(0.0))
-    assert watch.look(0.1, state(0.1, kv_budget=2000, frozen=1)) == Capacity(500, SEQUENCES, -1.0, True)
+    assert watch.look(0.1, state(0.1, kv_budget=2000, frozen=1)) == Capacity(
+        500, SEQUENCES, -1.0, True
+    )
     assert watch.look(0.2, state(0.2, kv_budget=0, frozen=1)) == Capacity(0, 0, -1.0, True)
     assert watch.look(0.3, state(0.3)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
 
@@ -73,7 +79,9 @@ def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(watch
     assert watch.look(6.0, state(6.0)).max_sequences == SEQUENCES
     assert watch.look(9.0, state(9.0, running=0)) is None
     watch.look(9.1, state(9.1, running=0, open=0, kv_budget=0))
-    assert watch.look(20.0, state(20.0, running=0, open=0, kv_budget=0)) is None  # no memory: nothing to try
+    assert (
+        watch.look(20.0, state(20.0, running=0, open=0, kv_budget=0)) is None
+    )  # no memory: nothing to try
 
 
 def test_without_a_board_it_takes_nothing(watch):
@@ -92,7 +100,9 @@ def test_a_board_counts_once_it_is_there_if_it_is_the_engines(tmp_path, capsys):
     assert board.read().kv_budget == 7
     assert EngineBoard(path, os.getpid() + 1).read() is None
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "No such file" in said[0] and "does it run ROSE's scheduler?" in said[1]
+    assert (
+        len(said) == 2 and "No such file" in said[0] and "does it run ROSE's scheduler?" in said[1]
+    )
 
 
 def test_a_damaged_board_counts_for_nothing(tmp_path, capsys):

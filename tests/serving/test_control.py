@@ -23,19 +23,38 @@ def serving():
 def make(folder, serving, never="", **lending):
     said = []
     lending = msgspec.structs.replace(serving.lending, **lending)
-    return ControlBoard(folder, lending, never, said.append), said, Reader(folder / "control", Control)
+    return (
+        ControlBoard(folder, lending, never, said.append),
+        said,
+        Reader(folder / "control", Control),
+    )
 
 
 def test_hours_not_named_lend_all_of_it(serving):
     switch = Switch(serving.lending, "")
-    assert [switch.share(hour) for hour in (0, 1, 2, 8, 19, 20, 22, 23)] == [0, 0, 1, 0.25, 0.25, 1, 0, 0]
+    assert [switch.share(hour) for hour in (0, 1, 2, 8, 19, 20, 22, 23)] == [
+        0,
+        0,
+        1,
+        0.25,
+        0.25,
+        1,
+        0,
+        0,
+    ]
 
 
-def test_a_clock_that_is_set_changes_the_share_at_the_next_beat_and_back(tmp_path, serving, monkeypatch):
-    monkeypatch.setattr(time, "localtime", lambda: time.struct_time((2026, 1, 1, 12, 59, 59, 0, 1, 0)))
+def test_a_clock_that_is_set_changes_the_share_at_the_next_beat_and_back(
+    tmp_path, serving, monkeypatch
+):
+    monkeypatch.setattr(
+        time, "localtime", lambda: time.struct_time((2026, 1, 1, 12, 59, 59, 0, 1, 0))
+    )
     made, said, reader = make(tmp_path, serving)
     for hour, share in ((23, 0), (9, 0.25), (3, 1)):
-        monkeypatch.setattr(time, "localtime", lambda hour=hour: time.struct_time((2026, 1, 1, hour, 0, 0, 0, 1, 0)))
+        monkeypatch.setattr(
+            time, "localtime", lambda hour=hour: time.struct_time((2026, 1, 1, hour, 0, 0, 0, 1, 0))
+        )
         made.write()
         assert reader.read().share == share and f"{share:g} of what" in said[-1]
 
@@ -80,10 +99,16 @@ def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypat
         watching.cancel()
 
     asyncio.run(run())
-    assert len(said) == 2 and "exists (serving.lending.stop_file)" in said[0] and "lending again" in said[1]
+    assert (
+        len(said) == 2
+        and "exists (serving.lending.stop_file)" in said[0]
+        and "lending again" in said[1]
+    )
 
 
-def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(tmp_path, serving, monkeypatch):
+def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(
+    tmp_path, serving, monkeypatch
+):
     monkeypatch.setattr(controls, "LOST_S", 0.02)
     monkeypatch.setattr(controls, "_exists", lambda path: time.sleep(0.3))
     made, said, reader = make(tmp_path, serving, stop_file="/mnt/dead/stop")
@@ -105,20 +130,26 @@ def test_a_new_policy_version_is_a_new_epoch(tmp_path, serving):
     writer.write()
     made, _, reader = make(tmp_path, serving)
     assert reader.read().epoch == 3
-    (tmp_path / "epoch").write_bytes(bytes((tmp_path / "epoch").stat().st_size))  # damaged: the last one holds
+    (tmp_path / "epoch").write_bytes(
+        bytes((tmp_path / "epoch").stat().st_size)
+    )  # damaged: the last one holds
     made.write()
     assert reader.read().epoch == 3
 
 
 def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
-    serving = msgspec.structs.replace(serving, online=msgspec.structs.replace(serving.online, port=0))
+    serving = msgspec.structs.replace(
+        serving, online=msgspec.structs.replace(serving.online, port=0)
+    )
     made, said, reader = make(tmp_path, serving)
 
     async def page():
         return "<p>report</p>"
 
     async def run():
-        server = Web(tmp_path, tmp_path, serving, made, page, lambda: {"lend": bool(made.state.lend)})
+        server = Web(
+            tmp_path, tmp_path, serving, made, page, lambda: {"lend": bool(made.state.lend)}
+        )
         await server.open()
         url = f"http://127.0.0.1:{server.port}"
         token = (tmp_path / "token").read_text().strip()
@@ -144,7 +175,14 @@ def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
                 assert answer.status == 404
         with pytest.raises(Exception, match="serving.lending.control_port=.*in use"):
             taken = msgspec.structs.replace(serving.lending, control_port=server.port)
-            await Web(tmp_path, tmp_path, msgspec.structs.replace(serving, lending=taken), made, page, dict).open()
+            await Web(
+                tmp_path,
+                tmp_path,
+                msgspec.structs.replace(serving, lending=taken),
+                made,
+                page,
+                dict,
+            ).open()
         await server.close()
 
     asyncio.run(run())

@@ -18,7 +18,15 @@ from rose.coserving import board
 from rose.coserving.board import Control, Reader
 from rose.serving import operate, settings
 
-PROFILE = {"online": {"predictor": {"coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0], "samples": 9, "ratios": [[1.0], [1.0]]}}}
+PROFILE = {
+    "online": {
+        "predictor": {
+            "coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0],
+            "samples": 9,
+            "ratios": [[1.0], [1.0]],
+        }
+    }
+}
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
 # A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a signal.
@@ -53,13 +61,19 @@ sys.exit(made.run())
 
 
 class Running:
-    def __init__(self, home: Path, overrides: list[str], profile: object, environment: dict) -> None:
+    def __init__(
+        self, home: Path, overrides: list[str], profile: object, environment: dict
+    ) -> None:
         self.home = home
         (home / "outputs").mkdir(exist_ok=True)
         self.log = home / "log"
         with self.log.open("a") as log:
-            self.process = subprocess.Popen([sys.executable, "-u", "-c", PROGRAM, home, repr(profile), *overrides],
-                                            stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", PROGRAM, home, repr(profile), *overrides],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+            )
         self.boards = Path(self.saying("boards ").split()[-1])
 
     def until(self, what, words: str):
@@ -70,11 +84,15 @@ class Running:
         return found
 
     def saying(self, words: str) -> str:
-        return self.until(lambda: next((s for s in self.log.read_text().splitlines() if words in s), ""), words)
+        return self.until(
+            lambda: next((s for s in self.log.read_text().splitlines() if words in s), ""), words
+        )
 
     def lender(self, words: str, times: int = 1) -> str:
         path = self.home / "lender"
-        self.until(lambda: path.exists() and path.read_text().count(words) >= times, f"lender: {words}")
+        self.until(
+            lambda: path.exists() and path.read_text().count(words) >= times, f"lender: {words}"
+        )
         return path.read_text()
 
     def control(self) -> Control:
@@ -90,8 +108,14 @@ def operator(tmp_path):
     started = []
 
     def start(*overrides, profile=PROFILE, **environment):
-        started.append(Running(tmp_path, ["serving.online.model=hub/model", "serving.online.port=0", *overrides],
-                               profile, environment))
+        started.append(
+            Running(
+                tmp_path,
+                ["serving.online.model=hub/model", "serving.online.port=0", *overrides],
+                profile,
+                environment,
+            )
+        )
         return started[-1]
 
     yield start
@@ -105,17 +129,24 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     running = operator(SLO)
     text = running.lender("began")
     assert str(running.boards) in text and running.control().lend == 1
-    assert json.loads((running.boards / "config.json").read_text())["serving"]["online"]["model"] == "hub/model"
+    assert (
+        json.loads((running.boards / "config.json").read_text())["serving"]["online"]["model"]
+        == "hub/model"
+    )
     assert running.told(signal.SIGTERM) == 0
     assert running.lender("SIGTERM") and not running.boards.exists()
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
     assert not (home / "token").exists()
     report = (home / "report.html").read_text()
-    assert "leaving, told by SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
+    assert "leaving, told by SIGTERM" in report and (home / "online.log").read_text().startswith(
+        "hello"
+    )
 
 
 @pytest.mark.slow
-def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_it_does_not(operator):
+def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_it_does_not(
+    operator,
+):
     running = operator(SLO, LEAVES_IN="1")
     running.lender("began")
     running.process.send_signal(signal.SIGUSR2)
@@ -129,7 +160,10 @@ def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_
 def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator):
     running = operator(SLO)
     for pid in (running.lender("began").split()[1], (running.boards / "child").read_text()):
-        for number in (signal.SIGUSR1, signal.SIGRTMIN):  # as Slurm may send it to every process of a step
+        for number in (
+            signal.SIGUSR1,
+            signal.SIGRTMIN,
+        ):  # as Slurm may send it to every process of a step
             os.kill(int(pid), number)
     running.process.send_signal(signal.SIGUSR1)
     running.until(lambda: running.control().lend == 0, "stop")
@@ -138,25 +172,46 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     url = running.saying("operator's page").split("page ")[1].split("/report")[0]
     with urllib.request.urlopen(f"{url}/lending") as answer:
         status = json.loads(answer.read())
-    assert status["lend"] and status["why_not"] == "" and status["online"]["up"] and status["rollout"]["lender"]
+    assert (
+        status["lend"]
+        and status["why_not"] == ""
+        and status["online"]["up"]
+        and status["rollout"]["lender"]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile, overrides, words", [
-    (None, [SLO], "the default refuses to lend until a profile"), (PROFILE, [], "serving.online.slo is null"),
-    (PROFILE, ["serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, tpot_p99_s: 0.002}"],
-     "tpot_p99_s=0.002 s can't be met even alone")])
-def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(operator, profile, overrides, words, tmp_path):
+@pytest.mark.parametrize(
+    "profile, overrides, words",
+    [
+        (None, [SLO], "the default refuses to lend until a profile"),
+        (PROFILE, [], "serving.online.slo is null"),
+        (
+            PROFILE,
+            [
+                "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, tpot_p99_s: 0.002}"
+            ],
+            "tpot_p99_s=0.002 s can't be met even alone",
+        ),
+    ],
+)
+def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
+    operator, profile, overrides, words, tmp_path
+):
     running = operator(*overrides, profile=profile)
     running.saying("serves hub/model")
     assert words in running.saying("nothing is lent") and running.control().lend == 0
     time.sleep(0.5)
-    assert not (tmp_path / "lender").exists() and running.log.read_text().count("nothing is lent") == 1
+    assert (
+        not (tmp_path / "lender").exists() and running.log.read_text().count("nothing is lent") == 1
+    )
     assert running.told(signal.SIGINT) == 0
 
 
 @pytest.mark.slow
-def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_server(operator, tmp_path):
+def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_server(
+    operator, tmp_path
+):
     running = operator(SLO)
     first = int(running.lender("began").split()[1])
     os.kill(first, signal.SIGKILL)
@@ -194,7 +249,9 @@ def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_rem
 def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_path):
     def arguments(*overrides):
         given = list(overrides)
-        made = operate.Operator(tmp_path / f"arguments-{os.getpid()}", given, settings.of_server(given), {})
+        made = operate.Operator(
+            tmp_path / f"arguments-{os.getpid()}", given, settings.of_server(given), {}
+        )
         try:
             return made.lender_command()
         finally:
@@ -203,10 +260,16 @@ def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_
 
     given = ["serving.online.model=m", "serving.lending.kv_gib=3.0"]
     assert arguments(*given, "cluster.gpus=0")[-4:] == [
-        "serving.lending.kv_gib=3.0", "cluster.gpus=0", "rollout.kv_cache_gib=3.0",
-        "rollout.engine_args.scheduler_cls=rose.coserving.rollout.scheduler"]
+        "serving.lending.kv_gib=3.0",
+        "cluster.gpus=0",
+        "rollout.kv_cache_gib=3.0",
+        "rollout.engine_args.scheduler_cls=rose.coserving.rollout.scheduler",
+    ]
     assert "rollout.kv_cache_gib=3.0" not in arguments(*given, "rollout.kv_cache_gib=0.5")
-    assert any(words.startswith("rollout.gpu_memory_utilization=") for words in arguments(*given, "cluster.gpus=1"))
+    assert any(
+        words.startswith("rollout.gpu_memory_utilization=")
+        for words in arguments(*given, "cluster.gpus=1")
+    )
 
 
 def test_gpus_are_used_where_there_are_some_unless_the_command_line_says_otherwise():
@@ -218,8 +281,11 @@ def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        overrides = ["serving.online.model=hub/model", "serving.online.port=0",
-                     f"serving.lending.control_port={taken.getsockname()[1]}"]
+        overrides = [
+            "serving.online.model=hub/model",
+            "serving.online.port=0",
+            f"serving.lending.control_port={taken.getsockname()[1]}",
+        ]
         made = operate.Operator(tmp_path / "run", overrides, settings.of_server(overrides), {})
         with pytest.raises(ConfigError, match="serving.lending.control_port=.*in use"):
             made.run()

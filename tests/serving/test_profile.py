@@ -31,7 +31,9 @@ def model(tmp_path):
 
 @pytest.fixture
 def config(make_config, model):
-    return make_config("model.source=folder", f"model.path={model}", f"serving.online.model={model}")
+    return make_config(
+        "model.source=folder", f"model.path={model}", f"serving.online.model={model}"
+    )
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def found(config, model):
     return {"format": profile.FORMAT, "seconds": 60.0} | found
 
 
-def test_it_survives_its_file_and_suits_the_engines_that_it_was_measured_with(tmp_path, found, config, model):
+def test_it_survives_its_file_and_suits_the_engines_that_it_was_measured_with(
+    tmp_path, found, config, model
+):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found))
     assert profile.load(path) == found
@@ -55,12 +59,24 @@ def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, c
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"layers": 2}')
-    changed = make_config("model.source=folder", f"model.path={model}", f"serving.online.model={other}",
-                          "serving.online.dtype=bfloat16", "rollout.threads=2", "serving.lending.priority=normal")
+    changed = make_config(
+        "model.source=folder",
+        f"model.path={model}",
+        f"serving.online.model={other}",
+        "serving.online.dtype=bfloat16",
+        "rollout.threads=2",
+        "serving.lending.priority=normal",
+    )
     with pytest.raises(ConfigError) as said:
         profile.check(found, "p.json", changed, model)
-    for words in ("p.json", "online.model_digest", "online.dtype was 'auto' and is now 'bfloat16'",
-                  "rollout.threads was 1 and is now 2", "interference.priority was 'idle'", "rose.serving.profile"):
+    for words in (
+        "p.json",
+        "online.model_digest",
+        "online.dtype was 'auto' and is now 'bfloat16'",
+        "rollout.threads was 1 and is now 2",
+        "interference.priority was 'idle'",
+        "rose.serving.profile",
+    ):
         assert words in str(said.value)
 
 
@@ -82,12 +98,18 @@ def broken(found, *keys, value=None):
     return json.dumps(copied)
 
 
-@pytest.mark.parametrize("keys, value, words", [
-    (("format",), 2, "format 2"), (("format",), None, "'format' is missing"),
-    (("device",), None, "'device' is missing"),
-    (("online", "predictor", "coefficients"), [1], "six finite numbers"),
-    (("interference", "hold_p99"), float("nan"), "hold_p99=nan"), (("interference", "hold_mean"), "x", "hold_mean='x'"),
-    (("rollout",), [], "list")])
+@pytest.mark.parametrize(
+    "keys, value, words",
+    [
+        (("format",), 2, "format 2"),
+        (("format",), None, "'format' is missing"),
+        (("device",), None, "'device' is missing"),
+        (("online", "predictor", "coefficients"), [1], "six finite numbers"),
+        (("interference", "hold_p99"), float("nan"), "hold_p99=nan"),
+        (("interference", "hold_mean"), "x", "hold_mean='x'"),
+        (("rollout",), [], "list"),
+    ],
+)
 def test_a_damaged_profile_is_named_with_what_is_wrong(tmp_path, found, keys, value, words):
     path = tmp_path / "profile.json"
     path.write_text(broken(found, *keys, value=value))
@@ -106,6 +128,7 @@ def test_no_file_and_no_json_are_named(tmp_path):
 
 # ---------------------------------------------------------------------- interference
 
+
 def made(slower, count=400, noise=0.0, covered=1.0):
     """Online steps, every second one beside a rollout step that covers a share of it and makes it `slower` times."""
     dice, now, online, rollout = random.Random(0), 0.0, [], []
@@ -120,7 +143,9 @@ def made(slower, count=400, noise=0.0, covered=1.0):
 
 def test_twice_as_long_beside_rollouts_is_half_of_their_time():
     measured = interference(*made(2.0), PREDICTOR, PREDICTOR)
-    assert measured["hold_mean"] == pytest.approx(0.5) and measured["hold_p99"] == pytest.approx(0.5)
+    assert measured["hold_mean"] == pytest.approx(0.5) and measured["hold_p99"] == pytest.approx(
+        0.5
+    )
     assert measured["progress"] == pytest.approx(0.5)  # a decode of 10 ms in 20 ms
     assert (measured["steps_alone"], measured["steps_beside"]) == (200, 200)
 
@@ -142,28 +167,57 @@ def test_too_few_steps_of_either_kind_are_an_error():
 
 # ---------------------------------------------------------------------- on a GPU
 
+
 @pytest.fixture
 def tiny(tmp_path):
     """A folder with the shape of a decoder: 8 KiB of KV cache a token."""
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({
-        "num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 16,
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "vocab_size": 300,
+            }
+        )
+    )
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
 def test_the_rollout_engine_is_measured_with_what_a_lender_starts_it_with(tiny, monkeypatch):
     monkeypatch.setattr(profile, "_device", lambda gpus: {"gpu": "H"})
-    gpu = [f"serving.online.model={tiny}", "cluster=gpus", "rollout=gpu", "trainer=zero3_gpu", "rollout.workers=1",
-           "trainer.ranks=1", "serving.online.kv_cache_gib=8", "serving.lending.kv_gib=10", "model.max_context=2048"]
+    gpu = [
+        f"serving.online.model={tiny}",
+        "cluster=gpus",
+        "rollout=gpu",
+        "trainer=zero3_gpu",
+        "rollout.workers=1",
+        "trainer.ranks=1",
+        "serving.online.kv_cache_gib=8",
+        "serving.lending.kv_gib=10",
+        "model.max_context=2048",
+    ]
     config, _ = profile.configured(gpu, {"model": str(tiny)})
-    assert config.rollout.kv_cache_gib == 10 and config.rollout.gpu_memory_utilization == operate.FREE_SHARE
+    assert (
+        config.rollout.kv_cache_gib == 10
+        and config.rollout.gpu_memory_utilization == operate.FREE_SHARE
+    )
     online, rollout = profile.online_side(config), profile.rollout_side(config, tiny)
-    assert online.args["gpu_memory_utilization"] == rollout.args["gpu_memory_utilization"] == operate.FREE_SHARE
+    assert (
+        online.args["gpu_memory_utilization"]
+        == rollout.args["gpu_memory_utilization"]
+        == operate.FREE_SHARE
+    )
     # both take their memory for good here, and have no more than the budget that they will share
-    assert online.args["kv_cache_memory_bytes"] == rollout.args["kv_cache_memory_bytes"] == 5 * 2**30
+    assert (
+        online.args["kv_cache_memory_bytes"] == rollout.args["kv_cache_memory_bytes"] == 5 * 2**30
+    )
     assert rollout.environment["VLLM_KV_CACHE_LAYOUT"] == "BLHNC"
     mine, _ = profile.configured([*gpu, "rollout.kv_cache_gib=2"], {"model": str(tiny)})
     assert profile.rollout_side(mine, tiny).args["kv_cache_memory_bytes"] == 2 * 2**30
@@ -178,19 +232,31 @@ def test_one_request_fits_into_either_engine_also_where_the_budget_is_small(conf
 
 # ---------------------------------------------------------------------- the command
 
+
 def run(*arguments, timeout=60):
-    return subprocess.run([sys.executable, "-m", "rose.serving.profile", *arguments], capture_output=True, text=True,
-                          timeout=timeout, cwd=Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "rose.serving.profile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=Path(__file__).parents[2],
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["seconds=9"], "out is missing"), (["out=/none/p.json"], "no such folder"),
-    (["out=p.json", "seconds=1"], "seconds=1: must be a number from 5"), (["out=p.json"], "name or model is missing"),
-    (["out=p.json", "model=/m", "name=a"], "give one of them"),
-    (["out=p.json", "model=/m"], "serving.online.model=None"),
-    (["out=p.json", "model=/m", "serving.online.model=/m"], "model.path='/m': no such folder"),
-    (["out=p.json", "model=/m", "serving.onlin.model=/m"], "no such key"),
-    (["out=p.json", "name=none"], "no configuration of a run")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["seconds=9"], "out is missing"),
+        (["out=/none/p.json"], "no such folder"),
+        (["out=p.json", "seconds=1"], "seconds=1: must be a number from 5"),
+        (["out=p.json"], "name or model is missing"),
+        (["out=p.json", "model=/m", "name=a"], "give one of them"),
+        (["out=p.json", "model=/m"], "serving.online.model=None"),
+        (["out=p.json", "model=/m", "serving.online.model=/m"], "model.path='/m': no such folder"),
+        (["out=p.json", "model=/m", "serving.onlin.model=/m"], "no such key"),
+        (["out=p.json", "name=none"], "no configuration of a run"),
+    ],
+)
 def test_bad_arguments_are_refused(capsys, arguments, words):
     assert profile.main(arguments) == 2
     assert words in capsys.readouterr().err
@@ -201,20 +267,39 @@ def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path / "tiny"
-    shape = Qwen3Config(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
-                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1)
+    shape = Qwen3Config(
+        vocab_size=263,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+    )
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     path = tmp_path / "profile.json"
-    settings = ["serving.online.max_context=512", "serving.online.max_sequences=8", "serving.online.dtype=float32",
-                "serving.online.kv_cache_gib=0.1", "rollout.max_sequences=8", f"serving.online.model={folder}"]
+    settings = [
+        "serving.online.max_context=512",
+        "serving.online.max_sequences=8",
+        "serving.online.dtype=float32",
+        "serving.online.kv_cache_gib=0.1",
+        "rollout.max_sequences=8",
+        f"serving.online.model={folder}",
+    ]
     done = run(f"out={path}", "seconds=20", f"model={folder}", *settings, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "P99 residual" in done.stdout and str(path) in done.stdout
     found = profile.load(path)
-    profile.check(found, path, make_config("model.source=folder", f"model.path={folder}", *settings), folder)
+    profile.check(
+        found, path, make_config("model.source=folder", f"model.path={folder}", *settings), folder
+    )
     for side in ("online", "rollout"):
         predictor = Predictor.from_dict(found[side]["predictor"])
         assert predictor.samples > 50 and predictor.seconds(DECODE) > 0
-        assert predictor.seconds(Work(((500, 0),), 0, 0)) >= predictor.seconds(Work(((2, 0),), 0, 0))
+        assert predictor.seconds(Work(((500, 0),), 0, 0)) >= predictor.seconds(
+            Work(((2, 0),), 0, 0)
+        )
     assert found["interference"]["hold_p99"] > 0 and found["interference"]["priority"] == "idle"

@@ -50,7 +50,9 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "STOP_S", 5.0)
 
     def make(*arguments, kind=Small):
-        serving = settings.of_server(["serving.online.model=hub/model", "serving.online.port=0", *arguments])
+        serving = settings.of_server(
+            ["serving.online.model=hub/model", "serving.online.port=0", *arguments]
+        )
         return kind(serving, tmp_path, tmp_path / "online.log", gpus=False, threads=1)
 
     return make
@@ -75,7 +77,9 @@ async def gone(pid):
             await asyncio.sleep(0.01)
 
 
-def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(make, tmp_path):
+def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
+    make, tmp_path
+):
     async def run():
         made, said = make(), []
         running = asyncio.create_task(made.run(said.append))
@@ -85,7 +89,11 @@ def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it
         await up(made, starts=2)
         await gone(engine)
         assert made.url == url and url in said[0]
-        assert "killed by SIGKILL" in said[1] and "hello from" in said[1] and "started in 0.05 s" in said[1]
+        assert (
+            "killed by SIGKILL" in said[1]
+            and "hello from" in said[1]
+            and "started in 0.05 s" in said[1]
+        )
         running.cancel()
         second = int((tmp_path / "child").read_text())
         await asyncio.sleep(0)
@@ -102,7 +110,9 @@ def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_
         made = make()
         running = asyncio.create_task(made.run(print))
         await up(made)
-        assert os.getpgid(made._process.pid) != os.getpgid(0) and os.getsid(made._process.pid) == os.getsid(0)
+        assert os.getpgid(made._process.pid) != os.getpgid(0) and os.getsid(
+            made._process.pid
+        ) == os.getsid(0)
         running.cancel()
         await made.stop()
 
@@ -111,7 +121,9 @@ def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_
 
 def test_one_that_never_comes_up_is_an_error_with_its_last_words(make, tmp_path):
     (tmp_path / "broken").touch()
-    with pytest.raises(ServerError, match="(?s)ended with code 1 before it served.*the wrong shape"):
+    with pytest.raises(
+        ServerError, match="(?s)ended with code 1 before it served.*the wrong shape"
+    ):
         asyncio.run(make().run(print))
 
 
@@ -158,12 +170,16 @@ async def run():
     await running
 asyncio.run(run())
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         pid = int(process.stdout.readline())
         assert lives(pid)
         process.kill()
     asyncio.run(gone(pid))
-    os.kill(int((tmp_path / "child").read_text()), 9)  # this one's engine process follows its server by the plugin
+    os.kill(
+        int((tmp_path / "child").read_text()), 9
+    )  # this one's engine process follows its server by the plugin
 
 
 def test_what_can_be_said_before_a_start_is(make, tmp_path):
@@ -171,7 +187,10 @@ def test_what_can_be_said_before_a_start_is(make, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"serving.online.port={port}: Address already in use.*or 0 for a free"):
+        with pytest.raises(
+            ConfigError,
+            match=f"serving.online.port={port}: Address already in use.*or 0 for a free",
+        ):
             make(f"serving.online.port={port}").check()
     with pytest.raises(ConfigError, match="serving.online.model='/no/such': no such folder here"):
         make("serving.online.model=/no/such").check()
@@ -184,21 +203,43 @@ def test_what_can_be_said_before_a_start_is(make, tmp_path):
 
 
 def test_vllms_arguments():
-    made = [_option(*pair) for pair in (("max_model_len", 8), ("async_scheduling", False), ("enforce_eager", True),
-                                        ("served_model_name", None), ("compilation_config", {"level": 0}),
-                                        ("allowed_origins", ["*", "a"]))]
-    assert made == [["--max-model-len", "8"], ["--no-async-scheduling"], ["--enforce-eager"], [],
-                    ["--compilation-config", '{"level": 0}'], ["--allowed-origins", "*", "a"]]
+    made = [
+        _option(*pair)
+        for pair in (
+            ("max_model_len", 8),
+            ("async_scheduling", False),
+            ("enforce_eager", True),
+            ("served_model_name", None),
+            ("compilation_config", {"level": 0}),
+            ("allowed_origins", ["*", "a"]),
+        )
+    ]
+    assert made == [
+        ["--max-model-len", "8"],
+        ["--no-async-scheduling"],
+        ["--enforce-eager"],
+        [],
+        ["--compilation-config", '{"level": 0}'],
+        ["--allowed-origins", "*", "a"],
+    ]
 
 
 def test_settings_become_arguments_and_engine_args_go_over_them(make):
     made = make("serving.online.engine_args={max-num-seqs: 3, seed: 1}", kind=OnlineServer)
     words = made.command()
-    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"] and words.count("--max-num-seqs") == 1
-    assert words[words.index("--max-num-seqs") + 1] == "3" and words[words.index("--seed") + 1] == "1"
+    assert (
+        words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+        and words.count("--max-num-seqs") == 1
+    )
+    assert (
+        words[words.index("--max-num-seqs") + 1] == "3" and words[words.index("--seed") + 1] == "1"
+    )
     assert words[words.index("--scheduler-cls") + 1] == "rose.coserving.online.scheduler"
     assert "VLLM_KV_CACHE_LAYOUT" not in made.environment()
-    assert made.environment()["ROSE_COSERVING"] == str(made.folder) and made.environment()["OMP_NUM_THREADS"] == "1"
+    assert (
+        made.environment()["ROSE_COSERVING"] == str(made.folder)
+        and made.environment()["OMP_NUM_THREADS"] == "1"
+    )
 
 
 def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monkeypatch):
@@ -212,17 +253,25 @@ def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monke
 
 def test_a_vllm_that_does_not_know_rose_is_refused(make, monkeypatch):
     monkeypatch.setattr(server, "entry_points", lambda **_: ())
-    with pytest.raises(ConfigError, match="does not know ROSE's plugin .vllm.general_plugins.; install ROSE there"):
+    with pytest.raises(
+        ConfigError, match="does not know ROSE's plugin .vllm.general_plugins.; install ROSE there"
+    ):
         make().check()
 
 
 @pytest.mark.slow
 def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(tmp_path, loop, folders):
-    serving = settings.of_server([
-        f"serving.online.model={folders['Qwen3']}", "serving.online.port=0", "serving.online.served_name=tiny",
-        "serving.online.kv_cache_gib=0.05", "serving.online.max_context=256",
-        "serving.online.engine_args={skip_tokenizer_init: true}",
-        "serving.online.slo={ttft_p50_s: 20, ttft_p99_s: 20, tpot_p50_s: 5, tpot_p99_s: 5}"])
+    serving = settings.of_server(
+        [
+            f"serving.online.model={folders['Qwen3']}",
+            "serving.online.port=0",
+            "serving.online.served_name=tiny",
+            "serving.online.kv_cache_gib=0.05",
+            "serving.online.max_context=256",
+            "serving.online.engine_args={skip_tokenizer_init: true}",
+            "serving.online.slo={ttft_p50_s: 20, ttft_p99_s: 20, tpot_p50_s: 5, tpot_p99_s: 5}",
+        ]
+    )
     device.describe(tmp_path, serving, None)
     made = OnlineServer(serving, tmp_path, tmp_path / "log", gpus=False, threads=1)
     made.check()
@@ -241,7 +290,10 @@ def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(tmp_pat
             async with client.get(f"{made.url}/metrics") as answer:
                 text = await answer.text()
         assert 'rose_online_requests_total{lending="without",met="yes"} 1.0' in text
-        assert 'rose_online_tokens_total{kind="made"} 6.0' in text and report.quantiles(text).keys() == SLO_KEYS
+        assert (
+            'rose_online_tokens_total{kind="made"} 6.0' in text
+            and report.quantiles(text).keys() == SLO_KEYS
+        )
         os.kill(made._process.pid, 9)
         state = Reader(tmp_path / "online", Online).read()
         await gone(int(state.pid))  # the engine process, at once: not by the sweep alone

@@ -20,7 +20,11 @@ def publish(store, folder):
     from tests.transfer.worlds import World
 
     model = AutoModelForCausalLM.from_pretrained(folder).float()
-    world = World(store, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, {})
+    world = World(
+        store,
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        {},
+    )
     world.publish(1)
     return str(world.store)
 
@@ -56,11 +60,15 @@ class Coordinator:
 def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_path):
     from rose.serving.worker import BorrowedWorker
 
-    config = make_config("rollout.engine_args={scheduler_cls: tests.engine.schedulers.EvictingScheduler}")
+    config = make_config(
+        "rollout.engine_args={scheduler_cls: tests.engine.schedulers.EvictingScheduler}"
+    )
 
     async def scene():
         versions = []
-        worker = BorrowedWorker(config, "borrowed-1", NullRecorder(), tmp_path / "rollout", versions.append)
+        worker = BorrowedWorker(
+            config, "borrowed-1", NullRecorder(), tmp_path / "rollout", versions.append
+        )
         await worker.start_engine()
         worker.mailbox = coordinator = Coordinator()
         board = Writer(tmp_path / "rollout", Rollout)
@@ -73,20 +81,37 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
         whole = p.WorkerCapacity("borrowed-1", 1, ready.kv_tokens, ready.max_sequences, 0.0, False)
         assert coordinator.said.index(ready) < coordinator.said.index(whole)
 
-        coordinator.tell(p.GenerateTurn("evict.0.t0", 1, p.pack_tokens(range(2, 101)),
-                                        p.Sampling(max_new_tokens=200, temperature=0.0)))
-        await coordinator.until(lambda: coordinator.of(p.TurnReturned) or coordinator.of(p.TurnFinished), "its end")
+        coordinator.tell(
+            p.GenerateTurn(
+                "evict.0.t0",
+                1,
+                p.pack_tokens(range(2, 101)),
+                p.Sampling(max_new_tokens=200, temperature=0.0),
+            )
+        )
+        await coordinator.until(
+            lambda: coordinator.of(p.TurnReturned) or coordinator.of(p.TurnFinished), "its end"
+        )
         [returned] = coordinator.of(p.TurnReturned)
         words = [*coordinator.of(p.TurnProgress), returned]
         assert sum(len(m.tokens) for m in words) == sum(len(m.logprobs) for m in words) == 4
-        assert (returned.turn, returned.attempt, coordinator.of(p.TurnFinished)) == ("evict.0.t0", 1, [])
+        assert (returned.turn, returned.attempt, coordinator.of(p.TurnFinished)) == (
+            "evict.0.t0",
+            1,
+            [],
+        )
         await coordinator.until(lambda: len(capacities()) == 2, "the word after a return")
-        assert capacities()[1] == whole and coordinator.said.index(returned) < len(coordinator.said) - 1
+        assert (
+            capacities()[1] == whole
+            and coordinator.said.index(returned) < len(coordinator.said) - 1
+        )
 
         board.state.kv_budget, board.state.frozen = 2**19, 1
         board.write()
         await coordinator.until(lambda: len(capacities()) == 3, "the word on revoked memory")
-        half = p.WorkerCapacity("borrowed-1", 1, ready.kv_tokens // 2, ready.max_sequences, -1.0, True)
+        half = p.WorkerCapacity(
+            "borrowed-1", 1, ready.kv_tokens // 2, ready.max_sequences, -1.0, True
+        )
         assert capacities()[2] == half
 
         store = publish(tmp_path / "store", worker.folder)
@@ -113,14 +138,18 @@ def test_a_loaded_version_is_the_boards_epoch(make_config, tmp_path, monkeypatch
     assert member._boards()[0] is None
 
 
-def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_again(make_config, tmp_path, monkeypatch):
+def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_again(
+    make_config, tmp_path, monkeypatch
+):
     from rose.coserving.gate import Reason
     from rose.serving import worker as workers
 
     monkeypatch.setattr(workers, "REST_AFTER_S", 0.1)
 
     async def scene():
-        worker = workers.BorrowedWorker(make_config(), "borrowed-1", NullRecorder(), tmp_path / "rollout")
+        worker = workers.BorrowedWorker(
+            make_config(), "borrowed-1", NullRecorder(), tmp_path / "rollout"
+        )
         await worker.start_engine()
         worker.mailbox = coordinator = Coordinator()
         board = Writer(tmp_path / "rollout", Rollout)
@@ -131,10 +160,14 @@ def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_agai
 
         say(open=1, kv_budget=2**20)
         running = asyncio.create_task(worker.run())
-        await coordinator.until(lambda: coordinator.of(p.WorkerCapacity), "the first word on its capacity")
+        await coordinator.until(
+            lambda: coordinator.of(p.WorkerCapacity), "the first word on its capacity"
+        )
         say(shut_by=float(Reason.STOPPED))
         await coordinator.until(lambda: not worker.engine.active, "its rest")
-        turn = p.GenerateTurn("a.0.t0", 1, p.pack_tokens(range(2, 30)), p.Sampling(max_new_tokens=8, temperature=0.0))
+        turn = p.GenerateTurn(
+            "a.0.t0", 1, p.pack_tokens(range(2, 30)), p.Sampling(max_new_tokens=8, temperature=0.0)
+        )
         coordinator.tell(turn)  # sent before the word that it takes nothing
         coordinator.tell(p.LoadVersion(1, "nowhere"))
         await coordinator.until(lambda: coordinator.of(p.TurnReturned), "the turn back")

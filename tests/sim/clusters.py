@@ -27,11 +27,22 @@ class Agents:
 
     def group(self, index, size, version, draw):
         self.asked.append((index, size, version))
+
         def episode(member):
             output = tuple(int(x) for x in draw.integers(5, 400, 4))
             crashed = member == 0 and self.crash + (size > 1) > 1
-            return spec.Episode(200, output, (30,) * 4, tuple(draw.exponential(1.0, 4).tolist()), (False, True, False, False),
-                                0.0 if index in self.equal else float(member % 2), 0.5, crashed, "test")
+            return spec.Episode(
+                200,
+                output,
+                (30,) * 4,
+                tuple(draw.exponential(1.0, 4).tolist()),
+                (False, True, False, False),
+                0.0 if index in self.equal else float(member % 2),
+                0.5,
+                crashed,
+                "test",
+            )
+
         return [episode(member) for member in range(size)]
 
 
@@ -41,16 +52,34 @@ def pool(name="dedicated", kind="dedicated", count=2, **changes):
 
 
 def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **changes):
-    found = spec.Spec("test", steps, spec.Batch(groups, size, dynamic), env or Agents(), TRAINER, pools or (pool(),),
-                      0.5, 1.0, 0.001, 0.001)
+    found = spec.Spec(
+        "test",
+        steps,
+        spec.Batch(groups, size, dynamic),
+        env or Agents(),
+        TRAINER,
+        pools or (pool(),),
+        0.5,
+        1.0,
+        0.001,
+        0.001,
+    )
     return dataclasses.replace(found, **changes)
 
 
-def scheduler(routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0):
-    return build(SchedulerConfig(
-        provisioning=Policy(name=provisioning, args=args or {}), routing=Policy(name=routing, args=routing_args or {}),
-        order=Policy(name="fifo", args={}), batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
-        queue_depth=0.0), timeout)
+def scheduler(
+    routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0
+):
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name=provisioning, args=args or {}),
+            routing=Policy(name=routing, args=routing_args or {}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
+            queue_depth=0.0,
+        ),
+        timeout,
+    )
 
 
 class Memory:
@@ -66,7 +95,12 @@ class Memory:
         return [event for event, _ in self.entries if isinstance(event, kind)]
 
     def actions(self, kind):
-        return [(event.at, action) for event, actions in self.entries for action in actions if isinstance(action, kind)]
+        return [
+            (event.at, action)
+            for event, actions in self.entries
+            for action in actions
+            if isinstance(action, kind)
+        ]
 
 
 def run(what, *args, seed=1, **kwargs):
@@ -81,8 +115,10 @@ def steady_load(busy=0.5, kv=0.3, period=100.0):
 def made_load(at, busy, kv, requests, period):
     """`requests` in each piece, of which the latencies are lognormal about 0.1 s and 0.02 s."""
     normal = np.array([NormalDist().inv_cdf((k + 0.5) / requests) for k in range(requests)])
-    ttft, tpot = (np.tile(mean * np.exp(sigma * normal - sigma**2 / 2), len(at))
-                  for mean, sigma in ((0.1, 0.5), (0.02, 0.3)))
+    ttft, tpot = (
+        np.tile(mean * np.exp(sigma * normal - sigma**2 / 2), len(at))
+        for mean, sigma in ((0.1, 0.5), (0.02, 0.3))
+    )
     return spec.Load(at, busy, kv, np.arange(len(at)).repeat(requests), ttft, tpot, period)
 
 

@@ -13,7 +13,10 @@ from rose.sim.driver import simulate
 from tests.sim.clusters import Agents, Memory, cluster, pool
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "scheduler"
-NAMES = {kind: sorted(path.stem for path in (CONF / kind).glob("*.yaml")) for kind in ("batching", "order")}
+NAMES = {
+    kind: sorted(path.stem for path in (CONF / kind).glob("*.yaml"))
+    for kind in ("batching", "order")
+}
 
 
 def policy(kind, name):
@@ -22,22 +25,44 @@ def policy(kind, name):
 
 
 def run(batching="synchronous", order="fifo", seed=1, **changes):
-    scheduler = build(SchedulerConfig(
-        provisioning=Policy(name="fixed", args={}), routing=Policy(name="least_loaded", args={}),
-        order=policy("order", order), batching=policy("batching", batching), queue_depth=0.0), 600.0)
+    scheduler = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name="least_loaded", args={}),
+            order=policy("order", order),
+            batching=policy("batching", batching),
+            queue_depth=0.0,
+        ),
+        600.0,
+    )
     memory = Memory()
-    return simulate(cluster(pool(count=1), steps=8, **changes), scheduler, seed, memory), memory, scheduler.staleness
+    return (
+        simulate(cluster(pool(count=1), steps=8, **changes), scheduler, seed, memory),
+        memory,
+        scheduler.staleness,
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("way_s", [0.0, 2.0])
 @pytest.mark.parametrize("batching", NAMES["batching"])
-def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(batching, way_s, dynamic):
-    result, memory, bound = run(batching, dynamic=dynamic, env=Agents(crash=1, equal=[1, 4]), dispatch_s=way_s,
-                                answer_s=way_s)
+def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(
+    batching, way_s, dynamic
+):
+    result, memory, bound = run(
+        batching,
+        dynamic=dynamic,
+        env=Agents(crash=1, equal=[1, 4]),
+        dispatch_s=way_s,
+        answer_s=way_s,
+    )
     assert [step.trajectories for step in result.steps] == [12] * 8
     assert max(age for step in result.steps for age in step.staleness) <= bound
-    trained = [group.partition("r")[0] for _, action in memory.actions(ev.StartTraining) for group in action.groups]
+    trained = [
+        group.partition("r")[0]
+        for _, action in memory.actions(ev.StartTraining)
+        for group in action.groups
+    ]
     assert len(trained) == len(set(trained)) == 24
     if dynamic:
         assert not {"g1", "g4"} & set(trained)
@@ -46,7 +71,9 @@ def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(batc
 @pytest.mark.parametrize("order", NAMES["order"])
 def test_whatever_goes_first_all_turns_end(order):
     result, memory, _ = run(order=order, env=Agents(crash=1))
-    assert result.counts.turns == len({e.turn for e in memory.events(ev.TurnEnded)}) == (96 + 24) * 4
+    assert (
+        result.counts.turns == len({e.turn for e in memory.events(ev.TurnEnded)}) == (96 + 24) * 4
+    )
     assert [step.trajectories for step in result.steps] == [12] * 8
 
 
@@ -57,11 +84,18 @@ def test_a_seed_makes_the_same_run(batching):
 
 def test_spare_responses_are_cancelled_when_their_group_is_complete():
     result, memory, _ = run("tail_batching")
-    first = {e.trajectory for e in memory.events(ev.TrajectoryEnded) if e.trajectory.startswith("g0.")}
-    assert first == {f"g0.{member}" for member in range(5)}  # of a group of four, 1.25 times as many
+    first = {
+        e.trajectory for e in memory.events(ev.TrajectoryEnded) if e.trajectory.startswith("g0.")
+    }
+    assert first == {
+        f"g0.{member}" for member in range(5)
+    }  # of a group of four, 1.25 times as many
     assert result.counts.dropped_tokens > 0
 
 
 def test_rollouts_go_on_while_the_trainer_trains_where_the_policy_is_asynchronous():
-    seconds = {name: run(name)[0].steps[-1].ended for name in ("synchronous", "one_step_off", "bounded_staleness")}
+    seconds = {
+        name: run(name)[0].steps[-1].ended
+        for name in ("synchronous", "one_step_off", "bounded_staleness")
+    }
     assert seconds["bounded_staleness"] <= seconds["one_step_off"] < seconds["synchronous"]

@@ -49,7 +49,12 @@ def step_by_step(arrivals, sequences, batched, step=STEP):
             into += [one] if one[1] == one[2] else []
             if not budget:
                 break
-        now += step.c5 + max(step.c0, cost) + step.c3 * len(decode) + step.c4 * sum(context for _, context, _ in decode)
+        now += (
+            step.c5
+            + max(step.c0, cost)
+            + step.c3 * len(decode)
+            + step.c4 * sum(context for _, context, _ in decode)
+        )
         for one in decode:
             one[1] += 1
             one[2] -= 1
@@ -60,7 +65,9 @@ def step_by_step(arrivals, sequences, batched, step=STEP):
     return ended
 
 
-arrivals = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12)
+arrivals = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +80,9 @@ def test_every_sequence_ends_when_it_would_if_each_step_were_taken(drawn, sequen
         fast.add(at, sequence(key, context, tokens))
     ended += run(fast)
     expected = step_by_step(drawn, sequences, batched)
-    assert {key: at for at, key in ended} == pytest.approx({key: at for at, key in expected}, abs=1e-6)
+    assert {key: at for at, key in ended} == pytest.approx(
+        {key: at for at, key in expected}, abs=1e-6
+    )
 
 
 def test_a_turn_after_another_prefills_only_what_is_new():

@@ -15,11 +15,17 @@ def draw(index: int) -> np.random.Generator:
 
 def episodes(domain: Domain, version: int, groups: int = 120, context: int = 65536, size: int = 16):
     made = Environments((domain,), context)
-    return [member for index in range(groups) for member in made.group(index, size, version, draw(index))]
+    return [
+        member
+        for index in range(groups)
+        for member in made.group(index, size, version, draw(index))
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(list(DOMAINS)), st.integers(0, 10_000), st.integers(0, 400), st.integers(1, 16))
+@given(
+    st.sampled_from(list(DOMAINS)), st.integers(0, 10_000), st.integers(0, 400), st.integers(1, 16)
+)
 def test_an_episode_keeps_within_its_turns_its_tokens_and_its_context(name, index, version, size):
     domain, context = DOMAINS[name], 8192
     for member in Environments((domain,), context).group(index, size, version, draw(index)):
@@ -27,8 +33,13 @@ def test_an_episode_keeps_within_its_turns_its_tokens_and_its_context(name, inde
         assert 1 <= turns <= domain.max_turns
         assert turns == len(member.observation_tokens) == len(member.tool_s) == len(member.failed)
         assert all(1 <= tokens <= domain.max_new_tokens for tokens in member.output_tokens)
-        assert min(member.observation_tokens) >= 0 and min(member.tool_s) >= 0 and member.reset_s >= 0
-        assert member.prompt_tokens + sum(member.output_tokens) + sum(member.observation_tokens) <= context
+        assert (
+            min(member.observation_tokens) >= 0 and min(member.tool_s) >= 0 and member.reset_s >= 0
+        )
+        assert (
+            member.prompt_tokens + sum(member.output_tokens) + sum(member.observation_tokens)
+            <= context
+        )
         assert member.reward in (0.0, 1.0) and not (member.crashed and member.reward)
 
 
@@ -59,7 +70,10 @@ def test_members_of_a_group_share_their_prompt_and_are_alike_in_length():
 
 @pytest.mark.parametrize("name", ["frozen_lake", "alfworld", "swe", "maths"])
 def test_a_few_trajectories_are_many_times_as_long_as_the_median(name):
-    made = [sum(member.output_tokens) for member in episodes(DOMAINS[name], 1000 if name == "alfworld" else 0)]
+    made = [
+        sum(member.output_tokens)
+        for member in episodes(DOMAINS[name], 1000 if name == "alfworld" else 0)
+    ]
     assert np.percentile(made, 99) > 3 * np.median(made)
 
 
@@ -83,27 +97,44 @@ def test_a_turn_after_a_failed_call_is_longer():
 def test_prompts_are_of_the_domains_by_weight():
     made = Environments((DOMAINS["search"], DOMAINS["swe"]), 65536, (3.0, 1.0))
     names = [made.group(i, 1, 0, draw(i))[0].domain for i in range(400)]
-    assert names.count("search") / 400 == pytest.approx(0.75, abs=0.07) and set(names) == {"search", "swe"}
+    assert names.count("search") / 400 == pytest.approx(0.75, abs=0.07) and set(names) == {
+        "search",
+        "swe",
+    }
     assert made.max_new_tokens == DOMAINS["swe"].max_new_tokens
 
 
 def test_every_parameter_says_where_it_is_from_and_can_be_scaled_for_the_sensitivity_table():
     for domain in DOMAINS.values():
-        parameters = set(domain.__dataclass_fields__) - {"name", "source", "max_turns", "max_new_tokens"}
+        parameters = set(domain.__dataclass_fields__) - {
+            "name",
+            "source",
+            "max_turns",
+            "max_new_tokens",
+        }
         assert parameters <= set(domain.source)
         for parameter in parameters:
-            assert domain.scaled(parameter, 1.2) != domain or getattr(domain, parameter) in (0.0, Heavy(1, 0.0)) \
+            assert (
+                domain.scaled(parameter, 1.2) != domain
+                or getattr(domain, parameter) in (0.0, Heavy(1, 0.0))
                 or parameter == "tool_fails"
+            )
     with pytest.raises(ValueError, match="no parameter that can be scaled"):
         DOMAINS["swe"].scaled("name", 1.2)
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: Environments((), 8192), "0 domains"),
-    (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
-    (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
-    (lambda: environments.domain("chess"), "environment 'chess': its trajectories are unknown; known are frozen_lake"),
-])
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: Environments((), 8192), "0 domains"),
+        (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
+        (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
+        (
+            lambda: environments.domain("chess"),
+            "environment 'chess': its trajectories are unknown; known are frozen_lake",
+        ),
+    ],
+)
 def test_what_cannot_be_made_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()

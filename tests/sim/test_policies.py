@@ -15,15 +15,22 @@ from rose.sim.driver import simulate
 from tests.sim.clusters import Agents, Memory, cluster, made_load, pool, serving
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "scheduler"
-PLAIN = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo", "batching": "synchronous"}
+PLAIN = {
+    "provisioning": "fixed",
+    "routing": "least_loaded",
+    "order": "fifo",
+    "batching": "synchronous",
+}
 OPTIONS = [(kind, path.stem) for kind in PLAIN for path in sorted((CONF / kind).glob("*.yaml"))]
 
 
 def policy(kind, name):
     """The option's YAML; what it takes from other groups is about borrowed workers, of which there are a few here."""
     found = yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
-    args = {key: 4 if isinstance(value, str) and value.startswith("${") else value
-            for key, value in (found["args"] or {}).items()}
+    args = {
+        key: 4 if isinstance(value, str) and value.startswith("${") else value
+        for key, value in (found["args"] or {}).items()
+    }
     return Policy(name=found["name"], args=args)
 
 
@@ -36,15 +43,21 @@ def all_kinds():
     waves = np.abs(np.sin(np.arange(50.0)))
     load = made_load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), 20, 100.0)
     available = spec.Available(np.array([0.0, 7.0, 20.0, 60.0]), np.array([2, 0, 1, 3], np.int32))
-    return (pool(), pool("coop", "cooperative", 4, serving=serving(load), switch_s=1.0),
-            pool("spot", "spot", 3, available=available), pool("hybrid", "hybrid", 2, switch_s=1.0),
-            pool("serverless", "serverless", 6, on_request=True, allocation=spec.Allocation(0.5, 2.0)))
+    return (
+        pool(),
+        pool("coop", "cooperative", 4, serving=serving(load), switch_s=1.0),
+        pool("spot", "spot", 3, available=available),
+        pool("hybrid", "hybrid", 2, switch_s=1.0),
+        pool("serverless", "serverless", 6, on_request=True, allocation=spec.Allocation(0.5, 2.0)),
+    )
 
 
 @pytest.mark.parametrize("kind, name", OPTIONS)
 def test_a_policy_counts_every_trajectory_once_on_workers_of_all_kinds_and_replays(kind, name):
     memory = Memory()
-    what = cluster(*all_kinds(), steps=4, groups=6, env=Agents(crash=1, equal=[1]), horizon_s=3000.0)
+    what = cluster(
+        *all_kinds(), steps=4, groups=6, env=Agents(crash=1, equal=[1]), horizon_s=3000.0
+    )
     result = simulate(what, scheduler(kind, name), 1, memory)
     assert [step.trajectories for step in result.steps] == [24] * 4
     ended = [event.trajectory for event in memory.events(ev.TrajectoryEnded)]

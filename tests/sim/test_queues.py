@@ -81,7 +81,9 @@ def controlled(load, workers, sequences, seed, lengths, exact, closed_form):
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_one_engine_with_one_sequence_is_an_m_m_1_queue(load):
     closed = TOKENS * probes.TOKEN_S / (1 - load)
-    found = controlled(load, 1, 1, 1, exponential, lambda at, s: first_come_first_served(at, s, 1), closed)
+    found = controlled(
+        load, 1, 1, 1, exponential, lambda at, s: first_come_first_served(at, s, 1), closed
+    )
     assert found == pytest.approx(closed, rel=WITHIN)
 
 
@@ -89,7 +91,15 @@ def test_one_engine_with_one_sequence_is_an_m_m_1_queue(load):
 def test_engines_with_one_sequence_each_are_an_m_m_k_queue(workers):
     service, load = TOKENS * probes.TOKEN_S, 0.8
     closed = service + erlang_c(workers, workers * load) * service / (workers * (1 - load))
-    found = controlled(load, workers, 1, 2, exponential, lambda at, s: first_come_first_served(at, s, workers), closed)
+    found = controlled(
+        load,
+        workers,
+        1,
+        2,
+        exponential,
+        lambda at, s: first_come_first_served(at, s, workers),
+        closed,
+    )
     assert found == pytest.approx(closed, rel=WITHIN)
 
 

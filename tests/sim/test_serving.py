@@ -14,7 +14,9 @@ from rose.sim.spec import Engine, StepTime
 from rose.traces import Trace
 
 STEP = StepTime(c0=0.008, c1=2.6e-5, c2=7e-10, c3=1e-5, c4=2e-8)
-ENGINE = Engine(STEP, max_sequences=64, max_batched_tokens=2048, kv_tokens=300_000, prefix_caching=False)
+ENGINE = Engine(
+    STEP, max_sequences=64, max_batched_tokens=2048, kv_tokens=300_000, prefix_caching=False
+)
 
 
 def trace(*requests: tuple[float, int, int]) -> Trace:
@@ -27,8 +29,13 @@ def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
     c, now, after, running, prefill = engine.step, 0.0, 0, [], []
     first, last, held = {}, {}, 0
     while after < len(work) or running or prefill:
-        while (after < len(work) and work.at[after] <= now and len(running) + len(prefill) < engine.max_sequences
-               and held + (need := int(work.prompt_tokens[after] + work.output_tokens[after])) <= engine.kv_tokens):
+        while (
+            after < len(work)
+            and work.at[after] <= now
+            and len(running) + len(prefill) < engine.max_sequences
+            and held + (need := int(work.prompt_tokens[after] + work.output_tokens[after]))
+            <= engine.kv_tokens
+        ):
             prefill.append([after, 0])
             held, after = held + need, after + 1
         if not running and not prefill:
@@ -58,15 +65,25 @@ def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60)), min_size=1, max_size=20),
-       st.sampled_from([2, 64]), st.sampled_from([6000, 300_000]))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.sampled_from([2, 64]),
+    st.sampled_from([6000, 300_000]),
+)
 def test_skipping_over_like_steps_changes_no_time(requests, sequences, kv):
     at = np.cumsum([gap for gap, _, _ in requests])
     work = trace(*[(t, prompt, output) for t, (_, prompt, output) in zip(at, requests)])
     engine = replace(ENGINE, max_sequences=sequences, kv_tokens=kv)
     served, expected = online.serve(work, engine), step_by_step(work, engine)
     assert served.at + served.ttft_s == pytest.approx([first for first, _ in expected], abs=1e-9)
-    tpot = [(last - first) / (o - 1) if o > 1 else math.nan for (first, last), o in zip(expected, work.output_tokens)]
+    tpot = [
+        (last - first) / (o - 1) if o > 1 else math.nan
+        for (first, last), o in zip(expected, work.output_tokens)
+    ]
     assert served.tpot_s == pytest.approx(tpot, abs=1e-9, nan_ok=True)
 
 
@@ -83,7 +100,9 @@ def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
     within = served.ended <= made.period_s
     assert made.busy.sum() <= served.busy_s.sum() + 1e-6
     assert made.busy.sum() >= served.busy_s[within].sum() - 1e-6
-    assert ((0 <= made.kv) & (made.kv <= 1)).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
+    assert (
+        (0 <= made.kv) & (made.kv <= 1)
+    ).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
     assert served.tokens.sum() == (np.maximum(work.output_tokens, 1) - 1).sum()
     assert (served.gap_s[served.tokens > 0] > 0).all()
     assert (served.ttft_s > 0).all() and (served.tpot_s[work.output_tokens > 1] > 0).all()
@@ -100,7 +119,10 @@ def test_one_request_takes_what_its_steps_take():
 
 def test_at_the_pace_of_its_targets_serving_computes_less_and_keeps_them():
     work = traces.generate(1, seconds=120, rate=3)
-    alone, beside = online.serve(work, ENGINE), online.serve(work, ENGINE, pace_s=0.075, hold_s=0.02)
+    alone, beside = (
+        online.serve(work, ENGINE),
+        online.serve(work, ENGINE, pace_s=0.075, hold_s=0.02),
+    )
     assert beside.busy < 0.5 * alone.busy
     assert alone.p99()[1] < beside.p99()[1] <= 0.076
     assert beside.p99()[0] - alone.p99()[0] < 0.05
@@ -119,7 +141,9 @@ def test_a_second_of_peak_traffic_is_a_second_of_peak_load_on_every_device():
 
 def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
     work = traces.generate(2, seconds=60, rate=4)
-    found = serving.devices(work, ENGINE, count=2, variants=2, beside=serving.Beside(ENGINE, 0.075, 0.02))
+    found = serving.devices(
+        work, ENGINE, count=2, variants=2, beside=serving.Beside(ENGINE, 0.075, 0.02)
+    )
     assert found.gap_p99_s[1] > found.gap_p99_s[0] > 0
     for alone in found.loads:
         assert len(alone.beside.at) == len(alone.at) and alone.beside.period_s == alone.period_s
@@ -128,7 +152,9 @@ def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
 
 
 def served_with(blocks, kv=300_000, caching=True):
-    work = replace(trace(*[(float(at), 512 * len(each), 1) for at, each in enumerate(blocks)]), blocks=blocks)
+    work = replace(
+        trace(*[(float(at), 512 * len(each), 1) for at, each in enumerate(blocks)]), blocks=blocks
+    )
     return online.serve(work, replace(ENGINE, kv_tokens=kv, prefix_caching=caching)).ttft_s
 
 
@@ -159,7 +185,9 @@ def test_a_token_that_a_prompt_holds_up_is_late_though_its_requests_mean_is_not(
 
 def test_beside_rollouts_that_nobody_controls_steps_take_longer_and_queues_do_more_than_that():
     work = traces.generate(3, seconds=120, rate=10)
-    found = serving.devices(work, ENGINE, count=1, variants=1, beside=serving.contended(ENGINE, 1.0)).loads[0]
+    found = serving.devices(
+        work, ENGINE, count=1, variants=1, beside=serving.contended(ENGINE, 1.0)
+    ).loads[0]
     assert (found.beside.tpot_s > 1.9 * found.tpot_s)[~np.isnan(found.tpot_s)].mean() > 0.9
     assert np.percentile(found.beside.ttft_s, 99) > 2.2 * np.percentile(found.ttft_s, 99)
 
@@ -173,10 +201,16 @@ def test_a_service_is_sized_so_that_its_peaks_just_meet_the_targets():
         serving.provisioned(work, ENGINE, 0.001, 0.15)
 
 
-@pytest.mark.parametrize("work, said", [
-    (Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)), "a trace without requests"),
-    (trace((0.0, 299_999, 10)), "a request of 300009 tokens is larger than"),
-])
+@pytest.mark.parametrize(
+    "work, said",
+    [
+        (
+            Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)),
+            "a trace without requests",
+        ),
+        (trace((0.0, 299_999, 10)), "a request of 300009 tokens is larger than"),
+    ],
+)
 def test_what_cannot_be_served_is_refused(work, said):
     with pytest.raises(ValueError, match=said):
         online.serve(work, ENGINE)

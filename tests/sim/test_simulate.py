@@ -11,7 +11,16 @@ from rose.scheduler import events as ev
 from rose.sim import probes, spec
 from rose.sim.driver import simulate
 from tests.sim import clusters
-from tests.sim.clusters import Agents, cluster, made_load, pool, run, scheduler, serving, steady_load
+from tests.sim.clusters import (
+    Agents,
+    cluster,
+    made_load,
+    pool,
+    run,
+    scheduler,
+    serving,
+    steady_load,
+)
 
 # --------------------------------------------------------------------------- a fixed cluster
 
@@ -22,7 +31,9 @@ def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once():
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended)) == 24
     assert result.counts.turns == 24 * 4
-    assert sum(step.tokens for step in result.steps) == sum(e.tokens for e in memory.events(ev.TurnEnded))
+    assert sum(step.tokens for step in result.steps) == sum(
+        e.tokens for e in memory.events(ev.TurnEnded)
+    )
     assert sum(worker.decoded for worker in result.workers) == result.tokens
 
 
@@ -45,7 +56,10 @@ def test_no_turn_runs_on_old_weights():
         match event:
             case ev.VersionPublished(version=version):
                 newest = version
-            case ev.WorkerLoaded(worker=worker, version=version) | ev.WorkerJoined(worker=worker, version=version):
+            case (
+                ev.WorkerLoaded(worker=worker, version=version)
+                | ev.WorkerJoined(worker=worker, version=version)
+            ):
                 holds[worker] = version
         assert all(holds[a.worker] == newest for a in actions if isinstance(a, ev.AssignTurn))
 
@@ -64,7 +78,10 @@ def test_a_simulated_runs_journal_replays_to_the_same_decisions(tmp_path):
     written = journal.Journal(path, fresh.snapshot())
     result = simulate(what, fresh, 3, written)
     written.close()
-    assert journal.replay(path, scheduler("cache_affine", routing_args={"imbalance": 0.1})) == result.counts.decisions
+    assert (
+        journal.replay(path, scheduler("cache_affine", routing_args={"imbalance": 0.1}))
+        == result.counts.decisions
+    )
 
 
 def test_rival_schedulers_meet_the_same_episodes():
@@ -84,18 +101,28 @@ def test_more_engines_make_a_shorter_rollout():
 def test_groups_whose_rewards_are_equal_are_replaced():
     env = Agents(equal=[1])
     result, memory = run(cluster(env=env, dynamic=True, steps=1))
-    assert [event.group for event in memory.events(ev.GroupFinished) if not event.accepted] == ["g1"]
+    assert [event.group for event in memory.events(ev.GroupFinished) if not event.accepted] == [
+        "g1"
+    ]
     assert result.steps[0].trajectories == 12 and result.counts.dropped_groups == 1
     assert result.counts.dropped_tokens > 0
 
 
 def test_each_turn_takes_the_ways_to_its_engine_and_back():
-    times = [[e.at for e in run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))[1].events(ev.TurnEnded)]
-             for there, back in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))]
+    times = [
+        [
+            e.at
+            for e in run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))[1].events(
+                ev.TurnEnded
+            )
+        ]
+        for there, back in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))
+    ]
     for turn in range(4):  # of the first step; nothing else is under way
         bare, there, back, both = (found[turn] for found in times)
         assert (there - bare, back - bare, both - bare) == pytest.approx(
-            (0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1)))
+            (0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1))
+        )
 
 
 def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
@@ -104,21 +131,30 @@ def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
     assert result.counts.aborted > 0
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended)) == 24 and result.counts.turns == 24 * 4
-    assert sum(step.tokens for step in result.steps) == sum(e.tokens for e in memory.events(ev.TurnEnded))
-    assert sum(worker.decoded for worker in result.workers) > result.tokens  # what nobody heard of is made again
+    assert sum(step.tokens for step in result.steps) == sum(
+        e.tokens for e in memory.events(ev.TurnEnded)
+    )
+    assert (
+        sum(worker.decoded for worker in result.workers) > result.tokens
+    )  # what nobody heard of is made again
 
 
 def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():
     available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
-    result, memory = run(cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6, answer_s=2.0))
+    result, memory = run(
+        cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6, answer_s=2.0)
+    )
     assert result.counts.lost_workers == 2 and result.counts.migrations > 0
     assert sum(step.trajectories for step in result.steps) == 48
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended)) == 48
     lost_at = next(e.at for e in memory.events(ev.WorkerLost))
     taken = {a.turn: (at, a.worker) for at, a in memory.actions(ev.AssignTurn)}
-    assert not [e for e in memory.events(ev.TurnEnded) if e.at > lost_at and taken[e.turn][0] < lost_at
-                and taken[e.turn][1].startswith("spot")]
+    assert not [
+        e
+        for e in memory.events(ev.TurnEnded)
+        if e.at > lost_at and taken[e.turn][0] < lost_at and taken[e.turn][1].startswith("spot")
+    ]
 
 
 def test_a_crashed_environment_is_replaced_within_its_group():
@@ -147,7 +183,9 @@ def test_nobody_to_take_turns_is_an_error_that_says_so():
 
 
 def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
-    with pytest.raises(RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of them wait"):
+    with pytest.raises(
+        RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of them wait"
+    ):
         run(cluster(pool(count=0), tick_s=60.0))
 
 
@@ -161,8 +199,12 @@ def test_a_run_beyond_its_horizon_is_an_error():
 
 def test_a_cooperative_worker_computes_in_the_idle_share_only():
     alone = run(cluster(pool(count=1), steps=1))[0].steps[0].rollout_s
-    shared = run(cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(busy=0.5))), steps=1))[0]
-    bare = run(cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(), "none")), steps=1))[0]
+    shared = run(
+        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(busy=0.5))), steps=1)
+    )[0]
+    bare = run(
+        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(), "none")), steps=1)
+    )[0]
     assert bare.steps[0].rollout_s == pytest.approx(alone)
     assert alone < shared.steps[0].rollout_s <= 2 * alone
 
@@ -171,7 +213,9 @@ def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
     attained = {}
     for executor in ("gate", "memory_only"):
         load = steady_load(busy=0.5)
-        slower = dataclasses.replace(load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2)
+        slower = dataclasses.replace(
+            load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2
+        )
         load = dataclasses.replace(load, beside=slower if executor == "memory_only" else None)
         what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load, executor)))
         [use] = run(what)[0].serving
@@ -181,8 +225,12 @@ def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
 
 
 def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_the_next_step():
-    burst = made_load(np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), 50, 1000.0)
-    what = cluster(pool(count=1), pool("borrowed", "cooperative", 1, serving=serving(burst)), groups=4)
+    burst = made_load(
+        np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), 50, 1000.0
+    )
+    what = cluster(
+        pool(count=1), pool("borrowed", "cooperative", 1, serving=serving(burst)), groups=4
+    )
     result, memory = run(what)
     words = [(e.at, e.kv_tokens, e.revoked) for e in memory.events(ev.WorkerCapacity)]
     assert result.counts.returned > 0 and result.counts.migrations >= result.counts.returned
@@ -195,20 +243,46 @@ def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_th
 
 def test_a_worker_that_joins_takes_the_weights_first():
     what = cluster(pool(count=1), pool("lend", "cooperative", 3, on_request=True), groups=8)
-    result, memory = run(what, provisioning="on_demand", args={"min": 2, "max": 2, "patience_s": 0.0, "idle_s": 1e9,
-                                                               "cool_down_s": 0.0, "back_off_s": 1.0})
-    joined = {event.worker: event.at for event in memory.events(ev.WorkerJoined) if event.kind == "cooperative"}
+    result, memory = run(
+        what,
+        provisioning="on_demand",
+        args={
+            "min": 2,
+            "max": 2,
+            "patience_s": 0.0,
+            "idle_s": 1e9,
+            "cool_down_s": 0.0,
+            "back_off_s": 1.0,
+        },
+    )
+    joined = {
+        event.worker: event.at
+        for event in memory.events(ev.WorkerJoined)
+        if event.kind == "cooperative"
+    }
     assert len(joined) == 2 and len(result.allocations) == 2
     for granted in result.allocations:
         assert granted.seconds > 4.0  # its start, and a whole version
-        firsts = [at for at, action in memory.actions(ev.AssignTurn) if action.worker == granted.worker]
+        firsts = [
+            at for at, action in memory.actions(ev.AssignTurn) if action.worker == granted.worker
+        ]
         assert min(firsts) >= granted.ready_at
 
 
 def test_a_full_pool_refuses():
     what = cluster(pool("lend", "cooperative", 0, on_request=True), pool(count=1))
-    result, memory = run(what, provisioning="on_demand", args={"min": 1, "max": 1, "patience_s": 0.0, "idle_s": 1e9,
-                                                               "cool_down_s": 0.0, "back_off_s": 1.0})
+    result, memory = run(
+        what,
+        provisioning="on_demand",
+        args={
+            "min": 1,
+            "max": 1,
+            "patience_s": 0.0,
+            "idle_s": 1e9,
+            "cool_down_s": 0.0,
+            "back_off_s": 1.0,
+        },
+    )
     assert result.counts.refused > 1 and memory.events(ev.CapacityRefused)
 
 
@@ -219,7 +293,9 @@ def test_lost_spot_workers_cost_no_token_that_had_been_made():
     assert result.counts.lost_workers == 2 and result.counts.migrations > 0
     assert sum(step.trajectories for step in result.steps) == 48
     assert sum(worker.decoded for worker in result.workers) == result.tokens  # none was made twice
-    assert [event.worker for event in memory.events(ev.WorkerJoined) if event.kind == "spot"][2:] == ["spot-2"]
+    assert [event.worker for event in memory.events(ev.WorkerJoined) if event.kind == "spot"][
+        2:
+    ] == ["spot-2"]
 
 
 def test_hybrid_workers_roll_out_only_between_training_phases():
@@ -239,7 +315,10 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
     what = cluster(*pools, steps=8, groups=12, trainer=trainer)
     result, memory = run(what, provisioning="libra", args=args)
     never, _ = run(what, provisioning="libra", args=args | {"gain": 1.0})
-    assert {worker.name for worker in result.workers if worker.decoded} == {"dedicated-0", "elastic-0"}
+    assert {worker.name for worker in result.workers if worker.decoded} == {
+        "dedicated-0",
+        "elastic-0",
+    }
     assert {worker.name for worker in never.workers if worker.decoded} == {"dedicated-0"}
 
     def seconds(of, number):
@@ -248,6 +327,10 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
 
     for number in (0, 1, 3, 7):  # the same episodes
         assert result.steps[number].trained_tokens == never.steps[number].trained_tokens
-        assert seconds(result, number) == pytest.approx(seconds(never, number) * (1 if number < 2 else 2))
-    assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), "changing sides costs switch_s"
+        assert seconds(result, number) == pytest.approx(
+            seconds(never, number) * (1 if number < 2 else 2)
+        )
+    assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), (
+        "changing sides costs switch_s"
+    )
     assert result.seconds < 0.9 * never.seconds

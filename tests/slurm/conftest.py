@@ -34,8 +34,13 @@ def cluster():
 
 
 def dev_cluster(folder: Path, *words: str) -> None:
-    done = subprocess.run([str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words], capture_output=True, text=True,
-                          env=os.environ | {"FOLDER": str(folder), "PORT": "18500", "GPUS": "0"}, timeout=180)
+    done = subprocess.run(
+        [str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"FOLDER": str(folder), "PORT": "18500", "GPUS": "0"},
+        timeout=180,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -47,8 +52,21 @@ class SlurmJob:
 
     def submit(self, *overrides: str, code: int = 0) -> str:
         """`launch.py`'s words; its exit code must be `code`."""
-        done = subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), "cluster=dev", f"output_dir={self.folder}",
-                               "name=run", *SMALL, "cluster.slurm.rollout.nodes=1", *overrides], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [
+                sys.executable,
+                str(REPOSITORY / "launch.py"),
+                "cluster=dev",
+                f"output_dir={self.folder}",
+                "name=run",
+                *SMALL,
+                "cluster.slurm.rollout.nodes=1",
+                *overrides,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -62,7 +80,9 @@ class SlurmJob:
     def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S):
         end = time.monotonic() + deadline_s
         while not (value := condition()):
-            assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}: {self.states()}\n{self.logs()}"
+            assert time.monotonic() < end, (
+                f"waited {deadline_s:.0f} s for {what}: {self.states()}\n{self.logs()}"
+            )
             time.sleep(0.2)
         return value
 
@@ -77,8 +97,10 @@ class SlurmJob:
         return "".join(p.read_text() for p in sorted((self.run / "logs").glob("slurm-*.out")))
 
     def logs(self) -> str:
-        return self.said() + "\n".join(f"--- {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
-                                       for p in sorted((self.run / "logs" / "latest").glob("*.log")))
+        return self.said() + "\n".join(
+            f"--- {p}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
+            for p in sorted((self.run / "logs" / "latest").glob("*.log"))
+        )
 
 
 @pytest.fixture

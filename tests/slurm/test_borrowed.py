@@ -34,20 +34,38 @@ class Serving:
     def __init__(self, lending, *options, arguments=()):
         self.lending = lending
         self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
-        done = subprocess.run(["sbatch", "--parsable", f"--output={self.log}", *options,
-                               str(REPOSITORY / "slurm" / "serving.sbatch"), "name=run", f"output_dir={lending.folder}",
-                               "rollout.threads=1", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+        done = subprocess.run(
+            [
+                "sbatch",
+                "--parsable",
+                f"--output={self.log}",
+                *options,
+                str(REPOSITORY / "slurm" / "serving.sbatch"),
+                "name=run",
+                f"output_dir={lending.folder}",
+                "rollout.threads=1",
+                *arguments,
+            ],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip().split(";")[0]
 
     def workers(self):
         """Names that its ranks have borne, in the order in which they joined."""
-        found = re.findall(r"(borrowed-\d+): joined", self.log.read_text()) if self.log.exists() else []
+        found = (
+            re.findall(r"(borrowed-\d+): joined", self.log.read_text()) if self.log.exists() else []
+        )
         return list(dict.fromkeys(found))
 
     def joined(self, count=1):
-        return self.lending.until(lambda: self.workers() if len(self.workers()) >= count else None,
-                                  f"{count} ranks of job {self.id} to join\n{self.words()}")
+        return self.lending.until(
+            lambda: self.workers() if len(self.workers()) >= count else None,
+            f"{count} ranks of job {self.id} to join\n{self.words()}",
+        )
 
     def words(self):
         return self.log.read_text()[-3000:] if self.log.exists() else ""
@@ -60,8 +78,13 @@ class Serving:
 def lending(cluster, tmp_path_factory):
     """A training job that goes on until the module's end; then what must hold of any run is checked."""
     job = SlurmJob(tmp_path_factory.mktemp("lending"))
-    job.submit("trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0",
-               "trainer.checkpoint_every=20", "transfer.keep_versions=4")
+    job.submit(
+        "trainer.steps=100000",
+        "trainer.batch_size=64",
+        "eval.episodes=0",
+        "trainer.checkpoint_every=20",
+        "transfer.keep_versions=4",
+    )
     job.until(lambda: job.steps(), "the first step")
     yield job
     newest = job.steps()[-1]
@@ -88,35 +111,61 @@ def serve(lending):
 
 
 def happened(lending, what, worker):
-    return [row for row in read_metrics(lending.run) if row.get("what") == what and row["detail"].startswith(f"{worker}:")]
+    return [
+        row
+        for row in read_metrics(lending.run)
+        if row.get("what") == what and row["detail"].startswith(f"{worker}:")
+    ]
 
 
 def lends(lending, worker):
     """Whether a step after now has tokens of it."""
     after = lending.steps()[-1]
-    return lending.until(lambda: any(row["step"] > after and row.get(f"tokens_per_s/{worker}", 0) > 0
-                                     for row in rows_of(read_metrics(lending.run), "step")), f"tokens of {worker}")
+    return lending.until(
+        lambda: any(
+            row["step"] > after and row.get(f"tokens_per_s/{worker}", 0) > 0
+            for row in rows_of(read_metrics(lending.run), "step")
+        ),
+        f"tokens of {worker}",
+    )
 
 
-def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(lending, serve):
-    two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")  # heterogeneous
+def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(
+    lending, serve
+):
+    two_kinds = serve(
+        "--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1"
+    )  # heterogeneous
     other = serve("--partition=spare")
     first, second = two_kinds.joined(2)
     [third] = other.joined()
     lends(lending, third)
     two_kinds.cancel()
-    lending.until(lambda: all(happened(lending, "left", w) + happened(lending, "borrowed rank lost", w)
-                              for w in (first, second)), "the cancelled ranks to leave")
+    lending.until(
+        lambda: all(
+            happened(lending, "left", w) + happened(lending, "borrowed rank lost", w)
+            for w in (first, second)
+        ),
+        "the cancelled ranks to leave",
+    )
     [pid] = [int(m) for m in re.findall(rf"rose.serving\[(\d+)\].* {third}: joined", other.words())]
-    turns = lending.until(lambda: (s := read_status(lending.run)) and s.workers.get(third) and s.workers[third].running,
-                          "a turn on it")
+    turns = lending.until(
+        lambda: (
+            (s := read_status(lending.run)) and s.workers.get(third) and s.workers[third].running
+        ),
+        "a turn on it",
+    )
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
-    lost = lending.until(lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed", 30)
+    lost = lending.until(
+        lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed", 30
+    )
     assert turns and lost[0]["time"] - killed < 3.0
     again = other.joined(2)[-1]  # its command asks for another membership
     lends(lending, again)
-    newest = lending.until(lambda: (s := read_status(lending.run)) and s.workers.get(again), "its state")
+    newest = lending.until(
+        lambda: (s := read_status(lending.run)) and s.workers.get(again), "its state"
+    )
     assert newest.version >= lending.steps()[-1] - 1 > 0
 
 
@@ -124,10 +173,23 @@ def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
     whole_node = ("--nodelist=n4", "--cpus-per-task=8")
     spare = serve("--partition=spare", *whole_node)
     [before] = spare.joined()
-    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", *whole_node, "--output=/dev/null",
-                             "--wrap=sleep 3"], capture_output=True, text=True, timeout=60).stdout.strip()
-    gone = lending.until(lambda: happened(lending, "left", before) + happened(lending, "borrowed rank lost", before),
-                         "the preempted rank to be gone")
+    urgent = subprocess.run(
+        [
+            "sbatch",
+            "--parsable",
+            "--partition=serve",
+            *whole_node,
+            "--output=/dev/null",
+            "--wrap=sleep 3",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout.strip()
+    gone = lending.until(
+        lambda: happened(lending, "left", before) + happened(lending, "borrowed rank lost", before),
+        "the preempted rank to be gone",
+    )
     assert gone
     lending.until(lambda: not state.is_active(urgent), "the urgent job")
     after = spare.joined(2)[-1]
@@ -152,8 +214,12 @@ def profiled(lending, *arguments):
 def completed(url, model):
     """One online request: seconds until its answer."""
     began = time.monotonic()
-    body = json.dumps({"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 8, "ignore_eos": True}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 8, "ignore_eos": True}
+    ).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
     return time.monotonic() - began
@@ -161,17 +227,28 @@ def completed(url, model):
 
 def switch(page, token_file, what):
     """Over HTTP, as an operator does from anywhere in the cluster."""
-    request = urllib.request.Request(f"{page}/lending/{what}", b"", {
-        "Authorization": f"Bearer {Path(token_file).read_text().strip()}"})
+    request = urllib.request.Request(
+        f"{page}/lending/{what}",
+        b"",
+        {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"},
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.status == 200
 
 
-def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(lending, serve):
+def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(
+    lending, serve
+):
     model = resolve(settings.of_run(lending.run, []).model)
-    given = [f"serving.online.model={model}", "serving.online.port=0", "serving.online.max_context=512",
-             "serving.online.dtype=float32", "serving.online.kv_cache_gib=0.25", "serving.online.max_sequences=8",
-             "serving.online.slo={ttft_p50_s: 5, ttft_p99_s: 10, tpot_p50_s: 1, tpot_p99_s: 2}"]
+    given = [
+        f"serving.online.model={model}",
+        "serving.online.port=0",
+        "serving.online.max_context=512",
+        "serving.online.dtype=float32",
+        "serving.online.kv_cache_gib=0.25",
+        "serving.online.max_sequences=8",
+        "serving.online.slo={ttft_p50_s: 5, ttft_p99_s: 10, tpot_p50_s: 1, tpot_p99_s: 2}",
+    ]
     file = profiled(lending, "rollout.threads=1", *given)
     job = serve("--partition=spare", arguments=[*given, f"serving.lending.profile={file}"])
     [worker] = job.joined()
@@ -185,25 +262,40 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     assert "vllm:time_to_first_token_seconds" in metrics
     assert float(re.search(r'rose_lent_tokens_total\{kind="made"\} (\S+)', metrics)[1]) > 0
 
-    page, token = re.search(r"POST (\S+)/lending/stop \(token: (\S+?)\)", job.log.read_text()).groups()
+    page, token = re.search(
+        r"POST (\S+)/lending/stop \(token: (\S+?)\)", job.log.read_text()
+    ).groups()
     switch(page, token, "stop")
-    lending.until(lambda: "lending stopped by HTTP" in job.log.read_text(), f"lending to stop\n{job.words()}", 60)
+    lending.until(
+        lambda: "lending stopped by HTTP" in job.log.read_text(),
+        f"lending to stop\n{job.words()}",
+        60,
+    )
     switch(page, token, "start")
     lends(lending, worker)
 
     subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=30)
-    lending.until(lambda: "lending stopped by SIGUSR1" in job.log.read_text(), f"lending to stop\n{job.words()}", 60)
+    lending.until(
+        lambda: "lending stopped by SIGUSR1" in job.log.read_text(),
+        f"lending to stop\n{job.words()}",
+        60,
+    )
     assert completed(url, str(model)) < 60, "it serves on"
     subprocess.run(["scancel", job.id], check=True, timeout=30)
     lending.until(lambda: not state.is_active(job.id), "its end", 90)
     [(folder, told)] = lenders.read(lending.run)
     finished = sum(told["attained"][kind][1] for kind in ("with", "without"))
-    assert finished == 21 and told["made_tokens"] > 0 and (folder / "report.html").stat().st_size > 10_000
+    assert (
+        finished == 21
+        and told["made_tokens"] > 0
+        and (folder / "report.html").stat().st_size > 10_000
+    )
     assert "What serving kept" in build_report(lending.run).read_text()
 
 
 def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
     """A short one of scripts/storm.py; what must hold of the run afterwards is checked at the module's end."""
+
     def ended():
         return "" if state.is_active(lending.id) else lending.logs()
 

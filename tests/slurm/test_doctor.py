@@ -12,20 +12,41 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def doctor(cluster, tmp_path):
     def examine(*overrides, folder=tmp_path):
-        return subprocess.run([sys.executable, "-m", "rose.doctor", "--folder", str(folder), "cluster=dev", *overrides],
-                              capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "rose.doctor",
+                "--folder",
+                str(folder),
+                "cluster=dev",
+                *overrides,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
     yield examine
-    left = subprocess.run(["squeue", "--noheader", "--states=all", "--format=%T %j"], capture_output=True, text=True,
-                          timeout=60).stdout
+    left = subprocess.run(
+        ["squeue", "--noheader", "--states=all", "--format=%T %j"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
     assert not [line for line in left.splitlines() if line.startswith(("RUNNING", "PENDING"))], left
 
 
-def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(doctor, tmp_path):
+def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(
+    doctor, tmp_path
+):
     well = doctor()
     assert well.returncode == 0, well.stdout + well.stderr
-    for part in ("files seen between nodes: a file of n", "one MPI world, srun over two components",
-                 "join and survive a killed peer: one of n"):
+    for part in (
+        "files seen between nodes: a file of n",
+        "one MPI world, srun over two components",
+        "join and survive a killed peer: one of n",
+    ):
         assert f"ok       {part}" in well.stdout, well.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -48,15 +69,21 @@ def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch)
     """In a container, by an Apptainer of our own that notes its arguments and starts what it was to start."""
     (tmp_path / "bin").mkdir()
     apptainer = tmp_path / "bin" / "apptainer"
-    apptainer.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/bin/started\n'
-                         'while [ "$1" != /no/image.sif ]; do shift; done\nshift\nexec "$@"\n')
+    apptainer.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/bin/started\n'
+        'while [ "$1" != /no/image.sif ]; do shift; done\nshift\nexec "$@"\n'
+    )
     apptainer.chmod(0o755)
     monkeypatch.setenv("PATH", str(apptainer.parent), prepend=os.pathsep)
     box = f"{{runtime: apptainer, image: /no/image.sif, python: {sys.executable}, mounts: [/tmp], args: [--no-home]}}"
     said = doctor("cluster.mpi.join=false", f"cluster.slurm.container={box}")
     assert said.returncode == 0, said.stdout
     started = (tmp_path / "bin" / "started").read_text().splitlines()
-    assert len(started) == 2 and all(line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started)
+    assert len(started) == 2 and all(
+        line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started
+    )
     assert "ok       one MPI world, srun over two components" in said.stdout
-    assert "warning  join and survive a killed peer: not tried: cluster.mpi.join=false" in said.stdout
+    assert (
+        "warning  join and survive a killed peer: not tried: cluster.mpi.join=false" in said.stdout
+    )
     assert "dedicated rollout ranks only" in said.stdout

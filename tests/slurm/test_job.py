@@ -14,7 +14,12 @@ pytestmark = pytest.mark.slow
 
 
 def state_of(run) -> str:
-    done = subprocess.run([sys.executable, "-m", "rose.launch.state", str(run)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.launch.state", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -27,7 +32,9 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2")
     said = job.submit(*two_nodes)
     assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
-    assert f"run is job {job.id} already" in job.submit(*two_nodes)  # the same command again: nothing is sent twice
+    assert f"run is job {job.id} already" in job.submit(
+        *two_nodes
+    )  # the same command again: nothing is sent twice
     assert job.until_ended() == ["COMPLETED", "COMPLETED"], job.logs()
     assert job.steps() == [1, 2, 3]
     assert [component.nodes for component in state.components(job.id)] == ["n1", "n[2-3]"]
@@ -37,17 +44,37 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     assert "is finished (3 steps)" in job.submit(*two_nodes)
 
 
-def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(job, cluster):
-    job.submit("trainer.steps=1000", "eval.episodes=0", "cluster.slurm.requeues=3", "observe.report=false",
-               "cluster.slurm.trainer.partition=spare")  # both components: it is preemptible
+def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(
+    job, cluster
+):
+    job.submit(
+        "trainer.steps=1000",
+        "eval.episodes=0",
+        "cluster.slurm.requeues=3",
+        "observe.report=false",
+        "cluster.slurm.trainer.partition=spare",
+    )  # both components: it is preemptible
     job.until(lambda: len(job.steps()) >= 2, "two steps")
-    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)  # Slurm's, near the limit
+    subprocess.run(
+        ["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30
+    )  # Slurm's, near the limit
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 
-    urgent = subprocess.run(["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive",
-                             "--output=/dev/null", "--wrap=sleep 1"], capture_output=True, text=True,
-                            timeout=60).stdout.strip()
+    urgent = subprocess.run(
+        [
+            "sbatch",
+            "--parsable",
+            "--partition=serve",
+            "--nodes=4",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=sleep 1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted", 90)
     goes_on(job, 3)
 
@@ -62,9 +89,15 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
-    assert "given up after 3 requeues (cluster.slurm.requeues=3)" in job.said() and "killed by SIGKILL" in job.said()
+    assert (
+        "given up after 3 requeues (cluster.slurm.requeues=3)" in job.said()
+        and "killed by SIGKILL" in job.said()
+    )
     # others that a busy machine keeps from leaving in time are ended, and named behind it
-    assert f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL" in state_of(job.run)
+    assert (
+        f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL"
+        in state_of(job.run)
+    )
 
 
 def goes_on(job, attempt):

@@ -24,7 +24,9 @@ class Driver:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "logs").mkdir(exist_ok=True)
         local.write_config(config, run_dir)
-        self.provisioner = provisioner.Provisioner(config, run_dir, self.events.append, lambda *_: None, lambda *_: None)
+        self.provisioner = provisioner.Provisioner(
+            config, run_dir, self.events.append, lambda *_: None, lambda *_: None
+        )
 
     async def until(self, condition, what):
         end = time.monotonic() + DEADLINE_S
@@ -49,16 +51,29 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(provisioner, "LOOK_S", 0.5)
 
     def make(*overrides):
-        return Driver(make_config("cluster=dev", "scheduler/provisioning=on_demand", f"output_dir={tmp_path}",
-                                  "name=run", *overrides), tmp_path / "run")
+        return Driver(
+            make_config(
+                "cluster=dev",
+                "scheduler/provisioning=on_demand",
+                f"output_dir={tmp_path}",
+                "name=run",
+                *overrides,
+            ),
+            tmp_path / "run",
+        )
 
     yield make
     lend.cancel_all(tmp_path / "run")
 
 
 def queue():
-    done = subprocess.run(["squeue", "--noheader", "--format=%i %j"], capture_output=True, text=True, check=True,
-                          timeout=60)
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%i %j"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     return [line for line in done.stdout.splitlines() if "run-lend-" in line]
 
 
@@ -77,7 +92,9 @@ def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_b
         async with second.running():
             assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
             second.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await second.until(lambda: not state.is_active(job) and not lend.noted(second.run_dir), "scancel")
+            await second.until(
+                lambda: not state.is_active(job) and not lend.noted(second.run_dir), "scancel"
+            )
 
     asyncio.run(story())
     assert queue() == []
@@ -89,17 +106,22 @@ def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
         async with hasty.running():
             hasty.provisioner.do(ev.RequestCapacity("lend-1"))
             hasty.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await hasty.until(lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch")
+            await hasty.until(
+                lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
+            )
             await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
         assert hasty.events == [] and lend.noted(hasty.run_dir) == {}
 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    (("cluster.slurm.borrowed.partition=nowhere",), "invalid partition specified: nowhere"),
-    ((HELD, "cluster.slurm.pending_s=1"), "pending for 1 s"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("cluster.slurm.borrowed.partition=nowhere",), "invalid partition specified: nowhere"),
+        ((HELD, "cluster.slurm.pending_s=1"), "pending for 1 s"),
+    ],
+)
 def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
     async def story():
         unlucky = driver(*overrides)
@@ -113,11 +135,26 @@ def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
 
 
 def test_a_run_gets_the_worker_that_it_asked_for_and_leaves_no_job_behind(job):
-    job.submit("scheduler/provisioning=on_demand", "scheduler.provisioning.args.min=1",
-               "scheduler.provisioning.args.max=1", "trainer.steps=100000", "trainer.batch_size=64", "eval.episodes=0",
-               "observe.report=false", "trainer.checkpoint_every=1000")
-    job.until(lambda: any(row.get("borrowed_token_share", 0) > 0 for row in rows_of(read_metrics(job.run), "step")),
-              "tokens of a borrowed worker")
+    job.submit(
+        "scheduler/provisioning=on_demand",
+        "scheduler.provisioning.args.min=1",
+        "scheduler.provisioning.args.max=1",
+        "trainer.steps=100000",
+        "trainer.batch_size=64",
+        "eval.episodes=0",
+        "observe.report=false",
+        "trainer.checkpoint_every=1000",
+    )
+    job.until(
+        lambda: any(
+            row.get("borrowed_token_share", 0) > 0 for row in rows_of(read_metrics(job.run), "step")
+        ),
+        "tokens of a borrowed worker",
+    )
     [lent] = lend.noted(job.run).values()
     subprocess.run(["scancel", job.id], check=True, timeout=60)
-    job.until(lambda: not state.is_active(job.id) and not state.is_active(lent), "the end of both jobs", 120)
+    job.until(
+        lambda: not state.is_active(job.id) and not state.is_active(lent),
+        "the end of both jobs",
+        120,
+    )

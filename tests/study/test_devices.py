@@ -22,9 +22,13 @@ def latencies(make_config, setting, seed, spans):
 
 
 @pytest.mark.parametrize("setting, paper_s", [("rose_8b", 0.315), ("rose_32b", 0.716)])
-def test_serving_alone_is_as_late_as_in_the_paper_and_little_later_beside_rollouts(make_config, setting, paper_s):
-    alone, beside = ([latencies(make_config, setting, seed, spans) for seed in (1, 2, 3)]
-                     for spans in ([], [0.0, WHOLE]))
+def test_serving_alone_is_as_late_as_in_the_paper_and_little_later_beside_rollouts(
+    make_config, setting, paper_s
+):
+    alone, beside = (
+        [latencies(make_config, setting, seed, spans) for seed in (1, 2, 3)]
+        for spans in ([], [0.0, WHOLE])
+    )
     assert fmean(each.ttft_p99_s for each in alone) == pytest.approx(paper_s, rel=0.2)
     ttft = fmean(b.ttft_p99_s / a.ttft_p99_s for a, b in zip(alone, beside))
     tpot = fmean(b.tpot_p99_s / a.tpot_p99_s for a, b in zip(alone, beside))

@@ -20,25 +20,54 @@ from rose.trainer.algorithms.base import Summary, TokenBatch
 CONF = Path(__file__).parents[2] / "conf"
 
 GRPO = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
-DAPO = {"clip_low": 0.2, "clip_high": 0.28, "max_response_tokens": 6, "overlong_buffer": 4,
-        "overlong_filtering": False}
+DAPO = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "max_response_tokens": 6,
+    "overlong_buffer": 4,
+    "overlong_filtering": False,
+}
 RLOO = {"clip_low": None, "clip_high": None}
 REINFORCE_PP = {"clip_low": 0.2, "clip_high": 0.2, "baseline": "none"}
 GSPO = {"clip_low": 0.03, "clip_high": 0.04}
 DECOUPLED = {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 1.5, "scale_by_std": True}
-ARGS = {"grpo": GRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_pp": REINFORCE_PP, "gspo": GSPO,
-        "decoupled_ppo": DECOUPLED}
+ARGS = {
+    "grpo": GRPO,
+    "dapo": DAPO,
+    "rloo": RLOO,
+    "reinforce_pp": REINFORCE_PP,
+    "gspo": GSPO,
+    "decoupled_ppo": DECOUPLED,
+}
 
 # Two groups of three trajectories. Ratios new / proximal lie inside and outside of every clip range, on both sides.
 REWARDS = [1.0, 0.0, 0.25, 2.0, 2.0, -1.0]
 GROUPS = [0, 0, 0, 1, 1, 1]
 MASK = [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]
-PROXIMAL = [[-1.0, -0.7, -2.0, 0.0], [-0.3, 0.0, -1.1, -0.9], [0.0, -0.2, 0.0, 0.0],
-            [-1.5, -0.4, 0.0, 0.0], [-0.6, -0.8, -1.2, -0.1], [-2.2, -0.5, 0.0, -1.4]]
-NEW_LESS_PROXIMAL = [[0.1, 0.5, -0.4, 9.0], [-0.5, 9.0, 0.05, 0.6], [9.0, 0.02, 9.0, 9.0],
-                     [0.24, -0.9, 9.0, 9.0], [-0.1, 0.3, 0.0, 0.22], [0.4, -0.3, 9.0, -0.02]]
-PROXIMAL_LESS_BEHAVIOUR = [[0.1, -0.2, 0.3, 5.0], [0.0, 5.0, 0.7, -0.1], [5.0, 0.2, 5.0, 5.0],
-                           [0.41, 0.39, 5.0, 5.0], [-1.0, 0.05, 0.2, 0.0], [0.6, -0.4, 5.0, 0.1]]
+PROXIMAL = [
+    [-1.0, -0.7, -2.0, 0.0],
+    [-0.3, 0.0, -1.1, -0.9],
+    [0.0, -0.2, 0.0, 0.0],
+    [-1.5, -0.4, 0.0, 0.0],
+    [-0.6, -0.8, -1.2, -0.1],
+    [-2.2, -0.5, 0.0, -1.4],
+]
+NEW_LESS_PROXIMAL = [
+    [0.1, 0.5, -0.4, 9.0],
+    [-0.5, 9.0, 0.05, 0.6],
+    [9.0, 0.02, 9.0, 9.0],
+    [0.24, -0.9, 9.0, 9.0],
+    [-0.1, 0.3, 0.0, 0.22],
+    [0.4, -0.3, 9.0, -0.02],
+]
+PROXIMAL_LESS_BEHAVIOUR = [
+    [0.1, -0.2, 0.3, 5.0],
+    [0.0, 5.0, 0.7, -0.1],
+    [5.0, 0.2, 5.0, 5.0],
+    [0.41, 0.39, 5.0, 5.0],
+    [-1.0, 0.05, 0.2, 0.0],
+    [0.6, -0.4, 5.0, 0.1],
+]
 ROWS = range(len(REWARDS))
 TOKENS = [sum(row) for row in MASK]
 TRUNCATED = [False, False, True, False, False, True]
@@ -56,8 +85,16 @@ class Data:
 def hand_made() -> Data:
     proximal = torch.tensor(PROXIMAL)
     new = (proximal + torch.tensor(NEW_LESS_PROXIMAL)).requires_grad_()
-    summary = Summary(torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(TOKENS), torch.tensor(TRUNCATED))
-    return Data(summary, new, proximal, proximal - torch.tensor(PROXIMAL_LESS_BEHAVIOUR), torch.tensor(MASK).float())
+    summary = Summary(
+        torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(TOKENS), torch.tensor(TRUNCATED)
+    )
+    return Data(
+        summary,
+        new,
+        proximal,
+        proximal - torch.tensor(PROXIMAL_LESS_BEHAVIOUR),
+        torch.tensor(MASK).float(),
+    )
 
 
 def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = None) -> torch.Tensor:
@@ -65,9 +102,13 @@ def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = Non
     advantages, weights = algorithm.advantages(data.summary), algorithm.token_weights(data.summary)
     total = torch.zeros(())
     for rows in micro_batches or [list(ROWS)]:
-        length = int(data.mask[rows].nonzero()[:, 1].max()) + 1  # padded to the longest of the micro-batch only
+        length = (
+            int(data.mask[rows].nonzero()[:, 1].max()) + 1
+        )  # padded to the longest of the micro-batch only
         tensors = [t[rows, :length] for t in (data.new, data.proximal, data.behaviour)]
-        loss, _ = algorithm.token_loss(TokenBatch(*tensors, advantages[rows], data.mask[rows, :length]))
+        loss, _ = algorithm.token_loss(
+            TokenBatch(*tensors, advantages[rows], data.mask[rows, :length])
+        )
         total = total + (weights[rows] * loss.sum(1)).sum()
     return total
 
@@ -101,7 +142,9 @@ def ppo(ratio: float, advantage: float, low: float, high: float) -> tuple[float,
     return -clipped * advantage, 0.0
 
 
-def token_level(advantages: list[float], low: float, high: float, weight) -> tuple[float, list[list[float]]]:
+def token_level(
+    advantages: list[float], low: float, high: float, weight
+) -> tuple[float, list[list[float]]]:
     """sum_i sum_t weight(i, t) * PPO of the token's ratio, and its gradient by the new log-probabilities."""
     loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
     for i in ROWS:
@@ -113,11 +156,16 @@ def token_level(advantages: list[float], low: float, high: float, weight) -> tup
 
 
 def expected_grpo():
-    return token_level(group_normalised(REWARDS), 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / TOKENS[i])
+    return token_level(
+        group_normalised(REWARDS), 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / TOKENS[i]
+    )
 
 
 def expected_dapo():
-    punished = [reward + min(0.0, max(-1.0, ((6 - 4) - tokens) / 4)) for reward, tokens in zip(REWARDS, TOKENS)]
+    punished = [
+        reward + min(0.0, max(-1.0, ((6 - 4) - tokens) / 4))
+        for reward, tokens in zip(REWARDS, TOKENS)
+    ]
     return token_level(group_normalised(punished), 0.2, 0.28, lambda i, t: 1 / sum(TOKENS))
 
 
@@ -128,7 +176,11 @@ def leave_one_out() -> list[float]:
 
 def expected_rloo():
     advantages = leave_one_out()
-    loss = sum(-advantages[i] * (PROXIMAL[i][t] + NEW_LESS_PROXIMAL[i][t]) / 6 for i in ROWS for t in response(i))
+    loss = sum(
+        -advantages[i] * (PROXIMAL[i][t] + NEW_LESS_PROXIMAL[i][t]) / 6
+        for i in ROWS
+        for t in response(i)
+    )
     return loss, [[-advantages[i] / 6 * MASK[i][t] for t in range(4)] for i in ROWS]
 
 
@@ -167,8 +219,14 @@ def expected_decoupled_ppo():
     return token_level(group_normalised(REWARDS), 0.2, 0.2, weight)
 
 
-EXPECTED = {"grpo": expected_grpo, "dapo": expected_dapo, "rloo": expected_rloo, "reinforce_pp": expected_reinforce_pp,
-            "gspo": expected_gspo, "decoupled_ppo": expected_decoupled_ppo}
+EXPECTED = {
+    "grpo": expected_grpo,
+    "dapo": expected_dapo,
+    "rloo": expected_rloo,
+    "reinforce_pp": expected_reinforce_pp,
+    "gspo": expected_gspo,
+    "decoupled_ppo": expected_decoupled_ppo,
+}
 
 
 def assert_objective(algorithm, expected) -> None:
@@ -189,7 +247,10 @@ def test_loss_and_gradient_are_the_papers(name):
 
 
 def test_the_hand_made_batch_is_clipped_on_both_sides_and_not_everywhere():
-    gradients = {name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i]) if m] for name in ALGORITHMS}
+    gradients = {
+        name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i]) if m]
+        for name in ALGORITHMS
+    }
     for name in set(ALGORITHMS) - {"rloo"}:
         assert 0 < sum(g == 0.0 for g in gradients[name]) < sum(TOKENS), name
 
@@ -201,11 +262,15 @@ def test_rloo_with_a_clip_range_is_ppo_on_the_trajectorys_ratio():
 
 def test_grpo_without_scaling_is_dr_grpos_advantage():
     advantages = build("grpo", GRPO | {"scale_by_std": False}).advantages(hand_made().summary)
-    torch.testing.assert_close(advantages, torch.tensor(group_normalised(REWARDS, scale_by_std=False)))
+    torch.testing.assert_close(
+        advantages, torch.tensor(group_normalised(REWARDS, scale_by_std=False))
+    )
 
 
 def test_reinforce_pp_baseline_takes_off_the_groups_mean_first():
-    advantages = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"}).advantages(hand_made().summary)
+    advantages = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"}).advantages(
+        hand_made().summary
+    )
     expected = normalised_over_tokens(group_normalised(REWARDS, scale_by_std=False))
     torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
@@ -228,8 +293,12 @@ def test_what_stands_under_the_mask_does_not_matter(name):
     hole = data.mask == 0
     for garbage in (float("nan"), float("-inf"), 1e30):
         new = data.new.detach().masked_fill(hole, garbage).requires_grad_()
-        dirty = replace(data, new=new, proximal=data.proximal.masked_fill(hole, garbage),
-                        behaviour=data.behaviour.masked_fill(hole, garbage))
+        dirty = replace(
+            data,
+            new=new,
+            proximal=data.proximal.masked_fill(hole, garbage),
+            behaviour=data.behaviour.masked_fill(hole, garbage),
+        )
         found = objective(build(name, ARGS[name]), dirty)
         found.backward()
         assert found.item() == pytest.approx(clean, rel=1e-6)
@@ -239,19 +308,31 @@ def test_what_stands_under_the_mask_does_not_matter(name):
 def test_statistics_are_sums_over_response_tokens():
     data = hand_made()
     algorithm = build("grpo", GRPO)
-    batch = TokenBatch(data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask)
+    batch = TokenBatch(
+        data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask
+    )
     found = {key: value.item() for key, value in algorithm.token_loss(batch)[1].items()}
     logs = [(NEW_LESS_PROXIMAL[i][t]) for i in ROWS for t in response(i)]
     cut = sum(g == 0.0 for i in ROWS for g, m in zip(expected_grpo()[1][i], MASK[i]) if m)
-    assert found == pytest.approx({"clip_fraction": cut, "ratio": sum(map(math.exp, logs)),
-                                   "policy_kl": sum(math.exp(x) - 1 - x for x in logs)}, rel=1e-4)
+    assert found == pytest.approx(
+        {
+            "clip_fraction": cut,
+            "ratio": sum(map(math.exp, logs)),
+            "policy_kl": sum(math.exp(x) - 1 - x for x in logs),
+        },
+        rel=1e-4,
+    )
 
 
 def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
     data = hand_made()
     algorithm = build("decoupled_ppo", DECOUPLED)
-    batch = TokenBatch(data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask)
-    assert algorithm.token_loss(batch)[1]["weight_masked"] == 3  # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
+    batch = TokenBatch(
+        data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask
+    )
+    assert (
+        algorithm.token_loss(batch)[1]["weight_masked"] == 3
+    )  # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
 
 
 # ---------------------------------------------------------------- edge cases
@@ -284,20 +365,31 @@ def test_a_trajectory_without_tokens_is_harmless(name, clip):
     mask[1] = 0
     emptied = replace(data, summary=replace(data.summary, response_tokens=tokens), mask=mask)
     objective(algorithm, emptied).backward()
-    assert data.new.grad[1].eq(0).all() and data.new.grad.isfinite().all() and data.new.grad.ne(0).any()
+    assert (
+        data.new.grad[1].eq(0).all()
+        and data.new.grad.isfinite().all()
+        and data.new.grad.ne(0).any()
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_batch_without_any_tokens_is_finite(name):
     summary = replace(hand_made().summary, response_tokens=torch.zeros(6, dtype=torch.int64))
     algorithm = build(name, ARGS[name])
-    assert algorithm.advantages(summary).isfinite().all() and algorithm.token_weights(summary).isfinite().all()
+    assert (
+        algorithm.advantages(summary).isfinite().all()
+        and algorithm.token_weights(summary).isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_exploded_ratio_keeps_the_gradient_finite(name):
     data = hand_made()
-    far = replace(data, new=torch.full_like(data.proximal, -0.1).requires_grad_(), proximal=data.proximal - 1000)
+    far = replace(
+        data,
+        new=torch.full_like(data.proximal, -0.1).requires_grad_(),
+        proximal=data.proximal - 1000,
+    )
     objective(build(name, ARGS[name]), far).backward()
     assert far.new.grad.isfinite().all()
 
@@ -305,7 +397,9 @@ def test_an_exploded_ratio_keeps_the_gradient_finite(name):
 def test_overlong_filtering_gives_truncated_trajectories_no_loss():
     weights = build("dapo", DAPO | {"overlong_filtering": True}).token_weights(hand_made().summary)
     kept = sum(tokens for tokens, cut in zip(TOKENS, TRUNCATED) if not cut)
-    torch.testing.assert_close(weights, torch.tensor([0.0 if cut else 1 / kept for cut in TRUNCATED]))
+    torch.testing.assert_close(
+        weights, torch.tensor([0.0 if cut else 1 / kept for cut in TRUNCATED])
+    )
 
 
 def test_overlong_punishment_grows_within_the_buffer_and_stops_at_minus_one():
@@ -334,18 +428,49 @@ def test_conf_has_no_algorithm_that_does_not_exist():
     assert {path.stem for path in (CONF / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("name, args, words", [
-    ("ppo", {}, ["algorithm.name='ppo'", "grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo"]),
-    ("grpo", GRPO | {"clip": 0.2}, ["algorithm.args.clip=0.2", "clip_low, clip_high, scale_by_std"]),
-    ("grpo", {"clip_low": 0.2, "clip_high": 0.2}, ["algorithm.args.scale_by_std: missing", "conf/algorithm/grpo.yaml"]),
-    ("grpo", GRPO | {"clip_low": 1.0}, ["algorithm.args.clip_low=1.0", "< 1.0"]),
-    ("grpo", GRPO | {"clip_high": -0.1}, ["algorithm.args.clip_high=-0.1", ">= 0.0"]),
-    ("grpo", GRPO | {"clip_high": "wide"}, ["algorithm.args.clip_high='wide'", "expected `float`"]),
-    ("dapo", DAPO | {"overlong_buffer": 7}, ["args.overlong_buffer=7", "algorithm.args.max_response_tokens=6"]),
-    ("rloo", {"clip_low": 0.2, "clip_high": None}, ["algorithm.args.clip_low=0.2", "algorithm.args.clip_high=None"]),
-    ("reinforce_pp", REINFORCE_PP | {"baseline": "batch"}, ["algorithm.args.baseline='batch'", "(none|group)"]),
-    ("decoupled_ppo", DECOUPLED | {"weight_cap": 0}, ["algorithm.args.weight_cap=0", "> 0"]),
-])
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        (
+            "ppo",
+            {},
+            ["algorithm.name='ppo'", "grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo"],
+        ),
+        (
+            "grpo",
+            GRPO | {"clip": 0.2},
+            ["algorithm.args.clip=0.2", "clip_low, clip_high, scale_by_std"],
+        ),
+        (
+            "grpo",
+            {"clip_low": 0.2, "clip_high": 0.2},
+            ["algorithm.args.scale_by_std: missing", "conf/algorithm/grpo.yaml"],
+        ),
+        ("grpo", GRPO | {"clip_low": 1.0}, ["algorithm.args.clip_low=1.0", "< 1.0"]),
+        ("grpo", GRPO | {"clip_high": -0.1}, ["algorithm.args.clip_high=-0.1", ">= 0.0"]),
+        (
+            "grpo",
+            GRPO | {"clip_high": "wide"},
+            ["algorithm.args.clip_high='wide'", "expected `float`"],
+        ),
+        (
+            "dapo",
+            DAPO | {"overlong_buffer": 7},
+            ["args.overlong_buffer=7", "algorithm.args.max_response_tokens=6"],
+        ),
+        (
+            "rloo",
+            {"clip_low": 0.2, "clip_high": None},
+            ["algorithm.args.clip_low=0.2", "algorithm.args.clip_high=None"],
+        ),
+        (
+            "reinforce_pp",
+            REINFORCE_PP | {"baseline": "batch"},
+            ["algorithm.args.baseline='batch'", "(none|group)"],
+        ),
+        ("decoupled_ppo", DECOUPLED | {"weight_cap": 0}, ["algorithm.args.weight_cap=0", "> 0"]),
+    ],
+)
 def test_a_bad_configuration_says_which_key_and_what_would_be_right(name, args, words):
     with pytest.raises(ConfigError) as error:
         build(name, args)

@@ -12,8 +12,10 @@ from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.importance import importance_weights
 
-pytestmark = [pytest.mark.slow,  # importing TRL takes about 9 s
-              pytest.mark.filterwarnings("ignore:TRL currently supports vLLM:UserWarning")]
+pytestmark = [
+    pytest.mark.slow,  # importing TRL takes about 9 s
+    pytest.mark.filterwarnings("ignore:TRL currently supports vLLM:UserWarning"),
+]
 
 ROWS, PROMPT, RESPONSE, GROUP_SIZE = 6, 3, 5, 3
 LENGTHS = [5, 2, 4, 1, 5, 3]
@@ -29,19 +31,44 @@ def trl_trainer(tmp_path_factory):
     from trl import GRPOConfig, GRPOTrainer
 
     words = {"<pad>": 0, "<end>": 1, "hello": 2}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="hello")),
-                                        pad_token="<pad>", eos_token="<end>")
-    shape = Qwen3Config(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                        num_key_value_heads=1, head_dim=16, pad_token_id=0, eos_token_id=1)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="hello")),
+        pad_token="<pad>",
+        eos_token="<end>",
+    )
+    shape = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     folder = str(tmp_path_factory.mktemp("trl"))
 
     def make(**settings) -> GRPOTrainer:
         torch.manual_seed(3)
-        config = GRPOConfig(output_dir=folder, use_cpu=True, bf16=False, report_to=[], beta=0.0,
-                            num_generations=GROUP_SIZE, per_device_train_batch_size=ROWS,
-                            gradient_checkpointing=False, **settings)
-        trainer = GRPOTrainer(Qwen3ForCausalLM(shape), lambda completions, **_: [0.0] * len(completions), args=config,
-                              train_dataset=Dataset.from_dict({"prompt": ["hello"] * 6}), processing_class=tokenizer)
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            beta=0.0,
+            num_generations=GROUP_SIZE,
+            per_device_train_batch_size=ROWS,
+            gradient_checkpointing=False,
+            **settings,
+        )
+        trainer = GRPOTrainer(
+            Qwen3ForCausalLM(shape),
+            lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["hello"] * 6}),
+            processing_class=tokenizer,
+        )
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1  # set by Trainer.train()
         return trainer
@@ -59,7 +86,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 def response_logprobs(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     attention = torch.cat([torch.ones(ROWS, PROMPT), mask], dim=1).long()
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, PROMPT - 1:-1]
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, PROMPT - 1 : -1]
     return logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
 
 
@@ -68,26 +95,54 @@ def parameter_gradients(model) -> torch.Tensor:
 
 
 CASES = [
-    ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True},
-     {"loss_type": "grpo", "epsilon": 0.2}),
-    ("grpo", {"clip_low": 0.1, "clip_high": 0.3, "scale_by_std": True},
-     {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3}),
-    ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "max_response_tokens": 9, "overlong_buffer": 0,
-              "overlong_filtering": False},
-     {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}),
-    ("gspo", {"clip_low": 0.03, "clip_high": 0.04},
-     {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04}),
+    (
+        "grpo",
+        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True},
+        {"loss_type": "grpo", "epsilon": 0.2},
+    ),
+    (
+        "grpo",
+        {"clip_low": 0.1, "clip_high": 0.3, "scale_by_std": True},
+        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
+    ),
+    (
+        "dapo",
+        {
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "max_response_tokens": 9,
+            "overlong_buffer": 0,
+            "overlong_filtering": False,
+        },
+        {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    ),
+    (
+        "gspo",
+        {"clip_low": 0.03, "clip_high": 0.04},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.03,
+            "epsilon_high": 0.04,
+        },
+    ),
 ]
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "importance-corrected"])
-@pytest.mark.parametrize("name, args, settings", CASES, ids=["grpo", "grpo-asymmetric", "dapo", "gspo"])
+@pytest.mark.parametrize(
+    "name, args, settings", CASES, ids=["grpo", "grpo-asymmetric", "dapo", "gspo"]
+)
 def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings, corrected):
     trainer = trl_trainer(**settings)
     ids, mask = tokens()
     algorithm = build(name, args)
-    summary = Summary(torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, -1.0]), torch.tensor([0, 0, 0, 1, 1, 1]),
-                      torch.tensor(LENGTHS), torch.zeros(ROWS).bool())
+    summary = Summary(
+        torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, -1.0]),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        torch.tensor(LENGTHS),
+        torch.zeros(ROWS).bool(),
+    )
     advantages = algorithm.advantages(summary)
 
     logprobs = response_logprobs(trainer.model, ids, mask)
@@ -96,7 +151,9 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings
     behaviour = proximal + 0.8 * torch.randn(ROWS, RESPONSE, generator=noise)
     importance = importance_weights(proximal, behaviour, mask, cap=2.0 if corrected else None)
 
-    loss, statistics = algorithm.token_loss(TokenBatch(logprobs, proximal, behaviour, advantages, mask))
+    loss, statistics = algorithm.token_loss(
+        TokenBatch(logprobs, proximal, behaviour, advantages, mask)
+    )
     ours = (algorithm.token_weights(summary) * (importance * loss).sum(1)).sum()
     ours.backward()
     our_gradients = parameter_gradients(trainer.model)
@@ -104,11 +161,21 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings
     trainer.model.zero_grad()
 
     trainer.use_vllm = corrected  # TRL weighs by this ratio when vLLM made the tokens
-    theirs = trainer._compute_loss(trainer.model, {
-        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT).long(),
-        "completion_ids": ids[:, PROMPT:], "completion_mask": mask.long(),
-        "advantages": advantages, "old_per_token_logps": proximal, "num_items_in_batch": mask.sum(),
-        "importance_sampling_ratio": importance})
+    theirs = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": ids[:, :PROMPT],
+            "prompt_mask": torch.ones(ROWS, PROMPT).long(),
+            "completion_ids": ids[:, PROMPT:],
+            "completion_mask": mask.long(),
+            "advantages": advantages,
+            "old_per_token_logps": proximal,
+            "num_items_in_batch": mask.sum(),
+            "importance_sampling_ratio": importance,
+        },
+    )
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-7)
-    torch.testing.assert_close(our_gradients, parameter_gradients(trainer.model), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        our_gradients, parameter_gradients(trainer.model), rtol=1e-4, atol=1e-7
+    )

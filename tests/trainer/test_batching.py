@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from rose.config import ModelShape
-from rose.trainer.batching import Padded, Shared, common, flops, plan_batch, plan_micro_batches, size_of
+from rose.trainer.batching import (
+    Padded,
+    Shared,
+    common,
+    flops,
+    plan_batch,
+    plan_micro_batches,
+    size_of,
+)
 
 
 def lengths_like_rollouts(n, seed):
@@ -16,7 +24,9 @@ def lengths_like_rollouts(n, seed):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("limit", [768, 2000, 8192])
-def test_every_row_once_within_the_limit_and_as_many_micro_batches_on_every_rank(ranks, updates, limit):
+def test_every_row_once_within_the_limit_and_as_many_micro_batches_on_every_rank(
+    ranks, updates, limit
+):
     lengths = lengths_like_rollouts(64, seed=ranks * 100 + updates)
     plan = plan_micro_batches(Padded(lengths), ranks, limit, updates)
     micro_batches = [m for rank in plan for update in rank for m in update]
@@ -64,12 +74,22 @@ def test_a_row_that_is_too_long_is_named():
 
 
 def test_too_few_rows_for_the_ranks_is_said():
-    with pytest.raises(ValueError, match="3 trajectories.*trainer.ranks=2.*updates_per_step=2.*4 are needed"):
+    with pytest.raises(
+        ValueError, match="3 trajectories.*trainer.ranks=2.*updates_per_step=2.*4 are needed"
+    ):
         plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
 
 
-SMALL_MODEL = ModelShape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
-                         tied_embeddings=True)
+SMALL_MODEL = ModelShape(
+    layers=30,
+    hidden=576,
+    intermediate=1536,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    vocab=49152,
+    tied_embeddings=True,
+)
 
 
 def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
@@ -79,7 +99,10 @@ def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
     rows = []
     for _ in range(groups):
         asked = draw.integers(0, 1000, prompt)
-        rows += [np.concatenate([begin, asked, draw.integers(0, 1000, answer)]).astype(np.int32) for _ in range(size)]
+        rows += [
+            np.concatenate([begin, asked, draw.integers(0, 1000, answer)]).astype(np.int32)
+            for _ in range(size)
+        ]
     return [rows[i] for i in draw.permutation(len(rows))]
 
 
@@ -87,7 +110,9 @@ def distinct_prefixes(rows):
     return len({row[:n].tobytes() for row in rows for n in range(1, len(row) + 1)})
 
 
-@pytest.mark.parametrize(("ranks", "updates", "limit"), [(1, 1, 10_000), (1, 1, 300), (2, 2, 400), (3, 1, 250)])
+@pytest.mark.parametrize(
+    ("ranks", "updates", "limit"), [(1, 1, 10_000), (1, 1, 300), (2, 2, 400), (3, 1, 250)]
+)
 def test_shared_micro_batches_count_distinct_prefixes_and_keep_the_limit(ranks, updates, limit):
     rows = rows_like_a_batch(groups=4, size=8, system=60, prompt=20, answer=40)
     packing = Shared(rows)
@@ -99,8 +124,10 @@ def test_shared_micro_batches_count_distinct_prefixes_and_keep_the_limit(ranks, 
 
 
 def test_common_beginnings():
-    assert [common(np.array(a), np.array(b)) for a, b in [([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]), ([3], [3])]] \
-        == [1, 1, 0, 1]
+    assert [
+        common(np.array(a), np.array(b))
+        for a, b in [([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]), ([3], [3])]
+    ] == [1, 1, 0, 1]
 
 
 def test_trees_are_taken_where_they_save_and_only_there():

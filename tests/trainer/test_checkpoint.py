@@ -11,7 +11,9 @@ def saved(run_dir, step, keep=2):
     folder = checkpoint.begin(run_dir, step)
     (folder / "deepspeed").mkdir()
     (folder / "deepspeed" / "model.pt").write_bytes(b"weights")
-    return checkpoint.commit(folder, {"step": step, "scheduler": {"batching": {"next": 8 * step}}}, keep)
+    return checkpoint.commit(
+        folder, {"step": step, "scheduler": {"batching": {"next": 8 * step}}}, keep
+    )
 
 
 def test_a_run_without_checkpoints_has_no_latest(tmp_path):
@@ -64,11 +66,20 @@ def test_a_step_saved_again_replaces_the_first(tmp_path):
     assert not (saved(tmp_path, 5) / "old").exists()
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"step": 5, "sch'),
-                                    lambda path: path.write_text("")], ids=["missing", "torn", "empty"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_text('{"step": 5, "sch'),
+        lambda path: path.write_text(""),
+    ],
+    ids=["missing", "torn", "empty"],
+)
 def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, damage):
     final = saved(tmp_path, 5)
     damage(final / checkpoint.COORDINATOR_STATE)
-    with pytest.raises(ValueError, match=r"step-000005 is damaged \(coordinator.json: .*remove that folder") as raised:
+    with pytest.raises(
+        ValueError, match=r"step-000005 is damaged \(coordinator.json: .*remove that folder"
+    ) as raised:
         checkpoint.read_state(final)
     assert not isinstance(raised.value, json.JSONDecodeError)

@@ -27,8 +27,13 @@ class Scaler:
 @pytest.fixture
 def state():
     flat = torch.arange(12, dtype=torch.float32)
-    return OrderedDict(view=flat[4:8], whole=[flat], parameter=torch.nn.Parameter(torch.ones(2)), scaler=Scaler(),
-                       nested={"step": 3, "shape": torch.Size([2, 3])})
+    return OrderedDict(
+        view=flat[4:8],
+        whole=[flat],
+        parameter=torch.nn.Parameter(torch.ones(2)),
+        scaler=Scaler(),
+        nested={"step": 3, "shape": torch.Size([2, 3])},
+    )
 
 
 @pytest.fixture
@@ -45,12 +50,18 @@ def test_a_copy_shares_nothing_and_keeps_types(state):
     assert copied["view"].untyped_storage().nbytes() == 16, "a view brought its whole buffer along"
     state["view"].zero_()
     state["scaler"].scale = 8.0
-    assert copied["view"].tolist() == [4, 5, 6, 7] and copied["whole"][0][4] == 4 and copied["scaler"].scale == 4.0
+    assert (
+        copied["view"].tolist() == [4, 5, 6, 7]
+        and copied["whole"][0][4] == 4
+        and copied["scaler"].scale == 4.0
+    )
     assert copied["nested"] == {"step": 3, "shape": torch.Size([2, 3])}
     assert tensor_bytes(state) == 16 + 48 + 8
 
 
-def test_training_changes_weights_while_they_are_written_and_the_file_has_the_old_ones(tmp_path, held, state):
+def test_training_changes_weights_while_they_are_written_and_the_file_has_the_old_ones(
+    tmp_path, held, state
+):
     writer = CheckpointWriter(5)
     writer.create(None)
     writer.save(state, str(tmp_path / "states.pt"))
@@ -88,11 +99,16 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
 def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
     engine = object.__new__(DeepSpeedEngine)
     engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
-    with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last checkpoint for over 1800 s"):
+    with pytest.raises(
+        TimeoutError,
+        match="trainer rank 3 is writing its part of the last checkpoint for over 1800 s",
+    ):
         engine.saved()
 
 
-def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(tmp_path, monkeypatch, capsys, state):
+def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(
+    tmp_path, monkeypatch, capsys, state
+):
     monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 100)
     writer = CheckpointWriter(0, neighbours=2)
     for name in ("a.pt", "b.pt"):
@@ -109,7 +125,9 @@ def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state
     writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"):
+    with pytest.raises(
+        checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"
+    ):
         checkpoint.saved(tmp_path)
 
 
@@ -118,13 +136,18 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
         raise RuntimeError("unexpected pos 704 vs 598")
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
-    monkeypatch.setattr(checkpoint_writer.storage, "refusal",
-                        lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)))
+    monkeypatch.setattr(
+        checkpoint_writer.storage,
+        "refusal",
+        lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)),
+    )
     writer = CheckpointWriter(3)
     writer.save(state, str(tmp_path / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(checkpoint.SaveFailed, match=f"pos 704 vs 598; .*No space left.*{tmp_path.name}") as met:
+    with pytest.raises(
+        checkpoint.SaveFailed, match=f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
+    ) as met:
         checkpoint.saved(tmp_path)
     assert "free some space" in storage.advice(None, str(met.value))
 
@@ -143,11 +166,23 @@ def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch
     assert checkpoint_writer.available_bytes() > 2000
 
 
-@pytest.mark.parametrize("version, line, home, limit, usage, prefix", [
-    (2, "0::{}\n", "", "memory.max", "memory.current", ""),
-    (1, "12:pids:/a\n4:memory:{}\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")])
-def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group(tmp_path, monkeypatch, version, line,
-                                                                                 home, limit, usage, prefix):
+@pytest.mark.parametrize(
+    "version, line, home, limit, usage, prefix",
+    [
+        (2, "0::{}\n", "", "memory.max", "memory.current", ""),
+        (
+            1,
+            "12:pids:/a\n4:memory:{}\n",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_",
+        ),
+    ],
+)
+def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group(
+    tmp_path, monkeypatch, version, line, home, limit, usage, prefix
+):
     """Slurm limits job and step, never the group in which a task is; what files fill can be given back."""
     path = "/slurm/job_7/step_0/user/task_3"
     task = tmp_path / home / path.strip("/")
@@ -156,7 +191,9 @@ def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group
     for group, most in ((task, "max" if version == 2 else str(2**63 - 4096)), (step, "9000")):
         (group / limit).write_text(most + "\n")
         (group / usage).write_text("6000\n")
-        (group / "memory.stat").write_text(f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n")
+        (group / "memory.stat").write_text(
+            f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n"
+        )
     (tmp_path / "self").write_text(line.format(path))
     monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
     monkeypatch.setattr(checkpoint_writer, "PROCESS", tmp_path / "self")

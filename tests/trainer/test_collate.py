@@ -10,14 +10,25 @@ from rose.trainer.collate import collate
 
 def trajectory(tokens, mask, logprobs=None):
     return p.Trajectory(
-        id="g0.0", group="g0", phase=p.Phase.TRAIN, tokens=p.pack_tokens(tokens), mask=bytes(mask),
+        id="g0.0",
+        group="g0",
+        phase=p.Phase.TRAIN,
+        tokens=p.pack_tokens(tokens),
+        mask=bytes(mask),
         logprobs=p.pack_floats(logprobs if logprobs is not None else [-0.5 * m for m in mask]),
-        versions=p.pack_tokens([3 if m else -1 for m in mask]), reward=0.0, success=False, turns=1,
-        response_tokens=sum(mask))
+        versions=p.pack_tokens([3 if m else -1 for m in mask]),
+        reward=0.0,
+        success=False,
+        turns=1,
+        response_tokens=sum(mask),
+    )
 
 
 def test_shift_and_right_padding():
-    rows = {4: trajectory([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -1.0, -2.0]), 9: trajectory([1, 2], [0, 1])}
+    rows = {
+        4: trajectory([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -1.0, -2.0]),
+        9: trajectory([1, 2], [0, 1]),
+    }
     batch = collate([4, 9], rows, vocabulary=10)
     assert batch.rows.tolist() == [4, 9]
     assert batch.inputs.tolist() == [[5, 6, 7], [1, 2, 0]]
@@ -33,20 +44,29 @@ def test_no_rows_give_one_row_with_nothing_to_learn():
 
 
 def test_what_the_engine_says_of_others_tokens_is_ignored():
-    batch = collate([0], {0: trajectory([1, 2, 3], [0, 0, 1], [np.nan, -np.inf, -1.0])}, vocabulary=10)
+    batch = collate(
+        [0], {0: trajectory([1, 2, 3], [0, 0, 1], [np.nan, -np.inf, -1.0])}, vocabulary=10
+    )
     assert batch.behaviour.tolist() == [[0, -1]]
 
 
-@pytest.mark.parametrize(("bad", "words"), [
-    (dict(tokens=p.pack_tokens([1, 2])), "must be equally many"),
-    (dict(tokens=p.pack_tokens([1, 2, 10])), "the model has 0 to 9"),
-    (dict(tokens=p.pack_tokens([1, -2, 3])), "the model has 0 to 9"),
-    (dict(response_tokens=2), "they must agree"),
-    (dict(logprobs=p.pack_floats([0, 0, np.nan])), "not finite"),
-])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (dict(tokens=p.pack_tokens([1, 2])), "must be equally many"),
+        (dict(tokens=p.pack_tokens([1, 2, 10])), "the model has 0 to 9"),
+        (dict(tokens=p.pack_tokens([1, -2, 3])), "the model has 0 to 9"),
+        (dict(response_tokens=2), "they must agree"),
+        (dict(logprobs=p.pack_floats([0, 0, np.nan])), "not finite"),
+    ],
+)
 def test_a_trajectory_that_contradicts_itself_is_named(bad, words):
     with pytest.raises(ValueError, match=f"trajectory g0.0: .*{words}"):
-        collate([0], {0: msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)}, vocabulary=10)
+        collate(
+            [0],
+            {0: msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)},
+            vocabulary=10,
+        )
 
 
 def test_the_first_token_cannot_be_the_policys():

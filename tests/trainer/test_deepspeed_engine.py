@@ -19,31 +19,57 @@ def test_buckets_are_no_larger_than_the_model(make_config):
 
 
 def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
-    settings = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000)
+    settings = zero_config(
+        make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000
+    )
     assert settings["bf16"]["enabled"] and settings["communication_data_type"] == "fp32"
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
-    narrow = zero_config(make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2",
-                                     "trainer.reduce_dtype=bfloat16").trainer, 1000)
-    assert narrow["communication_data_type"] == "bf16" and narrow["data_types"] == {"grad_accum_dtype": "fp32"}
+    narrow = zero_config(
+        make_config(
+            "trainer.dtype=bfloat16", "trainer.zero_stage=2", "trainer.reduce_dtype=bfloat16"
+        ).trainer,
+        1000,
+    )
+    assert narrow["communication_data_type"] == "bf16" and narrow["data_types"] == {
+        "grad_accum_dtype": "fp32"
+    }
 
 
-@pytest.mark.parametrize(("overrides", "key", "words"), [
-    ((), "trainer.reduce_dtype", "needs trainer.dtype=bfloat16"),
-    (("trainer.dtype=bfloat16", "trainer.zero_stage=0"), "trainer.reduce_dtype", "zero_stage 2 or 3")])
-def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(make_config, overrides, key, words):
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ((), "trainer.reduce_dtype", "needs trainer.dtype=bfloat16"),
+        (
+            ("trainer.dtype=bfloat16", "trainer.zero_stage=0"),
+            "trainer.reduce_dtype",
+            "zero_stage 2 or 3",
+        ),
+    ],
+)
+def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(
+    make_config, overrides, key, words
+):
     with pytest.raises(ConfigError, match=f"{key}='bfloat16'.*{words}"):
         make_config("trainer.reduce_dtype=bfloat16", *overrides)
 
 
 def test_stage_1_is_refused_in_bfloat16(make_config):
-    with pytest.raises(ConfigError, match="trainer.zero_stage=1: trainer.dtype=bfloat16 needs 0, 2 or 3"):
+    with pytest.raises(
+        ConfigError, match="trainer.zero_stage=1: trainer.dtype=bfloat16 needs 0, 2 or 3"
+    ):
         make_config("trainer.dtype=bfloat16", "trainer.zero_stage=1")
 
 
 def test_zero_3_gathers_a_layer_ahead(make_config, tmp_path):
     trainer = make_config("trainer.zero_stage=3").trainer
-    assert zero_config(trainer, 10**9, 233_057_792)["zero_optimization"]["stage3_prefetch_bucket_size"] == 233_057_792
-    assert zero_config(trainer, 10**9)["zero_optimization"]["stage3_prefetch_bucket_size"] == 50_000_000
+    assert (
+        zero_config(trainer, 10**9, 233_057_792)["zero_optimization"]["stage3_prefetch_bucket_size"]
+        == 233_057_792
+    )
+    assert (
+        zero_config(trainer, 10**9)["zero_optimization"]["stage3_prefetch_bucket_size"]
+        == 50_000_000
+    )
     policy = load(tiny_world.save_model(tmp_path), torch.float32, False)
     layers = policy.hf.config.num_hidden_layers
     inside = sum(p.numel() for name, p in policy.named_weights() if ".layers." in name)
@@ -67,7 +93,10 @@ def test_a_living_builder_is_waited_for_and_the_wait_ends(tmp_path, monkeypatch)
     theirs.touch()
     with (tmp_path / "rose.lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match="rose.lock: held by .*offload_optimizer=false"), deepspeed_engine._build_lock():
+        with (
+            pytest.raises(TimeoutError, match="rose.lock: held by .*offload_optimizer=false"),
+            deepspeed_engine._build_lock(),
+        ):
             pass
     assert theirs.exists()
 
@@ -77,7 +106,9 @@ def test_random_states_come_back(tmp_path):
     torch.save(deepspeed_engine._random_states(cpu), tmp_path / "random.pt")
     expected = torch.rand(3)
     torch.rand(7)
-    deepspeed_engine._restore_random_states(torch.load(tmp_path / "random.pt", weights_only=True), cpu)
+    deepspeed_engine._restore_random_states(
+        torch.load(tmp_path / "random.pt", weights_only=True), cpu
+    )
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -10,11 +10,20 @@ from rose.trainer.importance import importance_weights, mismatch
 PROXIMAL = [[-1.0, -0.5, -2.0], [-0.1, -3.0, 7.0]]
 BEHAVIOUR = [[-1.2, -0.5, -1.0], [-2.1, -2.9, float("nan")]]
 MASK = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
-DIFFERENCES = [-1.0 - -1.2, -2.0 - -1.0, -0.1 - -2.1, -3.0 - -2.9]  # log-ratios of the four response tokens
+DIFFERENCES = [
+    -1.0 - -1.2,
+    -2.0 - -1.0,
+    -0.1 - -2.1,
+    -3.0 - -2.9,
+]  # log-ratios of the four response tokens
 
 
 def tensors(requires_grad: bool = False):
-    return torch.tensor(PROXIMAL, requires_grad=requires_grad), torch.tensor(BEHAVIOUR), torch.tensor(MASK)
+    return (
+        torch.tensor(PROXIMAL, requires_grad=requires_grad),
+        torch.tensor(BEHAVIOUR),
+        torch.tensor(MASK),
+    )
 
 
 def test_weight_is_the_probability_ratio_cut_at_the_cap():
@@ -32,18 +41,23 @@ def test_weight_carries_no_gradient():
 
 
 def test_a_hopeless_ratio_stays_finite_and_capped():
-    weights = importance_weights(torch.tensor([[0.0]]), torch.tensor([[-1e4]]), torch.ones(1, 1), cap=2.0)
+    weights = importance_weights(
+        torch.tensor([[0.0]]), torch.tensor([[-1e4]]), torch.ones(1, 1), cap=2.0
+    )
     assert weights.tolist() == [[2.0]]
 
 
 def test_mismatch_sums_over_response_tokens_only():
     found = {key: value.item() for key, value in mismatch(*tensors(), cap=1.2).items()}
-    assert found == pytest.approx({
-        "kl_k3": sum(math.exp(d) - 1 - d for d in DIFFERENCES),
-        "abs_diff": sum(abs(d) for d in DIFFERENCES),
-        "capped": 2,  # exp(0.2) = 1.22 and exp(2.0) = 7.4
-        "ratio_max": math.exp(2.0),
-    }, rel=1e-5)
+    assert found == pytest.approx(
+        {
+            "kl_k3": sum(math.exp(d) - 1 - d for d in DIFFERENCES),
+            "abs_diff": sum(abs(d) for d in DIFFERENCES),
+            "capped": 2,  # exp(0.2) = 1.22 and exp(2.0) = 7.4
+            "ratio_max": math.exp(2.0),
+        },
+        rel=1e-5,
+    )
 
 
 def test_mismatch_adds_up_over_micro_batches():
@@ -52,30 +66,45 @@ def test_mismatch_adds_up_over_micro_batches():
     parts = [mismatch(*first, cap=2.0), mismatch(*second, cap=2.0)]
     for key in whole:
         combine = max if key == "ratio_max" else sum
-        assert combine(part[key].item() for part in parts) == pytest.approx(whole[key].item(), rel=1e-6)
+        assert combine(part[key].item() for part in parts) == pytest.approx(
+            whole[key].item(), rel=1e-6
+        )
 
 
 def test_a_tiny_kl_is_not_lost_in_rounding():
     logs = torch.full((1, 4), 1e-5)
-    assert mismatch(logs, torch.zeros(1, 4), torch.ones(1, 4))["kl_k3"].item() == pytest.approx(4 * 0.5e-10, rel=1e-4)
+    assert mismatch(logs, torch.zeros(1, 4), torch.ones(1, 4))["kl_k3"].item() == pytest.approx(
+        4 * 0.5e-10, rel=1e-4
+    )
 
 
 def test_the_kl_estimate_is_unbiased():
     """Expected over every token of a small vocabulary, it is KL(behaviour || proximal) itself."""
-    behaviour, proximal = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
+    behaviour, proximal = (
+        torch.tensor([0.7, 0.2, 0.1]).double(),
+        torch.tensor([0.5, 0.2, 0.3]).double(),
+    )
     exact = (behaviour * (behaviour / proximal).log()).sum().item()
     one = torch.ones(1, 1)
     per_token = [mismatch(proximal[i].log() * one, behaviour[i].log() * one, one) for i in range(3)]
-    assert sum(behaviour[i].item() * per_token[i]["kl_k3"].item() for i in range(3)) == pytest.approx(exact, rel=1e-5)
+    assert sum(
+        behaviour[i].item() * per_token[i]["kl_k3"].item() for i in range(3)
+    ) == pytest.approx(exact, rel=1e-5)
 
 
 def test_identical_logprobs_have_no_mismatch():
     proximal, _, mask = tensors()
     found = mismatch(proximal, proximal.clone(), mask, cap=1.0)
     assert {key: value.item() for key, value in found.items()} == {
-        "kl_k3": 0, "abs_diff": 0, "capped": 0, "ratio_max": 1}
+        "kl_k3": 0,
+        "abs_diff": 0,
+        "capped": 0,
+        "ratio_max": 1,
+    }
 
 
 def test_no_response_tokens_measure_nothing():
     proximal, behaviour, mask = tensors()
-    assert all(value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, cap=2.0).values())
+    assert all(
+        value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, cap=2.0).values()
+    )

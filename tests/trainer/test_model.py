@@ -39,13 +39,17 @@ def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk
     expected, expected_entropy = naive(plain, batch)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-3, rtol=1e-5)
-    (logprobs ** 2).sum().backward()
-    (expected ** 2).sum().backward()
+    (logprobs**2).sum().backward()
+    (expected**2).sum().backward()
     gradients = dict(plain.named_parameters())
     for name, parameter in policy.named_weights():
         expected_gradient = gradients[name].grad
-        torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-4,
-                                   atol=1e-5 * float(expected_gradient.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad,
+            expected_gradient,
+            rtol=1e-4,
+            atol=1e-5 * float(expected_gradient.abs().max()),
+        )
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder, batch):

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from rose.trainer import model, prefix_tree
 from rose.trainer.collate import collate
@@ -17,7 +24,7 @@ def packed(rows):
     lengths = np.array([len(row) for row in rows])
     inputs = np.zeros((len(rows), lengths.max()), np.int64)
     for i, row in enumerate(rows):
-        inputs[i, :len(row)] = row
+        inputs[i, : len(row)] = row
     return prefix_tree.build(inputs, lengths)
 
 
@@ -25,44 +32,58 @@ def test_each_distinct_prefix_stands_once_and_each_row_finds_its_own():
     tree = packed(ROWS)
     assert len(tree.tokens) == len({tuple(row[:n]) for row in ROWS for n in range(1, len(row) + 1)})
     for row, nodes in zip(ROWS, tree.nodes):
-        assert tree.tokens[nodes[:len(row)]].tolist() == row
-        assert tree.depths[nodes[:len(row)]].tolist() == list(range(len(row)))
+        assert tree.tokens[nodes[: len(row)]].tolist() == row
+        assert tree.depths[nodes[: len(row)]].tolist() == list(range(len(row)))
 
 
 def test_a_token_attends_to_its_ancestors_and_itself_only():
     tree = packed(ROWS)
     attention = tree.attention()[0, 0]
     for row, nodes in zip(ROWS, tree.nodes):
-        for depth, node in enumerate(nodes[:len(row)].tolist()):
-            assert attention[node].nonzero().flatten().tolist() == sorted(nodes[:depth + 1].tolist())
+        for depth, node in enumerate(nodes[: len(row)].tolist()):
+            assert attention[node].nonzero().flatten().tolist() == sorted(
+                nodes[: depth + 1].tolist()
+            )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     rows, _ = tiny_world.make_batch(seed=1)
-    rows |= {8: rows[0], 9: trajectory([1, 2, 3], [0, 0, 0])}  # one twice, one with nothing to learn
+    rows |= {
+        8: rows[0],
+        9: trajectory([1, 2, 3], [0, 0, 0]),
+    }  # one twice, one with nothing to learn
     results = []
     for trees in (False, True):
         batch = collate(list(rows), rows, tiny_world.VOCABULARY, trees)
         assert (batch.tree is not None) == trees
         policy.zero_grad()
         logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask, batch.tree)
-        (logprobs ** 2).sum().backward()
+        (logprobs**2).sum().backward()
         results.append((logprobs.detach(), entropy, [p.grad.clone() for p in policy.parameters()]))
     (plain, plain_entropy, plain_gradients), (shared, entropy, gradients) = results
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, plain_entropy, atol=1e-3, rtol=1e-5)
     for expected, gradient in zip(plain_gradients, gradients):
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    (Qwen3Config(), None), (LlamaConfig(), None), (Qwen2Config(), None), (Qwen2Config(use_sliding_window=False), None),
-    (Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
-    (MistralConfig(sliding_window=4096), "sliding"), (MistralConfig(sliding_window=None), None),
-    (GPT2Config(), "not rotary"),
-])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Qwen3Config(), None),
+        (LlamaConfig(), None),
+        (Qwen2Config(), None),
+        (Qwen2Config(use_sliding_window=False), None),
+        (Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
+        (MistralConfig(sliding_window=4096), "sliding"),
+        (MistralConfig(sliding_window=None), None),
+        (GPT2Config(), "not rotary"),
+    ],
+)
 def test_models_that_a_tree_would_falsify_are_told_apart(tmp_path, config, words):
     config.save_pretrained(tmp_path)
     found = prefix_tree.obstacle(AutoConfig.from_pretrained(tmp_path))

@@ -20,12 +20,25 @@ pytestmark = pytest.mark.slow
 STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
 LAST = [4, 64, 1, 1]
 JOB = {
-    "name": "run", "settings": [],
-    "actions": [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"], ["train", *LAST, 4],
-                ["publish", 4], ["train", 5, 64, 1, "inf"], ["train", 6, 64, 1, 1e38], ["publish", 5]],
+    "name": "run",
+    "settings": [],
+    "actions": [
+        ["publish", 0],
+        *(["train", *step] for step in STEPS),
+        ["publish", 3],
+        ["save"],
+        ["train", *LAST, 4],
+        ["publish", 4],
+        ["train", 5, 64, 1, "inf"],
+        ["train", 6, 64, 1, 1e38],
+        ["publish", 5],
+    ],
 }
-RESUMED = {"name": "resumed", "settings": [],
-           "actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]]}
+RESUMED = {
+    "name": "resumed",
+    "settings": [],
+    "actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]],
+}
 WORLDS = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)]
 
 
@@ -54,8 +67,9 @@ class Plain:
     def __init__(self, folder):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.algorithm = build("grpo", {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3,
-                                           weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+        )
         self.applied = 0
 
     def logprobs(self, t):
@@ -66,21 +80,27 @@ class Plain:
     def loss(self, t, row, proximal, advantages, weights):
         mask = torch.tensor(np.frombuffer(t.mask, np.uint8)[1:].astype(np.float32))[None]
         behaviour = torch.tensor(unpack_floats(t.logprobs))[None, 1:]
-        batch = TokenBatch(self.logprobs(t), proximal, behaviour, advantages[row:row + 1], mask)
+        batch = TokenBatch(self.logprobs(t), proximal, behaviour, advantages[row : row + 1], mask)
         losses, _ = self.algorithm.token_loss(batch)
         return (weights[row] * importance_weights(proximal, behaviour, mask, 1.1) * losses).sum()
 
     def train(self, seed, limit, updates, _):
         """Returns (loss, mean gradient norm)."""
         rows, summary = tiny_world.make_batch(seed)
-        whole = Summary(*(torch.tensor(getattr(summary, field)) for field in Summary.__dataclass_fields__))
+        whole = Summary(
+            *(torch.tensor(getattr(summary, field)) for field in Summary.__dataclass_fields__)
+        )
         advantages, weights = self.algorithm.advantages(whole), self.algorithm.token_weights(whole)
         with torch.no_grad():
             proximal = {row: self.logprobs(t) for row, t in rows.items()}
         total, norms = 0.0, []
         for update in tiny_world.plan(seed, rows, 1, limit, updates)[0][0]:
             self.optimizer.zero_grad()
-            loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for micro in update for r in micro)
+            loss = sum(
+                self.loss(rows[r], r, proximal[r], advantages, weights)
+                for micro in update
+                for r in micro
+            )
             (loss * updates).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)))
             self.applied += 1
@@ -102,7 +122,9 @@ def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
     for name, parameter in parameters.items():
         moved = np.abs(trained[name] - start[name]).max()
         assert moved > 1e-3
-        np.testing.assert_allclose(trained[name], parameter.detach().numpy(), rtol=0, atol=2e-3 * moved, err_msg=name)
+        np.testing.assert_allclose(
+            trained[name], parameter.detach().numpy(), rtol=0, atol=2e-3 * moved, err_msg=name
+        )
 
 
 def test_metrics_are_of_the_whole_batch_on_every_rank(world):
@@ -112,8 +134,12 @@ def test_metrics_are_of_the_whole_batch_on_every_rank(world):
     _, summary = tiny_world.make_batch(1)
     assert first["tokens"] == sum(summary.response_tokens)
     assert 0 < first["importance_capped"] < 1 < first["mismatch_max_ratio"]
-    assert first["ratio"] == pytest.approx(1)  # before the first update, policy and proximal are one
-    assert first["lr"] == pytest.approx(0.005)  # second of two warm-up updates comes with the next step
+    assert first["ratio"] == pytest.approx(
+        1
+    )  # before the first update, policy and proximal are one
+    assert first["lr"] == pytest.approx(
+        0.005
+    )  # second of two warm-up updates comes with the next step
 
 
 def test_publishing_reproduces_the_models_bytes(world):
@@ -128,14 +154,18 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_nothing_applied(world):
     for report in world.reports:
         loss, gradient = report["errors"]
         assert "step 8, update 0, micro-batch 0: the loss is not finite" in loss
-        assert "step 9, update 0, after its last micro-batch: the gradient is not finite" in gradient
+        assert (
+            "step 9, update 0, after its last micro-batch: the gradient is not finite" in gradient
+        )
     before, after = world.version(4), world.version(5)
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
 def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(world):
     reports = world.run(RESUMED)
-    for report in reports:  # of weights and Adam's two moments, in float32; the smallest tensors are less than a page
+    for report in (
+        reports
+    ):  # of weights and Adam's two moments, in float32; the smallest tensors are less than a page
         assert min(report["gone"]) > 0.8 * 12 * report["parameters"] / world.ranks
     expected, resumed = world.version(4), world.version(4, "resumed")
     assert all(expected[name].tobytes() == resumed[name].tobytes() for name in expected)
@@ -145,17 +175,32 @@ def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(wor
 
 def test_every_group_of_ranks_waits_as_long_as_a_step_may_take(world):
     for report in world.reports:
-        assert len(report["limits_s"]) > 1 and set(report["limits_s"]) == {tiny_world.settings(JOB | {
-            "ranks": world.ranks}).trainer.step_timeout_s}
+        assert len(report["limits_s"]) > 1 and set(report["limits_s"]) == {
+            tiny_world.settings(JOB | {"ranks": world.ranks}).trainer.step_timeout_s
+        }
 
 
-@pytest.mark.parametrize(("stage", "more"), [
-    (0, []), (2, []), (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"])])
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (0, []),
+        (2, []),
+        (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"]),
+    ],
+)
 def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     tiny_world.save_model(tmp_path / "model")
-    job = {"name": "run", "actions": [["turn"], ["train", *STEPS[0]], ["turn"], ["publish", 1]],
-           "settings": [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16",
-                        "deterministic=false", *more]}
+    job = {
+        "name": "run",
+        "actions": [["turn"], ["train", *STEPS[0]], ["turn"], ["publish", 1]],
+        "settings": [
+            f"trainer.zero_stage={stage}",
+            "trainer.dtype=bfloat16",
+            "model.dtype=bfloat16",
+            "deterministic=false",
+            *more,
+        ],
+    }
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)

@@ -17,14 +17,25 @@ from tests.trainer import tiny_world
 from tests.trainer.test_collate import trajectory
 
 CPU = torch.device("cpu")
-SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=6, kv_heads=2, head_dim=16, vocab=97, tied_embeddings=True)
+SHAPE = ModelShape(
+    layers=2,
+    hidden=64,
+    intermediate=128,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    vocab=97,
+    tied_embeddings=True,
+)
 NUMBERS = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
 
 
 def random_tree(seed):
     random = np.random.default_rng(seed)
     rows = int(random.integers(1, 9))
-    return prefix_tree.build_from_rows(random.integers(0, 400, rows).tolist(), random.integers(1, 500, rows).tolist())
+    return prefix_tree.build_from_rows(
+        random.integers(0, 400, rows).tolist(), random.integers(1, 500, rows).tolist()
+    )
 
 
 def by_blocks(query, key, value, block_mask, scale, enable_gqa):
@@ -36,12 +47,25 @@ def by_blocks(query, key, value, block_mask, scale, enable_gqa):
     out = []
     for at in range(query.shape[2] // BLOCK):
         queries = torch.arange(at * BLOCK, (at + 1) * BLOCK)
-        partial, full = ([int(block) for block in indices[0, 0, at, :int(numbers[0, 0, at])]] for numbers, indices in (
-            (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)))
+        partial, full = (
+            [int(block) for block in indices[0, 0, at, : int(numbers[0, 0, at])]]
+            for numbers, indices in (
+                (block_mask.kv_num_blocks, block_mask.kv_indices),
+                (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+            )
+        )
         assert not set(partial) & set(full)
-        keys = torch.cat([torch.arange(block * BLOCK, (block + 1) * BLOCK) for block in partial + full])
-        seen = block_mask.mask_mod(0, 0, queries[:, None], keys) | (torch.arange(len(keys)) >= len(partial) * BLOCK)
-        scores = query[:, :, queries] @ key[:, :, keys].transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+        keys = torch.cat(
+            [torch.arange(block * BLOCK, (block + 1) * BLOCK) for block in partial + full]
+        )
+        seen = block_mask.mask_mod(0, 0, queries[:, None], keys) | (
+            torch.arange(len(keys)) >= len(partial) * BLOCK
+        )
+        scores = (
+            query[:, :, queries]
+            @ key[:, :, keys].transpose(2, 3)
+            * (scale or query.shape[-1] ** -0.5)
+        )
         out.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, :, keys])
     return torch.cat(out, 2)
 
@@ -53,7 +77,10 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(seed):
     theirs = create_block_mask(ours.mask_mod, 1, None, length, length, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in NUMBERS)
-    assert torch.equal(ours.mask_mod(0, 0, torch.arange(length)[:, None], torch.arange(length)), tree.attention()[0, 0])
+    assert torch.equal(
+        ours.mask_mod(0, 0, torch.arange(length)[:, None], torch.arange(length)),
+        tree.attention()[0, 0],
+    )
 
 
 def test_padding_is_seen_by_nobody_and_fills_blocks():
@@ -67,7 +94,9 @@ def test_padding_is_seen_by_nobody_and_fills_blocks():
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2), (7, 1)])
 def test_torchs_flex_attention_over_the_blocks_is_the_dense_mask(heads, kv_heads):
-    with torch._dynamo.config.patch(disable=False):  # dynamo, which it needs even where it isn't compiled
+    with torch._dynamo.config.patch(
+        disable=False
+    ):  # dynamo, which it needs even where it isn't compiled
         assert tree_attention.difference(CPU, heads, kv_heads, 16, torch.float32) < 1e-5
 
 
@@ -84,24 +113,32 @@ def long_batch(trees):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_models_values_and_gradients_by_blocks_are_those_of_padded_rows(tmp_path, monkeypatch, checkpointing):
+def test_a_models_values_and_gradients_by_blocks_are_those_of_padded_rows(
+    tmp_path, monkeypatch, checkpointing
+):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     policy.use_flex()
     seen = []
-    monkeypatch.setattr(tree_attention, "flex_attention", lambda *args, **kwargs: seen.append(1) or by_blocks(*args, **kwargs))
+    monkeypatch.setattr(
+        tree_attention,
+        "flex_attention",
+        lambda *args, **kwargs: seen.append(1) or by_blocks(*args, **kwargs),
+    )
     results = []
     for trees in (False, True):
         batch = long_batch(trees)
         policy.zero_grad()
         logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask, batch.tree)
-        (logprobs ** 2).sum().backward()
+        (logprobs**2).sum().backward()
         results.append((logprobs.detach(), entropy, [p.grad.clone() for p in policy.parameters()]))
         assert bool(seen) == trees, "rows must keep their causal kernel, trees must not be dense"
     (plain, plain_entropy, plain_gradients), (shared, entropy, gradients) = results
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, plain_entropy, atol=1e-2, rtol=1e-5)
     for expected, gradient in zip(plain_gradients, gradients):
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
 
 
 def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypatch):
@@ -112,8 +149,10 @@ def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypat
         raise RuntimeError("Cannot find a working triton installation\nmore")
 
     monkeypatch.setattr(tree_attention, "difference", broken)
-    assert tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16) \
+    assert (
+        tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
         == "flex attention fails: RuntimeError: Cannot find a working triton installation"
+    )
     for found, words in ((0.5, "off by 0.5"), (float("nan"), "off by nan"), (0.001, "")):
         monkeypatch.setattr(tree_attention, "difference", lambda *_, found=found: found)
         why = tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
@@ -127,10 +166,12 @@ def test_pairs_are_counted_as_the_tree_has_them():
     for group in (packing.order, packing.order[::2], packing.order[:1]):
         inputs = np.zeros((len(group), max(len(tokens[row]) for row in group)), np.int64)
         for place, row in enumerate(group):
-            inputs[place, :len(tokens[row])] = tokens[row]
+            inputs[place, : len(tokens[row])] = tokens[row]
         tree = prefix_tree.build(inputs, np.array([len(tokens[row]) for row in group]))
         assert packing.pairs(group, dense=True) == len(tree.tokens) ** 2
-        assert packing.pairs(group, dense=False) == int(tree.attention().sum()) + batching.PARTLY * len(tree.tokens)
+        assert packing.pairs(group, dense=False) == int(
+            tree.attention().sum()
+        ) + batching.PARTLY * len(tree.tokens)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -144,7 +185,9 @@ def test_costs_are_measured_and_the_random_numbers_stay_what_they_were(recompute
 
 
 def test_measured_costs_decide():
-    alike = [np.concatenate([np.arange(500), [1000 + row] * 60]).astype(np.int32) for row in range(8)]
+    alike = [
+        np.concatenate([np.arange(500), [1000 + row] * 60]).astype(np.int32) for row in range(8)
+    ]
     cheap = batching.flops(SHAPE, flex=True)
     assert batching.plan_batch(alike, 1, 4096, 1, cheap)[1]
     dear = type(cheap)(cheap.token, cheap.causal, cheap.causal * 1000, dense=True)

@@ -18,9 +18,18 @@ VOCABULARY = 97
 DEADLINE_S = 240
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
-SETTINGS = ["algorithm.args.scale_by_std=false", "algorithm.importance_cap=1.1", "trainer.optimizer.eps=1e-3",
-            "trainer.optimizer.lr=0.01", "trainer.optimizer.weight_decay=0.1", "trainer.threads=1",
-            "deterministic=true", "rollout.workers=1", "trainer.optimizer.grad_clip=0.05", "trainer.step_timeout_s=60"]
+SETTINGS = [
+    "algorithm.args.scale_by_std=false",
+    "algorithm.importance_cap=1.1",
+    "trainer.optimizer.eps=1e-3",
+    "trainer.optimizer.lr=0.01",
+    "trainer.optimizer.weight_decay=0.1",
+    "trainer.threads=1",
+    "deterministic=true",
+    "rollout.workers=1",
+    "trainer.optimizer.grad_clip=0.05",
+    "trainer.step_timeout_s=60",
+]
 
 
 def save_model(folder: Path, tied: bool = True) -> Path:
@@ -28,9 +37,18 @@ def save_model(folder: Path, tied: bool = True) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-                         max_position_embeddings=256, initializer_range=0.2)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -44,17 +62,34 @@ def make_batch(seed: int):
     rows = {}
     begin = random.integers(0, VOCABULARY, 6)
     for row, length in enumerate(LENGTHS):
-        mask = (random.random(length) < 0.6).astype(np.uint8) if row != SILENT else np.zeros(length, np.uint8)
+        mask = (
+            (random.random(length) < 0.6).astype(np.uint8)
+            if row != SILENT
+            else np.zeros(length, np.uint8)
+        )
         mask[0] = 0
         rows[row] = p.Trajectory(
-            id=f"g{row // 4}.{row % 4}", group=f"g{row // 4}", phase=p.Phase.TRAIN,
-            tokens=p.pack_tokens([*begin[:6 - row // 4], *random.integers(0, VOCABULARY, length)][:length]), mask=mask.tobytes(),
+            id=f"g{row // 4}.{row % 4}",
+            group=f"g{row // 4}",
+            phase=p.Phase.TRAIN,
+            tokens=p.pack_tokens(
+                [*begin[: 6 - row // 4], *random.integers(0, VOCABULARY, length)][:length]
+            ),
+            mask=mask.tobytes(),
             logprobs=p.pack_floats(mask * random.uniform(-5, -4, length)),
-            versions=p.pack_tokens(np.where(mask, 0, -1)), reward=float(random.integers(0, 2)), success=False, turns=1,
-            response_tokens=int(mask.sum()))
+            versions=p.pack_tokens(np.where(mask, 0, -1)),
+            reward=float(random.integers(0, 2)),
+            success=False,
+            turns=1,
+            response_tokens=int(mask.sum()),
+        )
     rewards = [float(row % 3) for row in rows]
-    summary = p.BatchSummary(rewards, [row // 4 for row in rows], [t.response_tokens for t in rows.values()],
-                             [False] * len(rows))
+    summary = p.BatchSummary(
+        rewards,
+        [row // 4 for row in rows],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
     return rows, summary
 
 
@@ -74,7 +109,9 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
         probe.bind(("127.0.0.1", 0))
         job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
     words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
-    processes = [server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)]
+    processes = [
+        server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)
+    ]
     end = time.monotonic() + DEADLINE_S
     try:
         for process in processes:
@@ -88,15 +125,21 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
                 process.kill()
                 process.join()
     for code, path in zip(codes, words, strict=True):
-        assert code == 0, f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
-    return [json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)]
+        assert code == 0, (
+            f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
+        )
+    return [
+        json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)
+    ]
 
 
 @functools.cache
 def server():
     """Processes are forked from one that has imported DeepSpeed, which takes each rank ten seconds otherwise."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"])
+    context.set_forkserver_preload(
+        ["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"]
+    )
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is loaded
         forkserver.ensure_running()
     return context
@@ -114,14 +157,18 @@ def limits_s() -> list[float]:
     import torch
 
     groups = torch.distributed.distributed_c10d._world.pg_map
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    ]
 
 
 def settings(job: dict):
     from rose import config
     from tests.conftest import compose_tree
 
-    return config.from_dict(compose_tree(*SETTINGS, *job["settings"], f"trainer.ranks={job['ranks']}"))
+    return config.from_dict(
+        compose_tree(*SETTINGS, *job["settings"], f"trainer.ranks={job['ranks']}")
+    )
 
 
 def main(job: dict, rank: int) -> None:
@@ -135,18 +182,38 @@ def main(job: dict, rank: int) -> None:
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
-    trainer = Trainer(settings(job), rank, job["ranks"], local_place(job["port"]), folder / "model", NullRecorder())
+    trainer = Trainer(
+        settings(job),
+        rank,
+        job["ranks"],
+        local_place(job["port"]),
+        folder / "model",
+        NullRecorder(),
+    )
     shape = read_shape(folder / "model")
-    trainer.open_store(folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2]))
-    report: dict = {"parameters": trainer.engine.parameters, "metrics": [], "errors": [], "limits_s": limits_s()}
+    trainer.open_store(
+        folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
+    )
+    report: dict = {
+        "parameters": trainer.engine.parameters,
+        "metrics": [],
+        "errors": [],
+        "limits_s": limits_s(),
+    }
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
             rows, summary = make_batch(seed)
-            summary = p.BatchSummary([r * float(reward_scale) for r in summary.rewards], summary.groups,
-                                     summary.response_tokens, summary.truncated)
+            summary = p.BatchSummary(
+                [r * float(reward_scale) for r in summary.rewards],
+                summary.groups,
+                summary.response_tokens,
+                summary.truncated,
+            )
             everyone, trees = plan(seed, rows, job["ranks"], limit, updates)
-            mine = {row: rows[row] for update in everyone[rank] for micro in update for row in micro}
+            mine = {
+                row: rows[row] for update in everyone[rank] for micro in update for row in micro
+            }
             step = p.TrainStep(number, summary, everyone[rank], trees, 1)
             try:
                 report["metrics"].append(trainer.train(step, mine, *publish_as))

@@ -34,8 +34,16 @@ VERSIONS = 4
 def payloads(root: int, version: int) -> list[bytes]:
     """What `root` sends of `version`: sizes of none, of a few bytes, of about a frame and of several."""
     rng = np.random.default_rng([root, version])
-    sizes = [0, *rng.integers(1, 3000, 20), FRAME_BYTES - 1, 0, FRAME_BYTES, 1, 3 * FRAME_BYTES + 17,
-             *rng.integers(0, 99, 5)]
+    sizes = [
+        0,
+        *rng.integers(1, 3000, 20),
+        FRAME_BYTES - 1,
+        0,
+        FRAME_BYTES,
+        1,
+        3 * FRAME_BYTES + 17,
+        *rng.integers(0, 99, 5),
+    ]
     if version == 2:
         sizes = [0] * root  # nothing at all
     return [rng.bytes(size) for size in sizes]
@@ -60,7 +68,9 @@ def send(broadcast, root: int) -> None:
             changing = bytearray(payload)
             stream.send(changing)
             changing[:] = bytes(len(payload))  # the caller's buffer is its own again
-            box.send(0, p.AbortTurn("from a trainer rank", version))  # while the stream's thread is in MPI too
+            box.send(
+                0, p.AbortTurn("from a trainer rank", version)
+            )  # while the stream's thread is in MPI too
             if random.random() < 0.3:
                 time.sleep(0.003)
             box.poll()
@@ -121,7 +131,9 @@ def check(mirror: Mirror, roots: int) -> None:
         found = mirror.find(name(version))
         assert (found / "complete").is_file()
         for root in range(roots):
-            assert (found / f"rank-{root:05d}.payload").read_bytes() == b"".join(payloads(root, version))
+            assert (found / f"rank-{root:05d}.payload").read_bytes() == b"".join(
+                payloads(root, version)
+            )
             assert (found / f"rank-{root:05d}.table").read_bytes() == table(root, version)
 
 
@@ -132,7 +144,11 @@ def exchange(kind, roots: int, full: int | None = None) -> None:
         send(broadcast, broadcast.root)
         barrier()
     else:
-        refused(broadcast.begin, "v1", f"rollout rank {broadcast.receiver} can't begin a broadcast of 'v1'")
+        refused(
+            broadcast.begin,
+            "v1",
+            f"rollout rank {broadcast.receiver} can't begin a broadcast of 'v1'",
+        )
         mirror = Watched(folder, 1, world.Get_rank(), roots, folder)
         if broadcast.receiver == full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FRAME_BYTES, FRAME_BYTES))

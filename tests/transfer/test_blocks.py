@@ -51,8 +51,10 @@ def test_rectangles_and_pieces_of_a_shard_are_the_blocks_values_in_order(model):
     for block in cut([tensor], {"t": cuts}, {"t": shards}, len(shards), largest):
         expected = members(block, tensor.columns)
         matrix = flat.reshape(-1, tensor.columns)
-        parts = [matrix[r.first_row:r.last_row, r.first_column:r.last_column].ravel()
-                 for r in rectangles(block, tensor.columns)]
+        parts = [
+            matrix[r.first_row : r.last_row, r.first_column : r.last_column].ravel()
+            for r in rectangles(block, tensor.columns)
+        ]
         assert len(parts) <= 3 and np.concatenate(parts).tolist() == expected
         _, start, stop = shards[block.owner]
         for values in (flat[start:stop], torch.arange(tensor.size)[start:stop]):
@@ -63,13 +65,18 @@ def test_rectangles_and_pieces_of_a_shard_are_the_blocks_values_in_order(model):
 def test_without_shards_blocks_are_shared_evenly():
     tensors = [Tensor("a", (100, 10), "float32"), Tensor("b", (50,), "float32")]
     blocks = cut(tensors, {}, None, 2, largest=100)
-    loads = [sum(size(b, tensors[b.tensor].columns) for b in blocks if b.owner == rank) for rank in range(2)]
+    loads = [
+        sum(size(b, tensors[b.tensor].columns) for b in blocks if b.owner == rank)
+        for rank in range(2)
+    ]
     assert sum(loads) == 1050 and abs(loads[0] - loads[1]) <= 50
     assert share([1000, 10, 500, 490, 5, 5], 2) == share([1000, 10, 500, 490, 5, 5], 2)
     assert share([3, 1, 2], 1) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("shards", [[(0, 0, 10)], [(0, 0, 12), (1, 14, 20)], [(0, 0, 12), (1, 10, 20)], [(0, 1, 20)]])
+@pytest.mark.parametrize(
+    "shards", [[(0, 0, 10)], [(0, 0, 12), (1, 14, 20)], [(0, 0, 12), (1, 10, 20)], [(0, 1, 20)]]
+)
 def test_shards_that_leave_values_out_or_name_them_twice_are_refused(shards):
     with pytest.raises(ValueError, match="don't cover it exactly once"):
         cut([Tensor("t", (4, 5), "bfloat16")], {}, {"t": shards}, 2)

@@ -12,15 +12,46 @@ from rose.transfer.codec import apply, changes, compose, decode, encode, info
 
 DTYPES = [np.uint16, np.uint32]
 SPECIAL = {
-    np.uint16: [0, 0x8000, 1, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0xFFFF, 0x7FFF, 0x3F80, 0xBF80],
-    np.uint32: [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000,
-                0xFFFFFFFF, 0x7FFFFFFF, 0x3F800000, 0xBF800000],
+    np.uint16: [
+        0,
+        0x8000,
+        1,
+        0x8001,
+        0x007F,
+        0x0080,
+        0x7F80,
+        0xFF80,
+        0x7F81,
+        0x7FC0,
+        0xFFFF,
+        0x7FFF,
+        0x3F80,
+        0xBF80,
+    ],
+    np.uint32: [
+        0,
+        0x80000000,
+        1,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x7F800000,
+        0xFF800000,
+        0x7F800001,
+        0x7FC00000,
+        0xFFFFFFFF,
+        0x7FFFFFFF,
+        0x3F800000,
+        0xBF800000,
+    ],
 }
 
 
 def weights(size: int, dtype, seed: int = 0) -> np.ndarray:
     """Patterns of Gaussian values, as trained weights are."""
-    bits = (np.random.default_rng(seed).standard_normal(size, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
+    bits = (
+        np.random.default_rng(seed).standard_normal(size, dtype=np.float32) * np.float32(0.02)
+    ).view(np.uint32)
     return (bits >> 16).astype(np.uint16) if dtype == np.uint16 else bits
 
 
@@ -34,7 +65,9 @@ def trained(old: np.ndarray, fraction: float, seed: int = 0) -> np.ndarray:
 
 
 def noise(size: int, dtype, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True)
+    return np.random.default_rng(seed).integers(
+        0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True
+    )
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -47,7 +80,9 @@ def bound(new: np.ndarray, old: np.ndarray) -> float:
     """Bytes: entropy of which values changed and of the integer differences, both as independent draws."""
     differences = (new.astype(np.int64) - old)[new != old]
     mask = entropy(np.array([differences.size, new.size - differences.size]))
-    return (new.size * mask + differences.size * entropy(np.unique(differences, return_counts=True)[1])) / 8
+    return (
+        new.size * mask + differences.size * entropy(np.unique(differences, return_counts=True)[1])
+    ) / 8
 
 
 def check(new: np.ndarray, old: np.ndarray) -> np.ndarray:
@@ -104,12 +139,16 @@ def test_slices_at_odd_addresses_strided_and_read_only_arrays_are_taken(dtype):
     payload = encode(new, old)
     for skip in range(9):
         raw = np.zeros(old.nbytes + 16, np.uint8)
-        shifted = raw[skip:skip + old.nbytes].view(dtype)
+        shifted = raw[skip : skip + old.nbytes].view(dtype)
         shifted[:] = old
         assert np.array_equal(encode(new, shifted), payload)
         moved_payload = np.concatenate([np.zeros(skip, np.uint8), payload])[skip:]
         apply(moved_payload, shifted)
-        assert np.array_equal(shifted, new) and not raw[:skip].any() and not raw[skip + old.nbytes:].any()
+        assert (
+            np.array_equal(shifted, new)
+            and not raw[:skip].any()
+            and not raw[skip + old.nbytes :].any()
+        )
     assert np.array_equal(encode(np.repeat(new, 2)[::2], np.repeat(old, 2)[::2]), payload)
     new.flags.writeable = old.flags.writeable = payload.flags.writeable = False
     assert np.array_equal(encode(new, old), payload) and np.array_equal(decode(payload, old), new)
@@ -131,9 +170,15 @@ def test_a_delta_is_within_a_tenth_of_the_entropy(dtype, fraction):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_payload_is_larger_than_the_values_by_more_than_a_word(dtype):
     for size in (1, 10, 1000, 50_000):
-        for old, new in [(noise(size, dtype, 1), noise(size, dtype, 2)), (weights(size, dtype), noise(size, dtype)),
-                         (noise(size, dtype), weights(size, dtype, 3))]:
-            assert check(new, old).size <= new.nbytes + 16 and encode(new, None).size <= new.nbytes + 16
+        for old, new in [
+            (noise(size, dtype, 1), noise(size, dtype, 2)),
+            (weights(size, dtype), noise(size, dtype)),
+            (noise(size, dtype), weights(size, dtype, 3)),
+        ]:
+            assert (
+                check(new, old).size <= new.nbytes + 16
+                and encode(new, None).size <= new.nbytes + 16
+            )
 
 
 def test_trained_weights_without_a_base_shrink_to_two_thirds():
@@ -166,8 +211,13 @@ def test_composed_payloads_do_what_applying_one_after_the_other_does(dtype):
         for _ in range(4):
             step = draw.integers(5)
             last = versions[-1]
-            versions.append(versions[draw.integers(len(versions))].copy() if step == 0 else noise(size, dtype, trial)
-                            if step == 1 else trained(last, draw.random() ** 3, trial))
+            versions.append(
+                versions[draw.integers(len(versions))].copy()
+                if step == 0
+                else noise(size, dtype, trial)
+                if step == 1
+                else trained(last, draw.random() ** 3, trial)
+            )
         payloads = [encode(new, old) for old, new in zip(versions, versions[1:])]
         if trial % 3 == 0:
             payloads[trial % 4] = encode(versions[trial % 4 + 1], None)
@@ -222,12 +272,22 @@ def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
     """(payload, old values): the kinds, k of 0 and above, complement, escapes, plain differences."""
     old = weights(300, dtype)
     wild = np.where(np.arange(300) % 10 == 0, noise(300, dtype), old)
-    made = [(encode(new, old), old) for new in (old, trained(old, 0.05), trained(old, 0.5), trained(old, 0.9), wild)]
+    made = [
+        (encode(new, old), old)
+        for new in (old, trained(old, 0.05), trained(old, 0.5), trained(old, 0.9), wild)
+    ]
     made += [(encode(old, None), old), (encode(noise(300, dtype), None), old)]
     made.append((compose(encode(wild, old), encode(noise(300, dtype, 5), wild)), old))
     zeros, ones = np.zeros(300, dtype), np.ones(300, dtype)
-    made.append((compose(encode(np.where(np.arange(300) % 3 == 0, noise(300, dtype, 5), zeros), zeros),
-                         encode(ones, ones)), zeros))
+    made.append(
+        (
+            compose(
+                encode(np.where(np.arange(300) % 3 == 0, noise(300, dtype, 5), zeros), zeros),
+                encode(ones, ones),
+            ),
+            zeros,
+        )
+    )
     return made
 
 
@@ -256,7 +316,9 @@ def test_a_payload_with_any_bit_flipped_is_refused_or_gives_some_values(dtype):
             if bit < payload.size * 8:
                 wrong = payload.copy()
                 wrong[bit // 8] ^= 1 << bit % 8
-                taken, refused = (taken + 1, refused) if try_payload(wrong, old) else (taken, refused + 1)
+                taken, refused = (
+                    (taken + 1, refused) if try_payload(wrong, old) else (taken, refused + 1)
+                )
     assert taken > 100 and refused > 100
 
 
@@ -284,7 +346,10 @@ def test_random_bytes_behind_a_good_header_never_crash(dtype):
 
 
 def test_threads_encode_and_decode_side_by_side():
-    blocks = [(trained(weights(50_000, np.uint16, i), 0.05, i), weights(50_000, np.uint16, i)) for i in range(8)]
+    blocks = [
+        (trained(weights(50_000, np.uint16, i), 0.05, i), weights(50_000, np.uint16, i))
+        for i in range(8)
+    ]
     expected = [encode(*block) for block in blocks]
     found = [None] * 8
 
@@ -305,12 +370,18 @@ def test_compile_all_leaves_nothing_to_compile():
     codec.compile_all()
     from rose.transfer import rice
 
-    counts = {name: len(loop.signatures) for name, loop in vars(rice).items() if hasattr(loop, "nopython_signatures")
-              and not name.startswith("_")}
+    counts = {
+        name: len(loop.signatures)
+        for name, loop in vars(rice).items()
+        if hasattr(loop, "nopython_signatures") and not name.startswith("_")
+    }
     for dtype in DTYPES:
         for payload, old in payloads_of_every_kind(dtype):
             try_payload(payload, old)
-    assert counts == {name: len(getattr(rice, name).signatures) for name in counts} and counts["scan"] == 2
+    assert (
+        counts == {name: len(getattr(rice, name).signatures) for name in counts}
+        and counts["scan"] == 2
+    )
 
 
 def test_the_examples_of_the_format_document_are_what_the_codec_makes():
@@ -320,9 +391,15 @@ def test_the_examples_of_the_format_document_are_what_the_codec_makes():
     new[[2, 5, 13, 20]] = (0x3F81, 0x3F7F, 0x3F84, 0x0000)
     cycle = np.array([1, 1.5, -0.75, 1.25, 2, 1, 0.5, -1], np.float32).view(np.uint32) >> 16
     whole = np.tile(cycle.astype(np.uint16), 3)[:20]
-    text = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text().partition("## Store")[0]
-    shown = [bytes.fromhex("".join(re.findall(r"^(?:[0-9a-f]{2} ?)+(?= |$)", block, re.MULTILINE)))
-             for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)]
+    text = (
+        (Path(__file__).resolve().parents[2] / "docs" / "format.md")
+        .read_text()
+        .partition("## Store")[0]
+    )
+    shown = [
+        bytes.fromhex("".join(re.findall(r"^(?:[0-9a-f]{2} ?)+(?= |$)", block, re.MULTILINE)))
+        for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    ]
     assert shown == [encode(new, old).tobytes(), encode(whole, None).tobytes()]
 
 
@@ -332,13 +409,21 @@ def test_dense_payloads_of_few_and_of_very_uneven_exponents(dtype):
     shift = 7 if dtype == np.uint16 else 23
     for different in (1, 2, 9, 60, 256):
         for uneven in (1, 3, 8):
-            exponents = np.minimum(draw.random(5000) ** uneven * different, different - 1).astype(dtype) << dtype(shift)
-            values = exponents | (noise(5000, dtype) & dtype(~(255 << shift) & (256 ** np.dtype(dtype).itemsize - 1)))
+            exponents = np.minimum(draw.random(5000) ** uneven * different, different - 1).astype(
+                dtype
+            ) << dtype(shift)
+            values = exponents | (
+                noise(5000, dtype) & dtype(~(255 << shift) & (256 ** np.dtype(dtype).itemsize - 1))
+            )
             payload = encode(values, None)
             assert np.array_equal(decode(payload), values)
             for cut in range(len(payload) - 8, len(payload)):
                 wrong = payload.copy()
                 wrong[cut] ^= 0xFF
                 try_payload(wrong, values)
-    rare = np.repeat(np.arange(256, dtype=dtype) << dtype(shift), [100_000] + [1] * 255)  # ranks up to 255 in unary
-    assert info(encode(rare, None)).kind == "dense" and np.array_equal(decode(encode(rare, None)), rare)
+    rare = np.repeat(
+        np.arange(256, dtype=dtype) << dtype(shift), [100_000] + [1] * 255
+    )  # ranks up to 255 in unary
+    assert info(encode(rare, None)).kind == "dense" and np.array_equal(
+        decode(encode(rare, None)), rare
+    )

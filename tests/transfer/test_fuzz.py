@@ -23,7 +23,9 @@ def test_the_weights_of_a_version_follow_from_seed_and_number_alone():
     one, other = History(3), History(3)
     assert same(one.at(9), other.at(9)) and same(one.at(2), other.at(2))
     assert not same(one.at(2), one.at(3)) and not same(one.at(2), History(4).at(2))
-    assert all(torch.equal(t, one.at(9)["frozen"]) for t in (one.at(0)["frozen"], one.at(-1)["frozen"]))
+    assert all(
+        torch.equal(t, one.at(9)["frozen"]) for t in (one.at(0)["frozen"], one.at(-1)["frozen"])
+    )
 
 
 def test_a_reader_that_took_damaged_bytes_would_be_a_violation(tmp_path):
@@ -34,8 +36,14 @@ def test_a_reader_that_took_damaged_bytes_would_be_a_violation(tmp_path):
     def unnamed():
         raise TransferError("something is wrong")
 
-    for reader, avoid, found in ((wrong[0], (2, 1), 2), (wrong[1], (2, 1), 1), (wrong[1], None, 1), (unnamed, None, 1),
-                                 (unnamed, (2, FULL), 2), (lambda: 1 / 0, None, 1)):
+    for reader, avoid, found in (
+        (wrong[0], (2, 1), 2),
+        (wrong[1], (2, 1), 1),
+        (wrong[1], None, 1),
+        (unnamed, None, 1),
+        (unnamed, (2, FULL), 2),
+        (lambda: 1 / 0, None, 1),
+    ):
         before = len(tally.violations)
         attempt(reader, avoid, file, history, "told", tally)
         assert len(tally.violations) == before + found

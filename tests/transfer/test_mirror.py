@@ -37,8 +37,13 @@ def test_an_edge_is_complete_when_the_last_root_has_ended(tmp_path):
     mirror.table(1, memoryview(b"t"))
     mirror.end(1)
     assert mirror.find(EDGE) == mirror.path / EDGE
-    assert files(mirror.path / EDGE) == ["complete", "rank-00000.payload", "rank-00000.table", "rank-00001.payload",
-                                         "rank-00001.table"]
+    assert files(mirror.path / EDGE) == [
+        "complete",
+        "rank-00000.payload",
+        "rank-00000.table",
+        "rank-00001.payload",
+        "rank-00001.table",
+    ]
     assert (mirror.path / EDGE / "rank-00001.payload").read_bytes() == b""
     mirror.close()
     assert list(tmp_path.iterdir()) == []
@@ -97,7 +102,9 @@ assert mirror.find("a") is None and mirror.find("b") is not None
 assert [path.name for path in mirror.path.iterdir()] == ["b"]
 print(mirror.failures)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "{'a': 'OSError: [Errno 27] File too large'}" in done.stdout
 
@@ -112,14 +119,20 @@ def test_without_a_folder_every_edge_fails_and_nothing_raises(tmp_path):
 
 def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_path):
     runs = [tmp_path / "run", tmp_path / "another"]
-    script = ("from pathlib import Path; from rose.transfer.mirror import Mirror; import os\n"
-              "for run in {!r}: print(Mirror(Path(run), 1, 4, 2, Path({!r})).path)\n"
-              "os._exit(9)").format([str(run) for run in runs], str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    script = (
+        "from pathlib import Path; from rose.transfer.mirror import Mirror; import os\n"
+        "for run in {!r}: print(Mirror(Path(run), 1, 4, 2, Path({!r})).path)\n"
+        "os._exit(9)"
+    ).format([str(run) for run in runs], str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     dead, other = map(Path, done.stdout.split())
     alive = Mirror(runs[0], 1, 5, 2, tmp_path)
     assert not dead.exists() and other.is_dir()
-    reused = alive.path.with_name(alive.path.name.rpartition(".")[0] + ".1")  # our pid, of another start
+    reused = alive.path.with_name(
+        alive.path.name.rpartition(".")[0] + ".1"
+    )  # our pid, of another start
     reused.mkdir()
     Mirror(runs[0], 2, 4, 2, tmp_path)
     assert alive.path.is_dir() and not reused.exists()

@@ -58,11 +58,16 @@ def test_however_many_read_at_once_each_byte_crosses_the_link_once(start, store,
 
     def read(reader: int) -> bool:
         begin = reader * 300_000
-        return source.read(FILE, begin) == data[begin:] and source.read(FILE, begin, 77) == data[begin:begin + 77]
+        return (
+            source.read(FILE, begin) == data[begin:]
+            and source.read(FILE, begin, 77) == data[begin : begin + 77]
+        )
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(read, range(6)))
-    assert near.metrics()["served_bytes_total"] == far.metrics()["upstream_bytes_total"] == len(data)
+    assert (
+        near.metrics()["served_bytes_total"] == far.metrics()["upstream_bytes_total"] == len(data)
+    )
     assert sorted(upstream.reads) == [(FILE, index) for index in range(6)]
     assert far.metrics()["cache_bytes"] == len(data)
 
@@ -78,7 +83,9 @@ def test_names_sizes_and_what_is_absent_are_as_in_the_folder(start, store, tmp_p
     assert relayed.read(f"{EDGE}/empty") == b"" == relayed.read(FILE, 10, 0)
     with pytest.raises(Missing, match="404: v000009/x: no such file"):
         relayed.read("v000009/x")
-    with pytest.raises(Refused, match=r"400: .*bytes 104857 to 104858 were asked for, it has 104857"):
+    with pytest.raises(
+        Refused, match=r"400: .*bytes 104857 to 104858 were asked for, it has 104857"
+    ):
         relayed.read(FILE, 104857, 1)
 
 
@@ -86,7 +93,7 @@ def test_a_relay_that_is_started_again_goes_on_where_it_was(start, store, tmp_pa
     data = fill(store, 6)
     upstream = Upstream(store)
     first = start(upstream, tmp_path / "cache")
-    assert first.client().read(FILE, 0, 3 * CHUNK) == data[:3 * CHUNK]
+    assert first.client().read(FILE, 0, 3 * CHUNK) == data[: 3 * CHUNK]
     first.stop()
     (tmp_path / "cache/chunks/v000002~from-000001" / "half.part").write_bytes(b"half")
     again = start(upstream, tmp_path / "cache")
@@ -128,8 +135,10 @@ def test_readers_of_different_slices_pull_no_more_than_these_and_a_window(start,
     source = running.client()
 
     def read(begin: int) -> bool:
-        return all(source.read(FILE, at, CHUNK // 2) == data[at:at + CHUNK // 2]
-                   for at in range(begin, begin + 4 * CHUNK, CHUNK // 2))
+        return all(
+            source.read(FILE, at, CHUNK // 2) == data[at : at + CHUNK // 2]
+            for at in range(begin, begin + 4 * CHUNK, CHUNK // 2)
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(read, (0, 20 * CHUNK)))
@@ -143,8 +152,12 @@ def test_readers_of_different_slices_pull_no_more_than_these_and_a_window(start,
 def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_path):
     fill(store, 0.1)
     running = start(Upstream(store), tmp_path / "cache")
-    for call in (lambda s: s.read(FILE), lambda s: s.names(""), lambda s: s.stat(FILE),
-                 lambda s: s.hold("a", [EDGE], 1)):
+    for call in (
+        lambda s: s.read(FILE),
+        lambda s: s.names(""),
+        lambda s: s.stat(FILE),
+        lambda s: s.hold("a", [EDGE], 1),
+    ):
         with pytest.raises(Refused, match=rf"{running.url}: .*401: wrong token"):
             call(open_source(running.url, TOKEN[:-1] + "x", 10))
     for kind in ("files/" + FILE, "stat/" + FILE, "names/", "metrics", "nothing"):
@@ -162,17 +175,36 @@ def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, st
 
 def _raw(port: int, target: str, headers: str = "", body: bytes = b"") -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
-                           f"{headers}\r\n".encode() + body)
+        connection.sendall(
+            f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+            f"{headers}\r\n".encode()
+            + body
+        )
         answer = b""
         while piece := connection.recv(65536):
             answer += piece
     return answer
 
 
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "%2e%2e/secret", "..%2fsecret", "v000002/../../secret",
-                                  "v000002/%2e%2e/%2e%2e/secret", "%00", "link", "..%5csecret", "%2Fetc%2Fpasswd",
-                                  ".hidden", "//secret", "v000002/..;/secret", "%252e%252e/secret"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret",
+        "/etc/passwd",
+        "%2e%2e/secret",
+        "..%2fsecret",
+        "v000002/../../secret",
+        "v000002/%2e%2e/%2e%2e/secret",
+        "%00",
+        "link",
+        "..%5csecret",
+        "%2Fetc%2Fpasswd",
+        ".hidden",
+        "//secret",
+        "v000002/..;/secret",
+        "%252e%252e/secret",
+    ],
+)
 def test_nothing_outside_of_the_store_is_named_or_read(start, store, tmp_path, path):
     (store / "link").symlink_to(tmp_path / "secret")
     (store / ".hidden").write_text("secret")
@@ -187,17 +219,29 @@ def test_requests_that_make_no_sense_are_refused_with_a_reason(start, store, tmp
     fill(store, 0.1)
     running = start(Upstream(store), tmp_path / "cache")
     for given in ("5-4x", "-5", "0-1,3-4", "9-3", "0-99999999", "9" * 30 + "-"):
-        assert _raw(running.port, f"/files/{FILE}", f"Range: bytes={given}\r\n").startswith(b"HTTP/1.1 400"), given
+        assert _raw(running.port, f"/files/{FILE}", f"Range: bytes={given}\r\n").startswith(
+            b"HTTP/1.1 400"
+        ), given
     for wait in ("soon", "nan", "-1", "1e999"):
         status = _raw(running.port, f"/stat/{FILE}", f"X-Rose-Wait: {wait}\r\n")[9:12]
         assert status == (b"400" if wait == "soon" else b"200"), wait
     shown = {"Authorization": f"Bearer {TOKEN}"}
-    for lease in (b"{", b"[]", b'{"edges": 3, "seconds": 1}', b'{"edges": ["../up"], "seconds": 1}',
-                  b'{"edges": ["v1"], "seconds": 1e9}', b'{"edges": ["v1"], "seconds": NaN}'):
+    for lease in (
+        b"{",
+        b"[]",
+        b'{"edges": 3, "seconds": 1}',
+        b'{"edges": ["../up"], "seconds": 1}',
+        b'{"edges": ["v1"], "seconds": 1e9}',
+        b'{"edges": ["v1"], "seconds": NaN}',
+    ):
         answer = urllib3.request("PUT", f"{running.url}/leases/a", body=lease, headers=shown)
         assert answer.status == 400 and answer.data, lease
-    assert urllib3.request("PUT", f"{running.url}/leases/a", body=bytes(MAX_BODY + 1), retries=False,
-                           headers=shown).status == 413
+    assert (
+        urllib3.request(
+            "PUT", f"{running.url}/leases/a", body=bytes(MAX_BODY + 1), retries=False, headers=shown
+        ).status
+        == 413
+    )
     assert b" 400 " in _raw(running.port, "/stat/x", "X: " + "y" * 100_000 + "\r\n")[:20]
     assert running.client().read(FILE, 0, 5)
 
@@ -206,11 +250,15 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     data = fill(store, 9)
     running = start(Upstream(store), tmp_path / "cache")
     cutting = Cutting(running.port, 700_000, times=12)
-    source = open_source(cutting.url, TOKEN, 2)  # pauses would add up to more if progress did not begin them anew
+    source = open_source(
+        cutting.url, TOKEN, 2
+    )  # pauses would add up to more if progress did not begin them anew
     assert source.read(FILE) == data
     assert len(data) < cutting.passed < len(data) + 13 * 140_000
     assert source.read(FILE, 5, 5) == data[5:10]
-    far = start(open_source(Cutting(running.port, 700_000, times=3).url, TOKEN, 10), tmp_path / "far")
+    far = start(
+        open_source(Cutting(running.port, 700_000, times=3).url, TOKEN, 10), tmp_path / "far"
+    )
     assert far.client().read(FILE) == data
 
 
@@ -248,7 +296,9 @@ def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, s
     assert len(source.read(FILE)) == 1000
 
 
-def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_again(start, store, tmp_path):
+def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_again(
+    start, store, tmp_path
+):
     data = fill(store, 2)
     near = start(upstream := Upstream(store), tmp_path / "near")
     far = start(near.client(), tmp_path / "far")
@@ -258,7 +308,7 @@ def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_
         [damaged] = (tmp_path / cache).glob("chunks/*/*@00000001")
         damaged.write_bytes(bytes(CHUNK))
     assert source.read(FILE, CHUNK, 10) == bytes(10)
-    assert source.read(FILE, CHUNK, 10, fresh=True) == data[CHUNK:CHUNK + 10]
+    assert source.read(FILE, CHUNK, 10, fresh=True) == data[CHUNK : CHUNK + 10]
     for _ in range(3):
         assert source.read(FILE, fresh=True) == data
     assert source.read(FILE) == data
@@ -282,11 +332,15 @@ def test_a_new_version_is_seen_after_the_time_that_listings_are_kept(start, stor
     assert source.names("v000003/full") == [] and source.size(manifest) is None
     fill(store, 0.01, manifest)
     time.sleep(2 * PAST_TTL_S)
-    assert source.names("v000003/full") == ["manifest.json"] and source.size(manifest) == int(0.01 * 2**20)
+    assert source.names("v000003/full") == ["manifest.json"] and source.size(manifest) == int(
+        0.01 * 2**20
+    )
     assert "v000003" in source.names("")
 
 
-def test_a_version_that_a_resumed_run_published_anew_is_not_mixed_with_the_old_one(start, store, tmp_path):
+def test_a_version_that_a_resumed_run_published_anew_is_not_mixed_with_the_old_one(
+    start, store, tmp_path
+):
     manifest = f"{EDGE}/manifest.json"
     near = start(Upstream(store), tmp_path / "near")
     source = start(near.client(), tmp_path / "far").client()
@@ -297,7 +351,9 @@ def test_a_version_that_a_resumed_run_published_anew_is_not_mixed_with_the_old_o
         assert source.read(FILE) == data
 
 
-def test_leases_reach_the_folder_as_one_of_each_relay_and_end_with_their_clients(start, store, tmp_path):
+def test_leases_reach_the_folder_as_one_of_each_relay_and_end_with_their_clients(
+    start, store, tmp_path
+):
     near = start(Upstream(store), tmp_path / "near", holder="relay-near")
     far = start(near.client(), tmp_path / "far", holder="relay-far")
     now = time.time()
@@ -335,7 +391,10 @@ def test_the_cache_drops_the_folder_that_was_not_used_for_longest(start, store, 
     source = running.client()
     for version in (0, 1, 0, 2):
         assert source.read(paths[version]) == contents[version]
-    assert sorted(path.name for path in (tmp_path / "cache/chunks").iterdir()) == ["v000000~full", "v000002~full"]
+    assert sorted(path.name for path in (tmp_path / "cache/chunks").iterdir()) == [
+        "v000000~full",
+        "v000002~full",
+    ]
     assert running.metrics()["cache_bytes"] == 4 * CHUNK
     assert source.read(paths[0]) == contents[0] and len(upstream.reads) == 6
     assert source.read(paths[1]) == contents[1] and len(upstream.reads) == 8
@@ -373,7 +432,10 @@ def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp
     data = fill(store, 1)
     running = start(upstream := Upstream(store), tmp_path / "cache")
     upstream.down = "weights: the mount is gone"
-    with pytest.raises(TransferError, match=r"503: waited .* for the upstream: weights: the mount is gone; given up"):
+    with pytest.raises(
+        TransferError,
+        match=r"503: waited .* for the upstream: weights: the mount is gone; given up",
+    ):
         running.client(4).read(FILE)
     threading.Timer(0.3, setattr, (upstream, "down", "")).start()
     assert running.client().read(FILE) == data
@@ -394,7 +456,7 @@ def test_an_upstream_that_hangs_blocks_only_who_wants_its_bytes(start, store, tm
     running = start(Hanging(store), tmp_path / "cache")
     with pytest.raises(TransferError, match="503: waited .* for the upstream: no answer yet"):
         running.client(4).read(FILE, 2 * CHUNK, 10)
-    assert running.client().read(FILE, 0, 2 * CHUNK) == data[:2 * CHUNK]
+    assert running.client().read(FILE, 0, 2 * CHUNK) == data[: 2 * CHUNK]
     assert running.client().names(EDGE) == ["rank-00000.h5"]
     free.set()
 
@@ -404,7 +466,9 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
     running = start(Upstream(store), tmp_path / "cache")
     idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
     for connection in idle:
-        connection.sendall(f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        connection.sendall(
+            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        )
     assert running.client().read(FILE) == data
     for connection in idle:
         connection.close()
@@ -413,7 +477,9 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
 
 def test_what_is_being_served_is_not_dropped_for_what_is_new(tmp_path):
     cache = Cache(tmp_path / "cache", 2 * CHUNK)
-    served, idle, new = (Chunk(f"v00000{version}/full/x", Stat(9 * CHUNK, "t"), 0) for version in range(3))
+    served, idle, new = (
+        Chunk(f"v00000{version}/full/x", Stat(9 * CHUNK, "t"), 0) for version in range(3)
+    )
     cache.pin(served)
     beside = served._replace(index=1)
     assert [cache.add(chunk) for chunk in (served, beside, idle)] == [[], [], [beside]]
@@ -431,7 +497,9 @@ def test_a_cache_serves_one_relay_at_a_time(tmp_path):
     Cache(tmp_path / "cache", 0).close()
 
 
-def test_the_client_refuses_an_answer_of_another_length_and_a_tag_that_is_none(start, store, tmp_path):
+def test_the_client_refuses_an_answer_of_another_length_and_a_tag_that_is_none(
+    start, store, tmp_path
+):
     fill(store, 1)
 
     class Odd(Upstream):

@@ -32,8 +32,12 @@ def command():
     started = []
 
     def command(*arguments) -> tuple[subprocess.Popen, str]:
-        process = subprocess.Popen([sys.executable, "-m", "rose.relay", *map(str, arguments)], text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose.relay", *map(str, arguments)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         started.append(process)
         line = process.stdout.readline()
         found = re.match(r"rose.relay: (http://127.0.0.1:\d+) serves ", line)
@@ -52,13 +56,22 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_nothing(command, store, tmp_path):
+def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_nothing(
+    command, store, tmp_path
+):
     data = os.urandom(24 * CHUNK)
     (store / FILE).write_bytes(data)
     near, near_url = command(store, "--listen", "127.0.0.1:0", "--cache", tmp_path / "near")
     token = tmp_path / "near/token"
     assert token.stat().st_mode & 0o777 == 0o600
-    options = ("--listen", f"127.0.0.1:{free_port()}", "--cache", tmp_path / "far", "--token-file", token)
+    options = (
+        "--listen",
+        f"127.0.0.1:{free_port()}",
+        "--cache",
+        tmp_path / "far",
+        "--token-file",
+        token,
+    )
     far, far_url = command(near_url, *options)
     source, parts = open_source(far_url, read_token(token), 30), []
 
@@ -82,7 +95,9 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
 
 
 @pytest.mark.slow
-def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_nothing_half(command, store, tmp_path):
+def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_nothing_half(
+    command, store, tmp_path
+):
     (store / FILE).write_bytes(os.urandom(8 * CHUNK))
     process, url = command(store, "--listen", "127.0.0.1:0", "--cache", tmp_path / "cache")
     source = open_source(url, read_token(tmp_path / "cache/token"), 0.5)
@@ -96,47 +111,83 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
 
 
 @pytest.mark.slow
-def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothing(command, store, tmp_path):
+def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothing(
+    command, store, tmp_path
+):
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     (tmp_path / "secret").write_text("s" * 64)
     (tmp_path / "secret").chmod(0o600)
-    process, url = command(f"http://127.0.0.1:{silent.getsockname()[1]}", "--listen", "127.0.0.1:0",
-                           "--cache", tmp_path / "cache", "--token-file", tmp_path / "secret")
-    with pytest.raises(TransferError, match="503: waited .* for the upstream: no answer yet; given up"):
+    process, url = command(
+        f"http://127.0.0.1:{silent.getsockname()[1]}",
+        "--listen",
+        "127.0.0.1:0",
+        "--cache",
+        tmp_path / "cache",
+        "--token-file",
+        tmp_path / "secret",
+    )
+    with pytest.raises(
+        TransferError, match="503: waited .* for the upstream: no answer yet; given up"
+    ):
         open_source(url, "s" * 64, 0.5).read(FILE)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-        client.sendall(f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {'s' * 64}\r\n\r\n".encode())
+        client.sendall(
+            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {'s' * 64}\r\n\r\n".encode()
+        )
         process.send_signal(signal.SIGINT)
-        assert process.wait(8) == 0  # before the 10 s for which an attempt at the upstream would last
+        assert (
+            process.wait(8) == 0
+        )  # before the 10 s for which an attempt at the upstream would last
     silent.close()
 
 
 @pytest.mark.slow
-def test_two_relays_with_different_tokens_and_one_that_starts_before_its_upstream(command, store, tmp_path):
+def test_two_relays_with_different_tokens_and_one_that_starts_before_its_upstream(
+    command, store, tmp_path
+):
     (store / FILE).write_bytes(b"weights")
     (tmp_path / "secret").write_text("s" * 64)
     (tmp_path / "secret").chmod(0o600)
     near_port = free_port()
-    _, far_url = command(f"http://127.0.0.1:{near_port}", "--listen", "127.0.0.1:0", "--cache", tmp_path / "far",
-                         "--upstream-token-file", tmp_path / "secret")
-    command(store, "--listen", f"127.0.0.1:{near_port}", "--cache", tmp_path / "near", "--cache-gib", "0",
-            "--token-file", tmp_path / "secret")
+    _, far_url = command(
+        f"http://127.0.0.1:{near_port}",
+        "--listen",
+        "127.0.0.1:0",
+        "--cache",
+        tmp_path / "far",
+        "--upstream-token-file",
+        tmp_path / "secret",
+    )
+    command(
+        store,
+        "--listen",
+        f"127.0.0.1:{near_port}",
+        "--cache",
+        tmp_path / "near",
+        "--cache-gib",
+        "0",
+        "--token-file",
+        tmp_path / "secret",
+    )
     assert open_source(far_url, read_token(tmp_path / "far/token")).read(FILE) == b"weights"
     with pytest.raises(Refused, match="wrong token"):
         open_source(far_url, "s" * 64).read(FILE)
 
 
-@pytest.mark.parametrize("arguments, why", [
-    (["{store}/nothing"], "no such folder here"),
-    (["{store}", "--listen", "7673"], "--listen '7673': expected HOST:PORT"),
-    (["{store}", "--listen", "h:99999"], "expected HOST:PORT"),
-    (["{store}", "--cache-gib", "-1"], "--cache-gib -1.0: expected 0 or more"),
-    (["{store}", "--token-file", "{store}/nothing"], "nothing: No such file"),
-    (["{store}", "--token-file", "{store}/readable"], "mode 0644: others can read it"),
-    (["http://127.0.0.1:1"], "give the token file of that relay"),
-    (["ftp://127.0.0.1:1", "--token-file", "{store}/good"], "expected http://host:port"),
-    (["{store}", "--cache", "{store}/good"], "cache .*good: File exists"),
-])
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["{store}/nothing"], "no such folder here"),
+        (["{store}", "--listen", "7673"], "--listen '7673': expected HOST:PORT"),
+        (["{store}", "--listen", "h:99999"], "expected HOST:PORT"),
+        (["{store}", "--cache-gib", "-1"], "--cache-gib -1.0: expected 0 or more"),
+        (["{store}", "--token-file", "{store}/nothing"], "nothing: No such file"),
+        (["{store}", "--token-file", "{store}/readable"], "mode 0644: others can read it"),
+        (["http://127.0.0.1:1"], "give the token file of that relay"),
+        (["ftp://127.0.0.1:1", "--token-file", "{store}/good"], "expected http://host:port"),
+        (["{store}", "--cache", "{store}/good"], "cache .*good: File exists"),
+    ],
+)
 def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, arguments, why):
     for name, mode in (("readable", 0o644), ("good", 0o600)):
         (store / name).write_text("0123456789abcdef")
@@ -152,10 +203,14 @@ def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, argu
 def test_a_port_that_is_taken_is_named(store, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert relay.main([str(store), "--listen", address, "--cache", str(tmp_path / "cache")]) == 1
+        assert (
+            relay.main([str(store), "--listen", address, "--cache", str(tmp_path / "cache")]) == 1
+        )
     assert f"--listen {address}: " in capsys.readouterr().err
 
 
 def _metric(url: str, token, name: str) -> int:
-    answer = urllib3.request("GET", f"{url}/metrics", headers={"Authorization": f"Bearer {read_token(token)}"})
+    answer = urllib3.request(
+        "GET", f"{url}/metrics", headers={"Authorization": f"Bearer {read_token(token)}"}
+    )
     return int(re.search(rf"^rose_relay_{name} (\d+)$", answer.data.decode(), re.M)[1])

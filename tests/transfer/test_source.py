@@ -7,8 +7,19 @@ import warnings
 import pytest
 
 from rose.transfer import TransferError
-from rose.transfer.source import (FORGET_S, MAX_LEASE_S, Changed, Folder, Missing, Refused, Stat, held_until, leases,
-                                  open_source, read_token)
+from rose.transfer.source import (
+    FORGET_S,
+    MAX_LEASE_S,
+    Changed,
+    Folder,
+    Missing,
+    Refused,
+    Stat,
+    held_until,
+    leases,
+    open_source,
+    read_token,
+)
 
 EDGE = "v000002/from-000001"
 
@@ -57,8 +68,23 @@ def test_what_is_absent_is_told_apart_from_what_fails(store):
         source.read(EDGE)
 
 
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", f"{EDGE}/../../../secret", "v000002//from-000001", ".",
-                                  "v000002/.", "a\0b", "a\nb", "", "x" * 200, "v000002\\..\\secret", "%2e%2e/secret"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret",
+        "/etc/passwd",
+        f"{EDGE}/../../../secret",
+        "v000002//from-000001",
+        ".",
+        "v000002/.",
+        "a\0b",
+        "a\nb",
+        "",
+        "x" * 200,
+        "v000002\\..\\secret",
+        "%2e%2e/secret",
+    ],
+)
 def test_a_path_that_is_no_plain_relative_one_is_refused(store, path):
     for ask in (Folder(store).read, Folder(store).stat, Folder(store).size):
         with pytest.raises(Refused, match="expected names of letters"):
@@ -119,19 +145,31 @@ def test_a_lease_file_that_makes_no_sense_holds_nothing_and_goes_in_the_end(stor
     (store / "leases").mkdir()
     (store / "leases" / "broken.json").write_bytes(content)
     assert leases(store, time.time()) == set() and list(store.glob("leases/*"))
-    assert leases(store, time.time() + MAX_LEASE_S + FORGET_S + 1) == set() and not list(store.glob("leases/*"))
+    assert leases(store, time.time() + MAX_LEASE_S + FORGET_S + 1) == set() and not list(
+        store.glob("leases/*")
+    )
 
 
 def test_no_lease_is_for_ever_whatever_its_file_says(store):
     (store / "leases").mkdir()
-    (store / "leases" / "ahead.json").write_text('{"edges": ["v000001/full"], "until": 99999999999}')
+    (store / "leases" / "ahead.json").write_text(
+        '{"edges": ["v000001/full"], "until": 99999999999}'
+    )
     assert leases(store, time.time()) == {"v000001/full"}
     assert leases(store, time.time() + MAX_LEASE_S + 1) == set()
 
 
-@pytest.mark.parametrize("holder, edges, seconds, why", [
-    ("", [EDGE], 1, "holder ''"), ("../up", [EDGE], 1, "holder"), ("x" * 101, [EDGE], 1, "holder"),
-    ("node", ["../v1"], 1, "path '../v1'"), ("node", [EDGE], 0, "for 0 s"), ("node", [EDGE], MAX_LEASE_S + 1, "renew")])
+@pytest.mark.parametrize(
+    "holder, edges, seconds, why",
+    [
+        ("", [EDGE], 1, "holder ''"),
+        ("../up", [EDGE], 1, "holder"),
+        ("x" * 101, [EDGE], 1, "holder"),
+        ("node", ["../v1"], 1, "path '../v1'"),
+        ("node", [EDGE], 0, "for 0 s"),
+        ("node", [EDGE], MAX_LEASE_S + 1, "renew"),
+    ],
+)
 def test_what_is_no_lease_is_refused(store, holder, edges, seconds, why):
     with pytest.raises(Refused, match=why):
         Folder(store).hold(holder, edges, seconds)
@@ -164,9 +202,15 @@ def test_a_token_that_others_can_read_is_refused(tmp_path):
             read_token(path)
 
 
-@pytest.mark.parametrize("where, token, why", [
-    ("http://node:1", None, "needs its token"), ("ftp://node:1", "t", "expected http://host:port"),
-    ("http://node:1/../weights", "t" * 16, "names of letters"), ("http://", "t", "expected http://host:port")])
+@pytest.mark.parametrize(
+    "where, token, why",
+    [
+        ("http://node:1", None, "needs its token"),
+        ("ftp://node:1", "t", "expected http://host:port"),
+        ("http://node:1/../weights", "t" * 16, "names of letters"),
+        ("http://", "t", "expected http://host:port"),
+    ],
+)
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(where, token, why):
     with pytest.raises(TransferError, match=why):
         open_source(where, token)

@@ -30,8 +30,16 @@ def staged(store, route, live, dense_bytes=ALL, places=whole, device_bytes=None)
     source = Folder(store)
     plan, digest = read_plan(source)
     edges = [StoredEdge(source, *step, plan, digest) for step in route]
-    return stage(live, plan, places(plan, live), edges, route[0][1] is not FULL, 2, dense_bytes,
-                 device_bytes=device_bytes)
+    return stage(
+        live,
+        plan,
+        places(plan, live),
+        edges,
+        route[0][1] is not FULL,
+        2,
+        dense_bytes,
+        device_bytes=device_bytes,
+    )
 
 
 class Breaking(Live):
@@ -44,7 +52,12 @@ class Breaking(Live):
     def write(self, place, values):
         self._left -= 1
         if self._left == 0 or (self._left < 0 and not self._mended):
-            super().write(place, torch.cat([values[:len(values) // 2], torch.zeros_like(values[len(values) // 2:])]))
+            super().write(
+                place,
+                torch.cat(
+                    [values[: len(values) // 2], torch.zeros_like(values[len(values) // 2 :])]
+                ),
+            )
             raise RuntimeError("device lost")
         super().write(place, values)
 
@@ -73,7 +86,9 @@ def test_staging_touches_nothing_and_the_flip_changes_exactly_what_differs(two):
     made.flip()
     assert same(live, one)
     made.check()
-    assert made.changed == sum(int((zero[n].view(torch.int16) != one[n].view(torch.int16)).sum()) for n in zero)
+    assert made.changed == sum(
+        int((zero[n].view(torch.int16) != one[n].view(torch.int16)).sum()) for n in zero
+    )
 
 
 @pytest.mark.parametrize("dense_bytes", [0, 300, ALL])
@@ -114,7 +129,10 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
 
 def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
     store, zero, one = two
-    for live, dense_bytes in ((Breaking(copy(zero), 2, mended=False), ALL), (Breaking(copy(zero), 2), 0)):
+    for live, dense_bytes in (
+        (Breaking(copy(zero), 2, mended=False), ALL),
+        (Breaking(copy(zero), 2), 0),
+    ):
         with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
             staged(store, [(1, 0)], live, dense_bytes).flip()
 
@@ -125,14 +143,20 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
     made = staged(store, [(1, 0)], Live(live))
     made.flip()
     live["layer.weight"] += 1
-    with pytest.raises(TransferError, match=r"live parameter layer.weight: \d+ of \d+ values are not what the flip wrote"):
+    with pytest.raises(
+        TransferError,
+        match=r"live parameter layer.weight: \d+ of \d+ values are not what the flip wrote",
+    ):
         made.check()
     live = zeros()
     made = staged(store, [(0, FULL)], Live(live))
     made.flip()
     live["layer.weight"] += 1
-    with pytest.raises(TransferError, match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
-                                            r"expected [0-9a-f]{32}"):
+    with pytest.raises(
+        TransferError,
+        match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
+        r"expected [0-9a-f]{32}",
+    ):
         made.check()
 
 
@@ -165,11 +189,15 @@ class Peak(TorchDispatchMode):
 
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
     """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
-    weights = {name: torch.randn(extent).to(dtype) for name, extent in (("w", (40, 100)), ("v", (3000,)))}
+    weights = {
+        name: torch.randn(extent).to(dtype) for name, extent in (("w", (40, 100)), ("v", (3000,)))
+    }
     world = World(tmp_path / "store", weights, cuts={}, size=2, largest=500)
     world.publish(0)
     zero = copy(world.weights)
-    world.weights = {name: torch.where(torch.rand(t.shape) < share, t * 1.5, t) for name, t in zero.items()}
+    world.weights = {
+        name: torch.where(torch.rand(t.shape) < share, t * 1.5, t) for name, t in zero.items()
+    }
     world.publish(1)
     return world.store, zero, dict(world.weights)
 
@@ -177,7 +205,9 @@ def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.01, 0.15])  # few enough that no block of 500 is kept whole
 @pytest.mark.parametrize("room", [1, 300, 3000, 10**6])
-def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(tmp_path, room, share, dtype):
+def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(
+    tmp_path, room, share, dtype
+):
     store, zero, one = changed_by(share, tmp_path, dtype)
     live = copy(zero)
     made = staged(store, [(1, 0)], Live(live), device_bytes=room)
@@ -202,7 +232,8 @@ def added_again(made) -> dict:
     added = {}
     for piece in made.changes.pieces:
         added.setdefault(piece.parameter, []).append(
-            tuple(part.clone().numpy() for part in (piece.indices, piece.new, piece.old)))
+            tuple(part.clone().numpy() for part in (piece.indices, piece.new, piece.old))
+        )
     return added
 
 
@@ -225,7 +256,9 @@ def test_a_device_that_has_less_than_it_said_gives_smaller_pieces(tmp_path, monk
     made.check()
     assert same(live, one)
     monkeypatch.setattr(changes, "LEAST", 10**6)
-    with pytest.raises(TransferError, match="staging a version needs .* MiB of cpu, which has not even those"):
+    with pytest.raises(
+        TransferError, match="staging a version needs .* MiB of cpu, which has not even those"
+    ):
         staged(store, [(1, 0)], Live(copy(zero)), device_bytes=10**6)
 
 
@@ -233,9 +266,15 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     live = Live(zeros())
     assert changes.budget(live, None) is None and changes.budget(live, 77) == 77
     live.device = torch.device("cuda")
-    for free, most, wanted in ((10 * 2**30, None, 10 * 2**30 - changes.RESERVE), (10 * 2**30, 2**30, 2**30),
-                               (2**28, 2**30, changes.LEAST), (2**28, None, changes.LEAST)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30))
+    for free, most, wanted in (
+        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE),
+        (10 * 2**30, 2**30, 2**30),
+        (2**28, 2**30, changes.LEAST),
+        (2**28, None, changes.LEAST),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
+        )
         assert changes.budget(live, most) == wanted
 
 
@@ -244,13 +283,28 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
 
 def shape_of(kv_heads: int, tied: bool) -> ModelShape:
     """A vocabulary of 150 is padded to 192: with 4 ranks the last holds 6 rows."""
-    return ModelShape(layers=2, hidden=16, intermediate=24, heads=8, kv_heads=kv_heads, head_dim=4, vocab=150,
-                      tied_embeddings=tied)
+    return ModelShape(
+        layers=2,
+        hidden=16,
+        intermediate=24,
+        heads=8,
+        kv_heads=kv_heads,
+        head_dim=4,
+        vocab=150,
+        tied_embeddings=tied,
+    )
 
 
-def tensors_of(shape: ModelShape, bias: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def tensors_of(
+    shape: ModelShape, bias: bool, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """As Hugging Face names them: Qwen2 with `bias`, else Llama."""
-    q, kv, h, i = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.intermediate
+    q, kv, h, i = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+        shape.hidden,
+        shape.intermediate,
+    )
     extents = {"model.embed_tokens.weight": (shape.vocab, h), "model.norm.weight": (h,)}
     if not shape.tied_embeddings:
         extents["lm_head.weight"] = (shape.vocab, h)
@@ -260,10 +314,18 @@ def tensors_of(shape: ModelShape, bias: bool, generator: torch.Generator) -> dic
             extents[f"{at}self_attn.{name}_proj.weight"] = (rows, h)
             if bias:
                 extents[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        extents |= {f"{at}self_attn.o_proj.weight": (h, q), f"{at}mlp.gate_proj.weight": (i, h),
-                    f"{at}mlp.up_proj.weight": (i, h), f"{at}mlp.down_proj.weight": (h, i),
-                    f"{at}input_layernorm.weight": (h,), f"{at}post_attention_layernorm.weight": (h,)}
-    return {name: torch.randn(extent, generator=generator).bfloat16() for name, extent in extents.items()}
+        extents |= {
+            f"{at}self_attn.o_proj.weight": (h, q),
+            f"{at}mlp.gate_proj.weight": (i, h),
+            f"{at}mlp.up_proj.weight": (i, h),
+            f"{at}mlp.down_proj.weight": (h, i),
+            f"{at}input_layernorm.weight": (h,),
+            f"{at}post_attention_layernorm.weight": (h,),
+        }
+    return {
+        name: torch.randn(extent, generator=generator).bfloat16()
+        for name, extent in extents.items()
+    }
 
 
 def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:
@@ -275,16 +337,22 @@ def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torc
         extents["lm_head.weight"] = (rows, h)
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        extents |= {f"{at}self_attn.qkv_proj.weight": (qkv, h), f"{at}mlp.gate_up_proj.weight": (2 * i, h),
-                    f"{at}self_attn.o_proj.weight": (h, shape.heads * shape.head_dim // tp_size),
-                    f"{at}mlp.down_proj.weight": (h, i), f"{at}input_layernorm.weight": (h,),
-                    f"{at}post_attention_layernorm.weight": (h,)}
+        extents |= {
+            f"{at}self_attn.qkv_proj.weight": (qkv, h),
+            f"{at}mlp.gate_up_proj.weight": (2 * i, h),
+            f"{at}self_attn.o_proj.weight": (h, shape.heads * shape.head_dim // tp_size),
+            f"{at}mlp.down_proj.weight": (h, i),
+            f"{at}input_layernorm.weight": (h,),
+            f"{at}post_attention_layernorm.weight": (h,),
+        }
         if bias:
             extents[f"{at}self_attn.qkv_proj.bias"] = (qkv,)
     return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
 
 
-def expected(weights, shape: ModelShape, bias: bool, rank: int, tp_size: int) -> dict[str, torch.Tensor]:
+def expected(
+    weights, shape: ModelShape, bias: bool, rank: int, tp_size: int
+) -> dict[str, torch.Tensor]:
     """What one rank should hold: the slices of whole tensors."""
     made = parameters_of(shape, bias, tp_size)
     for name, tensor in weights.items():
@@ -296,32 +364,50 @@ def expected(weights, shape: ModelShape, bias: bool, rank: int, tp_size: int) ->
 
 def placed(shape: ModelShape, rank: int, tp_size: int):
     return lambda plan, live: place_blocks(
-        plan, lambda name, extent: layout.slices(name, extent, shape, rank, tp_size), live)[0]
+        plan, lambda name, extent: layout.slices(name, extent, shape, rank, tp_size), live
+    )[0]
 
 
 def cuts_for(weights, shape: ModelShape, degrees) -> dict:
-    return {name: layout.cuts(name, tuple(tensor.shape), shape, degrees) for name, tensor in weights.items()}
+    return {
+        name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
+        for name, tensor in weights.items()
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias, kv_heads, tied", [(True, 2, True), (False, 4, False), (False, 1, True)],
-                         ids=["qwen2", "llama-untied", "one-key-value-head"])
-def test_servers_of_every_degree_get_exactly_their_parts_of_a_full_version_and_of_a_delta(tmp_path, bias, kv_heads, tied):
+@pytest.mark.parametrize(
+    "bias, kv_heads, tied",
+    [(True, 2, True), (False, 4, False), (False, 1, True)],
+    ids=["qwen2", "llama-untied", "one-key-value-head"],
+)
+def test_servers_of_every_degree_get_exactly_their_parts_of_a_full_version_and_of_a_delta(
+    tmp_path, bias, kv_heads, tied
+):
     shape, generator = shape_of(kv_heads, tied), torch.Generator().manual_seed(3)
     weights = tensors_of(shape, bias, generator)
-    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)), size=3, largest=70)
+    world = World(
+        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)), size=3, largest=70
+    )
     initial = dict(world.weights)
     world.publish(0)
     world.step(0.3)
     world.publish(1)
     for tp_size in (1, 2, 4):
         for rank in range(tp_size):
-            empty, fresh = parameters_of(shape, bias, tp_size), expected(initial, shape, bias, rank, tp_size)
+            empty, fresh = (
+                parameters_of(shape, bias, tp_size),
+                expected(initial, shape, bias, rank, tp_size),
+            )
             for live, route in ((empty, [(0, FULL), (1, 0)]), (fresh, [(1, 0)])):
                 made = staged(world.store, route, Live(live), places=placed(shape, rank, tp_size))
                 made.flip()
                 made.check()
-                assert same(live, expected(world.weights, shape, bias, rank, tp_size)), (tp_size, rank, route)
+                assert same(live, expected(world.weights, shape, bias, rank, tp_size)), (
+                    tp_size,
+                    rank,
+                    route,
+                )
 
 
 def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vocabulary(tmp_path):
@@ -329,31 +415,47 @@ def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vo
     weights = tensors_of(shape, True, torch.Generator())
     world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)))
     live = Live(parameters_of(shape, True, 4))
-    _, filled = place_blocks(world.plan, lambda name, extent: layout.slices(name, extent, shape, 3, 4), live)
+    _, filled = place_blocks(
+        world.plan, lambda name, extent: layout.slices(name, extent, shape, 3, 4), live
+    )
     rest = {name: matrix.numel() - filled[name] for name, matrix in live.matrices.items()}
-    assert {name: count for name, count in rest.items() if count} == {"model.embed_tokens.weight": (48 - 6) * 16}
+    assert {name: count for name, count in rest.items() if count} == {
+        "model.embed_tokens.weight": (48 - 6) * 16
+    }
 
 
 def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key_to_set(tmp_path):
     shape = shape_of(2, True)
     weights = tensors_of(shape, True, torch.Generator())
-    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2)), size=1, largest=10**6)
+    world = World(
+        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2)), size=1, largest=10**6
+    )
     placed(shape, 0, 2)(world.plan, Live(parameters_of(shape, True, 2)))
-    with pytest.raises(TransferError, match="lies half in this engine's part.*transfer.tensor_parallel"):
+    with pytest.raises(
+        TransferError, match="lies half in this engine's part.*transfer.tensor_parallel"
+    ):
         placed(shape, 0, 4)(world.plan, Live(parameters_of(shape, True, 4)))
 
 
 def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
     world = World(tmp_path / "store")
     whole_tensor = lambda name, extent: layout.LocalSlice(  # noqa: E731
-        name, *[tuple(slice(0, size) for size in extent)] * 2)
+        name, *[tuple(slice(0, size) for size in extent)] * 2
+    )
     wrong = zeros() | {"norm": torch.zeros(12)}
-    with pytest.raises(TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has 4 bytes a value"):
+    with pytest.raises(
+        TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has 4 bytes a value"
+    ):
         place_blocks(world.plan, whole_tensor, Live(wrong))
     wrong = zeros() | {"embed": torch.zeros(49, 12, dtype=torch.bfloat16)}
-    with pytest.raises(TransferError, match=r"'embed' \(50, 12\) doesn't fit the engine's parameter embed \(49, 12\)"):
+    with pytest.raises(
+        TransferError,
+        match=r"'embed' \(50, 12\) doesn't fit the engine's parameter embed \(49, 12\)",
+    ):
         place_blocks(world.plan, whole_tensor, Live(wrong))
-    with pytest.raises(TransferError, match="live parameter embed is torch.float8_e4m3fn: .* quantised engine"):
+    with pytest.raises(
+        TransferError, match="live parameter embed is torch.float8_e4m3fn: .* quantised engine"
+    ):
         Live({"embed": torch.zeros(50, 12).to(torch.float8_e4m3fn)})
     with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
         Live({"embed": torch.zeros(12, 50).t()})
@@ -363,20 +465,26 @@ def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
     live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
     from rose.transfer.blocks import Block, rectangles
     from rose.transfer.stage import Place
+
     place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
     values = live.read(place)
     positions = np.arange(len(values), dtype=np.int32)
-    assert (live.matrices["w"].view(-1)[live.indices(place, positions)].numpy().view(np.uint32) == values).all()
+    assert (
+        live.matrices["w"].view(-1)[live.indices(place, positions)].numpy().view(np.uint32)
+        == values
+    ).all()
     assert codec.DTYPES[4] == values.dtype
 
 
 def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):
-    weights = {"big": torch.zeros(64 * 2**14, dtype=torch.bfloat16)}  # 64 blocks of 32 KiB, all in one batch
+    weights = {
+        "big": torch.zeros(64 * 2**14, dtype=torch.bfloat16)
+    }  # 64 blocks of 32 KiB, all in one batch
     world = World(tmp_path / "store", weights, cuts={}, size=1, largest=2**14)
     world.publish(0)
     before = copy(world.weights)
     world.weights["big"] = world.weights["big"].clone()
-    world.weights["big"][::2**12] = 1.0
+    world.weights["big"][:: 2**12] = 1.0
     world.publish(1)
     live = Live(before)
     staged(world.store, [(1, 0)], live)  # what is made at first use

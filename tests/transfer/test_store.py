@@ -21,8 +21,24 @@ from rose.transfer.publish import Publisher, collect
 from rose.transfer.receive import materialise
 from rose.transfer.route import present
 from rose.transfer.source import Folder
-from rose.transfer.store import (FORMAT, FULL, INITIAL, MANIFEST, PLAN, EdgeWriter, Manifest, Plan, commit, create,
-                                 edge_name, parse_edge, prepare, seal, unseal, write_file)
+from rose.transfer.store import (
+    FORMAT,
+    FULL,
+    INITIAL,
+    MANIFEST,
+    PLAN,
+    EdgeWriter,
+    Manifest,
+    Plan,
+    commit,
+    create,
+    edge_name,
+    parse_edge,
+    prepare,
+    seal,
+    unseal,
+    write_file,
+)
 from tests.transfer.worlds import Peer, World, same
 
 TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
@@ -62,14 +78,31 @@ def opened(store, version=0, base=FULL) -> StoredEdge:
 # --------------------------------------------------------------------------- names, sealed files
 
 
-@pytest.mark.parametrize("step, name", [((12, 11), "v000012/from-000011"), ((12, FULL), "v000012/full"),
-                                        ((0, INITIAL), "v000000/from-initial"), ((1234567, 3), "v1234567/from-000003")])
+@pytest.mark.parametrize(
+    "step, name",
+    [
+        ((12, 11), "v000012/from-000011"),
+        ((12, FULL), "v000012/full"),
+        ((0, INITIAL), "v000000/from-initial"),
+        ((1234567, 3), "v1234567/from-000003"),
+    ],
+)
 def test_an_edge_and_the_name_of_its_folder_are_one_to_one(step, name):
     assert edge_name(*step) == name and parse_edge(*name.split("/")) == step
 
 
-@pytest.mark.parametrize("version, origin", [("000012", "full"), ("v12a", "full"), ("v000012", "rest"), ("v", "full"),
-                                             ("v000012", "000011"), ("v000012", "from-x"), ("leases", "a.json")])
+@pytest.mark.parametrize(
+    "version, origin",
+    [
+        ("000012", "full"),
+        ("v12a", "full"),
+        ("v000012", "rest"),
+        ("v", "full"),
+        ("v000012", "000011"),
+        ("v000012", "from-x"),
+        ("leases", "a.json"),
+    ],
+)
 def test_other_folders_are_no_edges(version, origin):
     assert parse_edge(version, origin) is None
 
@@ -79,7 +112,7 @@ def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
     assert unseal(data, Plan, "here") == plan
     for at in range(len(data)):
         with pytest.raises(Corrupted, match="here: its last line is not the hash of its first"):
-            unseal(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:], Plan, "here")
+            unseal(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], Plan, "here")
         with pytest.raises(Corrupted, match="here"):
             unseal(data[:at], Plan, "here")
     with pytest.raises(Corrupted, match="here"):
@@ -88,7 +121,9 @@ def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
 
 def test_another_format_and_another_kind_of_file_are_refused_by_name(plan):
     old = Plan(FORMAT - 1, plan.lineage, plan.world, plan.tensors, plan.blocks)
-    with pytest.raises(Corrupted, match=f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"):
+    with pytest.raises(
+        Corrupted, match=f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"
+    ):
         unseal(seal(old), Plan, "plan.json")
     with pytest.raises(Corrupted, match="manifest.json: .*plan"):
         unseal(seal(plan), Manifest, "manifest.json")
@@ -109,7 +144,8 @@ def test_an_edge_without_manifest_does_not_exist(store, plan):
     commit(store, plan, 0, FULL)
     edge = opened(store)
     assert [edge.table(rank)["block"].tolist() for rank in range(2)] == [
-        [n for n, block in enumerate(plan.blocks) if block.owner == rank] for rank in range(2)]
+        [n for n, block in enumerate(plan.blocks) if block.owner == rank] for rank in range(2)
+    ]
     assert edge.nbytes == sum(int(edge.table(rank)["length"].sum()) for rank in range(2))
 
 
@@ -124,17 +160,24 @@ def test_commit_waits_for_the_slowest_rank(store, plan):
 
 def test_commit_says_which_file_it_waited_for(store, plan):
     write(store, plan, ranks=[0])
-    with pytest.raises(TransferError, match=r"v000000/full/rank-00001.h5: trainer rank 1 did not write it within 0.1 s"):
+    with pytest.raises(
+        TransferError,
+        match=r"v000000/full/rank-00001.h5: trainer rank 1 did not write it within 0.1 s",
+    ):
         commit(store, plan, 0, FULL, timeout_s=0.1)
     assert not (store / "v000000/full" / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("found", [{"version": 1, "base": FULL}, {"version": 1, "base": 0}, {"lineage": "other"}])
+@pytest.mark.parametrize(
+    "found", [{"version": 1, "base": FULL}, {"version": 1, "base": 0}, {"lineage": "other"}]
+)
 def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, found):
     other = plan_of(lineage=found.pop("lineage", "here"))
     step = (found.get("version", 0), found.get("base", FULL))
     write(store.parent / "elsewhere", other, *step)
-    shutil.copytree(store.parent / "elsewhere" / edge_name(*step), store / "v000000/full", dirs_exist_ok=True)
+    shutil.copytree(
+        store.parent / "elsewhere" / edge_name(*step), store / "v000000/full", dirs_exist_ok=True
+    )
     with pytest.raises(TransferError, match=r"rank-00000.h5: is \{.*\}, expected \{"):
         commit(store, plan, 0, FULL)
     assert not (store / "v000000/full" / MANIFEST).exists()
@@ -178,8 +221,11 @@ def test_a_manifest_of_another_edge_lineage_or_plan_is_named_with_both(store, pl
     write(store, plan)
     commit(store, plan, 0, FULL)
     shutil.copytree(store / "v000000/full", store / "v000001/full")
-    with pytest.raises(Corrupted, match=r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
-                                        r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)"):
+    with pytest.raises(
+        Corrupted,
+        match=r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
+        r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)",
+    ):
         opened(store, 1)
     write_file(store / PLAN, seal(plan_of(lineage="other")))
     with pytest.raises(Corrupted, match=r"expected \('other'"):
@@ -192,10 +238,20 @@ def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_p
 
     def make(rank):
         plan = (world, other)[rank].plan
-        return Publisher(tmp_path / "third", plan, Peer(world, rank), lambda block: world.read(block, rank), 1, 8, 2,
-                         1.0)
+        return Publisher(
+            tmp_path / "third",
+            plan,
+            Peer(world, rank),
+            lambda block: world.read(block, rank),
+            1,
+            8,
+            2,
+            1.0,
+        )
 
-    with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another way than rank 0"):
+    with pytest.raises(
+        TransferError, match="third: trainer rank 1 would cut the model in another way than rank 0"
+    ):
         world.together(make)
 
 
@@ -230,20 +286,28 @@ except TransferError as error:
 def limited(store, limit: int) -> str:
     """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk would."""
     code = "from pathlib import Path" + LIMITED
-    done = subprocess.run([sys.executable, "-c", code, str(store), str(limit)], capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(store), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [None, 1, 400])
-def test_a_full_disk_leaves_no_edge_and_no_partial_file_and_the_process_lives_to_say_so(store, plan, missing):
+def test_a_full_disk_leaves_no_edge_and_no_partial_file_and_the_process_lives_to_say_so(
+    store, plan, missing
+):
     write(store, plan)
     size = (store / "v000000/full/rank-00000.h5").stat().st_size
     prepare(store, 0, FULL)
-    assert (f"refused: {store}/v000000/full/rank-00000.h5: not written: [Errno 27] File too large"
-            in limited(store, size - missing if missing else 0))
+    assert (
+        f"refused: {store}/v000000/full/rank-00000.h5: not written: [Errno 27] File too large"
+        in limited(store, size - missing if missing else 0)
+    )
     assert list((store / "v000000/full").iterdir()) == []
 
 
@@ -253,14 +317,19 @@ def test_a_manifest_that_does_not_fit_leaves_none(store, plan, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(TransferError, match=r"v000000/full/manifest.json: not written: \[Errno 27\]"):
+        with pytest.raises(
+            TransferError, match=r"v000000/full/manifest.json: not written: \[Errno 27\]"
+        ):
             commit(store, plan, 0, FULL)
         with pytest.raises(TransferError, match=r"other/plan.json: not written"):
             create(store.parent / "other", plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, signal_before)
-    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == ["rank-00000.h5", "rank-00001.h5"]
+    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == [
+        "rank-00000.h5",
+        "rank-00001.h5",
+    ]
 
 
 def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
@@ -271,7 +340,9 @@ def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
     with pytest.raises(OSError, match="No space left"):  # the last few blocks
         for number in range(100):
             (disk.path / f"small-{number}").write_bytes(b"x" * 600)
-    with pytest.raises(TransferError, match="store/v000000/full: not made ready for writing: .*No space left"):
+    with pytest.raises(
+        TransferError, match="store/v000000/full: not made ready for writing: .*No space left"
+    ):
         prepare(store, 0, FULL)
     with pytest.raises(TransferError, match="rank-00000.h5: not written: .*No space left"):
         write(store, plan)
@@ -304,7 +375,12 @@ def published(store, versions: int, tidy: bool = False, **options):
 
 def test_a_squashed_edge_says_of_every_block_the_same_as_its_parts_one_after_the_other(tmp_path):
     world, weights = published(tmp_path / "store", 9, tidy=True, full_every=8, keep=100)
-    for version, base, parts in ((2, 0, (1, 2)), (6, 4, (5, 6)), (8, 4, (5, 6, 7, 8)), (8, 0, range(1, 9))):
+    for version, base, parts in (
+        (2, 0, (1, 2)),
+        (6, 4, (5, 6)),
+        (8, 4, (5, 6, 7, 8)),
+        (8, 0, range(1, 9)),
+    ):
         squashed = opened(world.store, version, base)
         steps = [opened(world.store, v, v - 1) for v in parts]
         for number, block in enumerate(world.plan.blocks):
@@ -318,7 +394,9 @@ def test_a_squashed_edge_says_of_every_block_the_same_as_its_parts_one_after_the
             entry, payload = one[number]
             start = world.read_of(weights[base], block)
             assert np.array_equal(codec.decode(payload, start), values)
-            assert (entry["old"] == old).all() and entry["new"].tobytes() == xxhash.xxh3_128_digest(values)
+            assert (entry["old"] == old).all() and entry["new"].tobytes() == xxhash.xxh3_128_digest(
+                values
+            )
 
 
 def raises(error):
@@ -328,9 +406,12 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize("trouble", ["damaged file", "payload that is none", "disk that can't be listed"])
-def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_on(tmp_path, monkeypatch, capfd,
-                                                                                 trouble):
+@pytest.mark.parametrize(
+    "trouble", ["damaged file", "payload that is none", "disk that can't be listed"]
+)
+def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_on(
+    tmp_path, monkeypatch, capfd, trouble
+):
     world, weights = published(tmp_path / "store", 3, full_every=100, keep=2)
     with monkeypatch.context() as patch:
         if trouble == "damaged file":
@@ -350,7 +431,9 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
         world.step()
         world.publish(version)
         world.tidy()
-    assert same(materialise(world.store, 4), world.weights) and edge_name(4, 2) in names(world.store)
+    assert same(materialise(world.store, 4), world.weights) and edge_name(4, 2) in names(
+        world.store
+    )
 
 
 def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path):
@@ -358,10 +441,13 @@ def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path
     full = [name for name in names(world.store) if name.endswith("full")]
     assert full == ["v000000/full", "v000004/full", "v000008/full"]
     assert [name for name in names(world.store) if name.endswith("from-initial")] == [
-        name.replace("full", "from-initial") for name in full]
+        name.replace("full", "from-initial") for name in full
+    ]
 
 
-def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_others_are_gone(tmp_path):
+def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_others_are_gone(
+    tmp_path,
+):
     world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
     assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
     for version in (8, 9, 10):
@@ -371,13 +457,18 @@ def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_o
 
 def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_after_it(tmp_path):
     world, _ = published(tmp_path / "store", 6, full_every=4, keep=3)
-    assert collect(world.store, 3) == []  # version 3 is kept, and only the full version 0 leads to it
+    assert (
+        collect(world.store, 3) == []
+    )  # version 3 is kept, and only the full version 0 leads to it
     assert collect(world.store, 2) == [(0, INITIAL), (0, FULL), (1, 0), (2, 1), (3, 2)]
     assert names(world.store) == ["v000004/from-000003", "v000004/full", "v000005/from-000004"]
 
 
-@pytest.mark.parametrize("at, name", [("store", "v000001/from-000000"), (".", "store/v000001/from-000000")],
-                         ids=["of the store", "of a relay above it"])
+@pytest.mark.parametrize(
+    "at, name",
+    [("store", "v000001/from-000000"), (".", "store/v000001/from-000000")],
+    ids=["of the store", "of a relay above it"],
+)
 def test_a_leased_edge_stays_until_its_lease_ends(tmp_path, at, name):
     world, _ = published(tmp_path / "store", 6, full_every=4)
     holder = Folder(tmp_path / at)

@@ -13,7 +13,11 @@ from rose.transfer.publish import Publisher
 from rose.transfer.store import FORMAT, Plan
 
 SHAPES = {"embed": (50, 12), "layer.weight": (24, 12), "layer.bias": (24,), "norm": (12,)}
-CUTS = {"embed": ([0, 25, 50], []), "layer.weight": ([], [0, 6, 12]), "layer.bias": ([0, 12, 24], [])}
+CUTS = {
+    "embed": ([0, 25, 50], []),
+    "layer.weight": ([], [0, 6, 12]),
+    "layer.bias": ([0, 12, 24], []),
+}
 
 
 class Peer:
@@ -36,12 +40,26 @@ class Model:
     """Tensors, how they are cut into blocks, and what each trainer rank has of them: an even run of each tensor's
     values, as with ZeRO-3."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], cuts: dict | None = None, size: int = 2, largest: int = 100):
+    def __init__(
+        self,
+        weights: dict[str, torch.Tensor],
+        cuts: dict | None = None,
+        size: int = 2,
+        largest: int = 100,
+    ):
         self.size, self.weights = size, weights
-        tensors = [Tensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.weights.items()]
+        tensors = [
+            Tensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for n, t in self.weights.items()
+        ]
         self.shards = {t.name: self._even(t.size) for t in tensors}
-        self.plan = Plan(FORMAT, "", size, tensors,
-                         cut(tensors, CUTS if cuts is None else cuts, self.shards, size, largest))
+        self.plan = Plan(
+            FORMAT,
+            "",
+            size,
+            tensors,
+            cut(tensors, CUTS if cuts is None else cuts, self.shards, size, largest),
+        )
 
     def _even(self, size: int) -> list[tuple[int, int, int]]:
         part = -(-size // self.size)
@@ -59,7 +77,9 @@ class Model:
         """The block's patterns now."""
         tensor = self.plan.tensors[block.tensor]
         owner, start, stop = self.shards[tensor.name][rank]
-        flat = self.weights[tensor.name].reshape(-1)[start:stop]  # a rank reads nothing but its shard
+        flat = self.weights[tensor.name].reshape(-1)[
+            start:stop
+        ]  # a rank reads nothing but its shard
         values = torch.cat([p.reshape(-1) for p in take(flat, start, block, tensor.columns)])
         signed = values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
         return signed.view(np.uint16 if signed.itemsize == 2 else np.uint32)
@@ -69,16 +89,43 @@ class World(Model):
     """Its ranks are threads that publish. The weights are those of the model's folder until `step` or an assignment
     changes them."""
 
-    def __init__(self, store: Path, weights: dict[str, torch.Tensor] | None = None, cuts: dict | None = None,
-                 size: int = 2, dtype: torch.dtype = torch.bfloat16, largest: int = 100, seed: int = 0,
-                 full_every: int = 8, keep: int = 2, timeout_s: float = 10.0):
+    def __init__(
+        self,
+        store: Path,
+        weights: dict[str, torch.Tensor] | None = None,
+        cuts: dict | None = None,
+        size: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
+        largest: int = 100,
+        seed: int = 0,
+        full_every: int = 8,
+        keep: int = 2,
+        timeout_s: float = 10.0,
+    ):
         self.generator = torch.Generator().manual_seed(seed)
-        super().__init__(weights or {n: (torch.randn(s, generator=self.generator) * 0.02).to(dtype)
-                                     for n, s in SHAPES.items()}, cuts, size, largest)
+        super().__init__(
+            weights
+            or {
+                n: (torch.randn(s, generator=self.generator) * 0.02).to(dtype)
+                for n, s in SHAPES.items()
+            },
+            cuts,
+            size,
+            largest,
+        )
         self.gate, self.values, self.store = threading.Barrier(size), [0] * size, Path(store)
-        self.publishers = self.together(lambda rank: Publisher(
-            self.store, self.plan, Peer(self, rank), lambda block: self.read(block, rank), 1, full_every, keep,
-            timeout_s))
+        self.publishers = self.together(
+            lambda rank: Publisher(
+                self.store,
+                self.plan,
+                Peer(self, rank),
+                lambda block: self.read(block, rank),
+                1,
+                full_every,
+                keep,
+                timeout_s,
+            )
+        )
         self.plan = self.publishers[0].plan
 
     def step(self, share: float = 0.05) -> None:
@@ -115,12 +162,16 @@ class World(Model):
         for thread in threads:
             thread.join(60)
         if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+            raise next(
+                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+            )
         return results
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Bit for bit."""
     return left.keys() == right.keys() and all(
-        left[n].dtype == right[n].dtype and torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8))
-        for n in left)
+        left[n].dtype == right[n].dtype
+        and torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8))
+        for n in left
+    )

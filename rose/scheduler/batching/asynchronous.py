@@ -84,7 +84,11 @@ class Asynchronous:
         return len(self._admitted) < self._groups * (1 + self.staleness)
 
     def _train(self) -> list[Action]:
-        if not self._wanted or len(self._accepted) + len(self._refused) < self._groups or self._must_wait():
+        if (
+            not self._wanted
+            or len(self._accepted) + len(self._refused) < self._groups
+            or self._must_wait()
+        ):
             return []
         accepted = [g for g in self._admitted if g in self._accepted][: self._groups]
         taken = accepted + list(self._refused)[: self._groups - len(accepted)]
@@ -109,7 +113,10 @@ class Asynchronous:
 
     def _forget(self, group: str) -> None:
         version = self._admitted.pop(group)
-        for groups, counts in ((self._running, self._running_of), (self._accepted, self._accepted_of)):
+        for groups, counts in (
+            (self._running, self._running_of),
+            (self._accepted, self._accepted_of),
+        ):
             if group in groups:
                 del groups[group]
                 counts[version] -= 1
@@ -120,7 +127,13 @@ class Asynchronous:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        for groups in (self._admitted, self._running, self._accepted, self._refused, self._running_of,
-                       self._accepted_of):
+        for groups in (
+            self._admitted,
+            self._running,
+            self._accepted,
+            self._refused,
+            self._running_of,
+            self._accepted_of,
+        ):
             groups.clear()
         self._wanted, self._replaced, self._training = False, 0, 0

@@ -26,13 +26,16 @@ class BoundedStaleness(Asynchronous):
         if eta < 0:
             raise ValueError(f"eta={eta}: versions, 0 (synchronous) or more")
         if not running > 0:
-            raise ValueError(f"running={running:g}: batches of groups that run at once, more than 0")
+            raise ValueError(
+                f"running={running:g}: batches of groups that run at once, more than 0"
+            )
         super().__init__(eta, max_admitted)
         self.running = running
 
     def _has_room(self) -> bool:
-        return (len(self._running) < self._groups * self.running
-                and len(self._admitted) + self._training < self._groups * (1 + self.staleness))
+        return len(self._running) < self._groups * self.running and len(
+            self._admitted
+        ) + self._training < self._groups * (1 + self.staleness)
 
     def _must_wait(self) -> bool:
         """Earliest deadline first: of the groups admitted by a version, those that this batch leaves over must fit into

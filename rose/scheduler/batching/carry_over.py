@@ -27,7 +27,9 @@ class _State:
     version: int = 0
     training: bool = False
     step: _Step | None = None  # begun, and not trained yet
-    open: dict[str, _Open] = field(default_factory=dict)  # admitted and not trained, in order of admission
+    open: dict[str, _Open] = field(
+        default_factory=dict
+    )  # admitted and not trained, in order of admission
     done: list[str] = field(default_factory=list)  # the finished of these, in order of finish
     admitted: int = 0  # for this step
 
@@ -49,11 +51,15 @@ class CarryOver:
 
     def __init__(self, staleness: int, carry: float, max_admitted: float) -> None:
         if staleness < 0 or not 0 <= carry <= staleness or max_admitted < 1:
-            raise ValueError(f"staleness={staleness}, carry={carry}, max_admitted={max_admitted}: 0 <= carry <= "
-                             "staleness, and max_admitted at least 1")
+            raise ValueError(
+                f"staleness={staleness}, carry={carry}, max_admitted={max_admitted}: 0 <= carry <= "
+                "staleness, and max_admitted at least 1"
+            )
         self.staleness, self.carry, self.max_admitted = staleness, carry, max_admitted
         self._next = 0  # index of the next group of the prompt stream
-        self._again: list[tuple[int, int]] = []  # (index, try) of groups that an earlier attempt of the run lost
+        self._again: list[
+            tuple[int, int]
+        ] = []  # (index, try) of groups that an earlier attempt of the run lost
         self._batch = 0  # G
         self._state = _State()
 
@@ -120,7 +126,9 @@ class CarryOver:
         state = self._state
         actions: list[Action] = []
         # While the trainer trains, what is in flight will be a version old at best: no more of that than the carry.
-        room = math.ceil(self._batch * (self.carry if state.training else 1 + self.carry)) - len(state.open)
+        room = math.ceil(self._batch * (self.carry if state.training else 1 + self.carry)) - len(
+            state.open
+        )
         for _ in range(room):
             index, retry = self._again.pop(0) if self._again else (self._next, 0)
             self._next = max(self._next, index + 1)

@@ -26,7 +26,9 @@ class OneStepOff:
         check(max_admitted)
         self.max_admitted = max_admitted
         self._stream = Stream()
-        self._wanted: int | None = None  # the step that waits for its batch; None while the trainer trains
+        self._wanted: int | None = (
+            None  # the step that waits for its batch; None while the trainer trains
+        )
         self._round: Round | None = None
 
     def begin(self, step: int, groups: int) -> list[Action]:

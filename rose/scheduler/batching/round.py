@@ -16,7 +16,9 @@ class Round:
     `oversample` times the groups accepted or running and is complete with the first `groups` accepted.
     """
 
-    def __init__(self, groups: int, admit: Callable[[], AdmitGroup], oversample: float, max_admitted: float) -> None:
+    def __init__(
+        self, groups: int, admit: Callable[[], AdmitGroup], oversample: float, max_admitted: float
+    ) -> None:
         self.size, self._admit = groups, admit
         self._target = math.ceil(groups * oversample)
         self._limit = groups * max_admitted
@@ -60,7 +62,9 @@ class Round:
         """Drop what the batch does not take, and train."""
         taken = (self._accepted + self._refused)[: self.size]
         kept = set(taken)
-        dropped = [DropGroup(g) for g in [*self._open, *self._accepted, *self._refused] if g not in kept]
+        dropped = [
+            DropGroup(g) for g in [*self._open, *self._accepted, *self._refused] if g not in kept
+        ]
         return [*dropped, StartTraining(step, sorted(taken, key=group_index))]
 
 
@@ -71,5 +75,7 @@ def check(max_admitted: float, **factor: float) -> None:
         if not value >= 1:
             raise ValueError(f"{name}={value:g}: batches, at least 1")
     if not max_admitted >= max([1.0, *factor.values()]):
-        raise ValueError(f"max_admitted={max_admitted:g}: batches, at least 1 and no fewer than are started at once "
-                         f"({max([1.0, *factor.values()]):g})")
+        raise ValueError(
+            f"max_admitted={max_admitted:g}: batches, at least 1 and no fewer than are started at once "
+            f"({max([1.0, *factor.values()]):g})"
+        )

@@ -28,15 +28,22 @@ class TailBatching(Synchronous):
         check(max_admitted, speculation=speculation)
         if not spare >= 0:
             raise ValueError(f"spare={spare:g}: share of a group's trajectories, 0 or more")
-        self.speculation, self.spare = speculation, spare  # what is put back into the stream is the long queue
+        self.speculation, self.spare = (
+            speculation,
+            spare,
+        )  # what is put back into the stream is the long queue
 
     def begin(self, step: int, groups: int) -> list[Action]:
         self._step = step
         if self._stream.waiting >= groups:
             self._round = Round(groups, self._stream.admit, 1.0, self.max_admitted)
         else:
-            self._round = Round(groups, partial(self._stream.admit_new, self.spare), self.speculation,
-                                self.max_admitted)
+            self._round = Round(
+                groups,
+                partial(self._stream.admit_new, self.spare),
+                self.speculation,
+                self.max_admitted,
+            )
         return self._round.fill()
 
     def _over(self, done: Round) -> None:

@@ -23,4 +23,6 @@ class DueFirst:
                 self._versions.pop(group, None)
             case StepBegun():  # those of dropped groups
                 alive = set(cluster.group_of.values())
-                self._versions = {group: version for group, version in self._versions.items() if group in alive}
+                self._versions = {
+                    group: version for group, version in self._versions.items() if group in alive
+                }

@@ -13,7 +13,9 @@ from rose.scheduler.state import Cluster, TurnState
 class _Group:
     probe: str = ""  # the trajectory that shows how long the others will be
     longest: int = 0  # tokens of its longest finished trajectory; 0: none has finished
-    made: dict[str, int] = field(default_factory=dict)  # trajectory that runs -> tokens of its finished turns
+    made: dict[str, int] = field(
+        default_factory=dict
+    )  # trajectory that runs -> tokens of its finished turns
     turns: dict[str, str] = field(default_factory=dict)  # turn that has not ended -> trajectory
 
 
@@ -50,7 +52,9 @@ class LongestFirst:
         match event:
             case TurnEnded(turn=name, tokens=tokens):
                 turn = cluster.turns[name]
-                if (group := self._groups.get(turn.group)) is not None and group.turns.pop(name, None):
+                if (group := self._groups.get(turn.group)) is not None and group.turns.pop(
+                    name, None
+                ):
                     group.made[turn.trajectory] += tokens
             case TrajectoryEnded(trajectory=name, tokens=tokens):
                 self._trajectory_ended(name, tokens, cluster.group_of.get(name, ""))

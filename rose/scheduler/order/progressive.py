@@ -21,11 +21,15 @@ class Progressive:
     """
 
     def __init__(self) -> None:
-        self._progress: dict[str, list[int]] = {}  # trajectory -> [turns finished, arrival of its first]
+        self._progress: dict[
+            str, list[int]
+        ] = {}  # trajectory -> [turns finished, arrival of its first]
 
     def key(self, turn: TurnState, cluster: Cluster) -> int:
         finished, arrival = self._progress.setdefault(turn.trajectory, [0, turn.sequence])
-        return arrival - finished * ARRIVALS  # one number: it is compared some thirty times per turn
+        return (
+            arrival - finished * ARRIVALS
+        )  # one number: it is compared some thirty times per turn
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         match event:

@@ -16,8 +16,15 @@ class AllIdle(Rose):
     The other arguments are those of `rose`.
     """
 
-    def __init__(self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float,
-                 hybrid_wait_s: float) -> None:
+    def __init__(
+        self,
+        n_serving: int,
+        recent_s: float,
+        hysteresis: float,
+        activation_s: float,
+        idle_s: float,
+        hybrid_wait_s: float,
+    ) -> None:
         super().__init__(n_serving, recent_s, hysteresis, activation_s, idle_s)
         if not hybrid_wait_s >= 0:
             raise ValueError(f"hybrid_wait_s={hybrid_wait_s} must not be negative")
@@ -33,7 +40,9 @@ class AllIdle(Rose):
         match event:
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since = self._waited_s, at
-                return actions + (self._hybrid(cluster, UseWorker) if waited > self.hybrid_wait_s else [])
+                return actions + (
+                    self._hybrid(cluster, UseWorker) if waited > self.hybrid_wait_s else []
+                )
             case StepBegun():
                 self._waited_s = 0.0
             case GroupFinished(at=at) if cluster.training:
@@ -43,5 +52,8 @@ class AllIdle(Rose):
         return actions
 
     def _hybrid(self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]) -> list[Action]:
-        return [change(name) for name, worker in sorted(cluster.workers.items())
-                if worker.kind == "hybrid" and worker.resting == (change is UseWorker)]
+        return [
+            change(name)
+            for name, worker in sorted(cluster.workers.items())
+            if worker.kind == "hybrid" and worker.resting == (change is UseWorker)
+        ]

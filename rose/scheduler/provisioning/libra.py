@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rose.scheduler.events import (
-    Action, Event, RestWorker, StepBegun, TrajectoryEnded, UseWorker, VersionPublished)
+    Action,
+    Event,
+    RestWorker,
+    StepBegun,
+    TrajectoryEnded,
+    UseWorker,
+    VersionPublished,
+)
 from rose.scheduler.state import Cluster, WorkerState
 
 ROUNDS = 40  # of a bisection: to 1e-12 of its first interval
@@ -35,10 +42,14 @@ class Libra:
     any one hybrid worker always trains.
     """
 
-    def __init__(self, period_steps: int, gain: float, cost_s: float, training_workers: int) -> None:
+    def __init__(
+        self, period_steps: int, gain: float, cost_s: float, training_workers: int
+    ) -> None:
         if period_steps < 1 or not gain >= 0 or not cost_s >= 0 or training_workers < 0:
-            raise ValueError(f"period_steps={period_steps} must be at least 1, gain={gain}, cost_s={cost_s} and "
-                             f"training_workers={training_workers} not negative")
+            raise ValueError(
+                f"period_steps={period_steps} must be at least 1, gain={gain}, cost_s={cost_s} and "
+                f"training_workers={training_workers} not negative"
+            )
         self.period_steps, self.gain, self.cost_s = period_steps, gain, cost_s
         self.training_workers = training_workers
         self._rollout = 0  # hybrid workers that roll out
@@ -86,11 +97,20 @@ class Libra:
         now = min(self._rollout, hybrid)
         busy_s = (at - self._begun) * self._busy / self._looks if self._looks else 0.0
         if hybrid and busy_s and self._lengths and self._training_s:
-            found = Measured(sorted(self._lengths, reverse=True)[::steps], sum(self._lengths) / busy_s,
-                             self._training_s / steps * (self.training_workers + hybrid - now))
+            found = Measured(
+                sorted(self._lengths, reverse=True)[::steps],
+                sum(self._lengths) / busy_s,
+                self._training_s / steps * (self.training_workers + hybrid - now),
+            )
             most = hybrid if self.training_workers else hybrid - 1
-            times = {n: max(makespan(found, others + n), found.training / (self.training_workers + hybrid - n))
-                     for n in range(most + 1) if others + n}
+            times = {
+                n: max(
+                    makespan(found, others + n),
+                    found.training / (self.training_workers + hybrid - n),
+                )
+                for n in range(most + 1)
+                if others + n
+            }
             best = min(times, key=lambda n: (times[n], abs(n - now)))
             saved = times.get(now, float("inf")) - times[best]
             if saved > self.cost_s and saved >= self.gain * times.get(now, 0.0):
@@ -101,8 +121,11 @@ class Libra:
 
     def _settle(self, cluster: Cluster) -> list[Action]:
         """To rollout, or back, one by one; what a worker has is taken elsewhere."""
-        return [UseWorker(w.worker) if i < self._rollout else RestWorker(w.worker)
-                for i, w in enumerate(_hybrid(cluster)) if w.resting == (i < self._rollout)]
+        return [
+            UseWorker(w.worker) if i < self._rollout else RestWorker(w.worker)
+            for i, w in enumerate(_hybrid(cluster))
+            if w.resting == (i < self._rollout)
+        ]
 
 
 def makespan(found: Measured, workers: int) -> float:
@@ -113,7 +136,11 @@ def makespan(found: Measured, workers: int) -> float:
         return low
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _parts(found.lengths, middle * found.rate) <= workers else (middle, high)
+        low, high = (
+            (low, middle)
+            if _parts(found.lengths, middle * found.rate) <= workers
+            else (middle, high)
+        )
     return high
 
 

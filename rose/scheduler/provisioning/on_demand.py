@@ -17,12 +17,23 @@ class OnDemand:
     next in a row, up to MAX_BACK_OFF times. All in seconds.
     """
 
-    def __init__(self, min: int, max: int, patience_s: float, idle_s: float, cool_down_s: float,
-                 back_off_s: float) -> None:
+    def __init__(
+        self,
+        min: int,
+        max: int,
+        patience_s: float,
+        idle_s: float,
+        cool_down_s: float,
+        back_off_s: float,
+    ) -> None:
         if not 0 <= min <= max or max < 1:
             raise ValueError(f"min={min}, max={max}: 0 <= min <= max, and max at least 1")
-        for name, value in (("patience_s", patience_s), ("idle_s", idle_s), ("cool_down_s", cool_down_s),
-                            ("back_off_s", back_off_s)):
+        for name, value in (
+            ("patience_s", patience_s),
+            ("idle_s", idle_s),
+            ("cool_down_s", cool_down_s),
+            ("back_off_s", back_off_s),
+        ):
             if not value >= 0:
                 raise ValueError(f"{name}={value}: must not be negative")
         self.min, self.max, self.patience_s, self.idle_s = min, max, patience_s, idle_s
@@ -40,7 +51,11 @@ class OnDemand:
         if self._wants_more(at, have) and not self._backs_off(at, cluster):
             self._decided_at = at
             return [RequestCapacity(self._new_name(cluster))]
-        if have > self.min and self._idle_since is not None and at - self._idle_since >= self.idle_s:
+        if (
+            have > self.min
+            and self._idle_since is not None
+            and at - self._idle_since >= self.idle_s
+        ):
             self._decided_at = at
             return [ReleaseCapacity(list(cluster.requests)[-1])]
         return []
@@ -66,4 +81,6 @@ class OnDemand:
     def _backs_off(self, at: float, cluster: Cluster) -> bool:
         if not cluster.refusals:
             return False
-        return at - cluster.refused_at < self.back_off_s * min(2 ** (cluster.refusals - 1), MAX_BACK_OFF)
+        return at - cluster.refused_at < self.back_off_s * min(
+            2 ** (cluster.refusals - 1), MAX_BACK_OFF
+        )

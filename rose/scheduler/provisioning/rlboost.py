@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from rose.scheduler.events import Action, Event, GroupFinished, RestWorker, StepBegun, TrajectoryEnded, UseWorker
+from rose.scheduler.events import (
+    Action,
+    Event,
+    GroupFinished,
+    RestWorker,
+    StepBegun,
+    TrajectoryEnded,
+    UseWorker,
+)
 from rose.scheduler.state import Cluster, WorkerState
 
 GAIN = 1 / 3  # of the imbalance, per step
-SETTLED, CHANGED = 0.8, 0.2  # weight of a new best window: when throughput fell, and when workers came or went
+SETTLED, CHANGED = (
+    0.8,
+    0.2,
+)  # weight of a new best window: when throughput fell, and when workers came or went
 
 
 class RlBoost:
@@ -24,7 +35,9 @@ class RlBoost:
 
     def __init__(self, initial_s: float, minimum_s: float) -> None:
         if not initial_s >= minimum_s >= 0:
-            raise ValueError(f"initial_s={initial_s} must be at least minimum_s={minimum_s}, and that not negative")
+            raise ValueError(
+                f"initial_s={initial_s} must be at least minimum_s={minimum_s}, and that not negative"
+            )
         self.window_s, self.minimum_s = initial_s, minimum_s
         self._best: dict[int, float] = {}  # number of spot workers -> window
         self._peak_s = initial_s  # window of the best throughput since the number changed
@@ -39,7 +52,9 @@ class RlBoost:
                 self._tokens += tokens
             case StepBegun(at=at):
                 if self._begun is not None and self._trained is not None and at > self._begun:
-                    self._learn(at - self._begun, self._trained - self._begun, len(_of(cluster, "spot")))
+                    self._learn(
+                        at - self._begun, self._trained - self._begun, len(_of(cluster, "spot"))
+                    )
                 self._begun, self._rested, self._trained, self._tokens = at, None, None, 0
                 return [UseWorker(w.worker) for w in _of(cluster, "hybrid") if w.resting]
             case GroupFinished(at=at) if cluster.training and self._begun is not None:

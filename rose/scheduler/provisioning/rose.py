@@ -34,11 +34,17 @@ class Rose:
     The paper names cap, ranking and the one job per GPU; the numbers of `conf` are ours.
     """
 
-    def __init__(self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float) -> None:
+    def __init__(
+        self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float
+    ) -> None:
         if n_serving < 0:
             raise ValueError(f"n_serving={n_serving} must not be negative")
-        for name, value in (("recent_s", recent_s), ("hysteresis", hysteresis), ("activation_s", activation_s),
-                            ("idle_s", idle_s)):
+        for name, value in (
+            ("recent_s", recent_s),
+            ("hysteresis", hysteresis),
+            ("activation_s", activation_s),
+            ("idle_s", idle_s),
+        ):
             if not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
         self.n_serving, self.recent_s, self.hysteresis = n_serving, recent_s, hysteresis
@@ -78,17 +84,27 @@ class Rose:
         if self._begun is None or cluster.training:
             return []
         if len(cluster.turns) < len(cluster.workers):
-            return [RestWorker(w.worker) for w in used if at - self._busy_at.get(w.worker, at) >= self.idle_s]
+            return [
+                RestWorker(w.worker)
+                for w in used
+                if at - self._busy_at.get(w.worker, at) >= self.idle_s
+            ]
         left = max(self._step_s - (at - self._begun), 0.0)
-        others = sorted((w for w in self._lent(cluster) if w.resting), key=lambda w: self._rank(at, w))
+        others = sorted(
+            (w for w in self._lent(cluster) if w.resting), key=lambda w: self._rank(at, w)
+        )
         n = len(cluster.workers) - len(others)
-        pays = (i for i in range(self.n_serving - len(used)) if left / (n + i + 1) > self.activation_s)
+        pays = (
+            i for i in range(self.n_serving - len(used)) if left / (n + i + 1) > self.activation_s
+        )
         return [self._activate(at, worker) for worker, _ in zip(others, pays, strict=False)]
 
     def _choose(self, at: float, cluster: Cluster) -> list[Action]:
         ranked = sorted(self._lent(cluster), key=lambda w: self._rank(at, w))
-        return [*(RestWorker(w.worker) for w in ranked[self.n_serving:] if not w.resting),
-                *(self._activate(at, w) for w in ranked[:self.n_serving] if w.resting)]
+        return [
+            *(RestWorker(w.worker) for w in ranked[self.n_serving :] if not w.resting),
+            *(self._activate(at, w) for w in ranked[: self.n_serving] if w.resting),
+        ]
 
     def _activate(self, at: float, worker: WorkerState) -> Action:
         self._busy_at[worker.worker] = at

@@ -20,11 +20,15 @@ class Serverless:
     to MAX_BACK_OFF times. All in seconds; the numbers of `conf` are ours.
     """
 
-    def __init__(self, max: int, turns_per_worker: int, keep_alive_s: float, back_off_s: float) -> None:
+    def __init__(
+        self, max: int, turns_per_worker: int, keep_alive_s: float, back_off_s: float
+    ) -> None:
         if max < 0 or turns_per_worker < 1:
             raise ValueError(f"max={max}, turns_per_worker={turns_per_worker}: at least 0 and 1")
         if not (keep_alive_s >= 0 and back_off_s >= 0):
-            raise ValueError(f"keep_alive_s={keep_alive_s}, back_off_s={back_off_s}: must not be negative")
+            raise ValueError(
+                f"keep_alive_s={keep_alive_s}, back_off_s={back_off_s}: must not be negative"
+            )
         self.max, self.turns_per_worker = max, turns_per_worker
         self.keep_alive_s, self.back_off_s = keep_alive_s, back_off_s
         self._needed_at = [-math.inf] * (max + 1)  # the last time at which so many were needed
@@ -36,7 +40,10 @@ class Serverless:
         have = len(cluster.requests)
         if need > have:
             return [] if self._backs_off(at, cluster) else self._ask(need - have, cluster)
-        keep = next((n for n in range(self.max, need, -1) if at - self._needed_at[n] < self.keep_alive_s), need)
+        keep = next(
+            (n for n in range(self.max, need, -1) if at - self._needed_at[n] < self.keep_alive_s),
+            need,
+        )
         return [ReleaseCapacity(name) for name in reversed(list(cluster.requests)[keep:])]
 
     def _ask(self, count: int, cluster: Cluster) -> list[Action]:
@@ -50,4 +57,6 @@ class Serverless:
     def _backs_off(self, at: float, cluster: Cluster) -> bool:
         if not cluster.refusals:
             return False
-        return at - cluster.refused_at < self.back_off_s * min(2 ** (cluster.refusals - 1), MAX_BACK_OFF)
+        return at - cluster.refused_at < self.back_off_s * min(
+            2 ** (cluster.refusals - 1), MAX_BACK_OFF
+        )

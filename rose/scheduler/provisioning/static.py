@@ -12,4 +12,6 @@ class Static:
     (memory, not compute) is the serving executor's side: `executor: memory_only` of the simulated serving."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        return [UseWorker(name) for name, worker in sorted(cluster.workers.items()) if worker.resting]
+        return [
+            UseWorker(name) for name, worker in sorted(cluster.workers.items()) if worker.resting
+        ]

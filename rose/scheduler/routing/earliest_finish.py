@@ -30,7 +30,10 @@ class EarliestFinish:
         self.chunk_tokens = chunk_tokens
         self._speeds, self._lengths = Speeds(), Lengths()
         self._begun: dict[str, None] = {}  # trajectories that have begun and not ended
-        self._kv, self._look_in = 0, 0  # KV tokens of all ready workers, and decisions until it is summed anew
+        self._kv, self._look_in = (
+            0,
+            0,
+        )  # KV tokens of all ready workers, and decisions until it is summed anew
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         self._speeds.heard(event, cluster)
@@ -42,7 +45,9 @@ class EarliestFinish:
         if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
-        candidates = fleet.least_of_each(turn) if home is None else [home, *fleet.least_of_each(turn)]
+        candidates = (
+            fleet.least_of_each(turn) if home is None else [home, *fleet.least_of_each(turn)]
+        )
         if not candidates:
             return None
         if len(candidates) == 1:  # mostly, where turns wait: nothing is to be compared
@@ -66,7 +71,9 @@ class EarliestFinish:
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return self.chunk_tokens
 
-    def _score(self, turn: TurnState, worker: WorkerState, cached: bool) -> tuple[float, float, str]:
+    def _score(
+        self, turn: TurnState, worker: WorkerState, cached: bool
+    ) -> tuple[float, float, str]:
         output = self._lengths.of_domain(turn)
         seconds = self._speeds.seconds(turn, worker, min(output, self.chunk_tokens), cached)
         if seconds is None:

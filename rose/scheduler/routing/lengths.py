@@ -6,7 +6,10 @@ from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
 RECENT = 200  # turns of a domain, or trajectories, over which a mean is taken
-UNKNOWN, ALL = (0.0, 0), None  # of a domain: mean output, and turns that it was taken over; all domains together
+UNKNOWN, ALL = (
+    (0.0, 0),
+    None,
+)  # of a domain: mean output, and turns that it was taken over; all domains together
 
 
 class Lengths:
@@ -15,7 +18,9 @@ class Lengths:
     def __init__(self) -> None:
         self.final = 0.0
         self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
-        self._output: dict[str | None, tuple[float, int]] = {}  # domain -> mean output of a turn, and their number
+        self._output: dict[
+            str | None, tuple[float, int]
+        ] = {}  # domain -> mean output of a turn, and their number
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -24,7 +29,10 @@ class Lengths:
                 self._context[turn.trajectory] = turn.context_tokens + tokens
                 for domain in (turn.domain, ALL):
                     mean, count = self._output.get(domain, UNKNOWN)
-                    self._output[domain] = mean + (tokens - mean) / min(count + 1, RECENT), count + 1
+                    self._output[domain] = (
+                        mean + (tokens - mean) / min(count + 1, RECENT),
+                        count + 1,
+                    )
             case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
                 final = self._context.pop(trajectory, 0)
                 if tokens and final:

@@ -23,8 +23,10 @@ class Libra:
     def __init__(self, limits: list[int], shares: list[float]) -> None:
         self._levels = Levels(limits, sinks=False)
         if len(shares) != len(limits) + 1 or not all(share > 0 for share in shares):
-            raise ValueError(f"shares={shares}: a positive number per bucket, of which limits={limits} make "
-                             f"{len(limits) + 1}")
+            raise ValueError(
+                f"shares={shares}: a positive number per bucket, of which limits={limits} make "
+                f"{len(limits) + 1}"
+            )
         self.shares = [share / sum(shares) for share in shares]
         self._bucket: dict[str, int] = {}  # worker -> its bucket
         self._sizes = [0] * len(shares)  # workers of each
@@ -35,7 +37,10 @@ class Libra:
             case WorkerJoined(worker=worker):
                 self._remove(worker)
                 total = 1 + len(self._bucket)
-                owed = [share * total - size for share, size in zip(self.shares, self._sizes, strict=True)]
+                owed = [
+                    share * total - size
+                    for share, size in zip(self.shares, self._sizes, strict=True)
+                ]
                 bucket = self._bucket[worker] = owed.index(max(owed))
                 self._sizes[bucket] += 1
             case WorkerLost(worker=worker):

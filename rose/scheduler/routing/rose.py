@@ -43,10 +43,15 @@ class Rose:
         self._held: dict[str, int] = {}  # worker -> sum of these
         self._where: dict[str, str] = {}  # trajectory -> worker
         self._speeds, self._lengths = Speeds(), Lengths()
-        self._own, self._places = "", 0  # a worker with its own device, and the sequences of all such
+        self._own, self._places = (
+            "",
+            0,
+        )  # a worker with its own device, and the sequences of all such
         self._look_in = 0  # decisions until they are looked at anew
         self._lent: set[str] = set()  # cooperative workers
-        self._patience: dict[str, int] = {}  # lane -> decisions until it is asked again whether waiting pays
+        self._patience: dict[
+            str, int
+        ] = {}  # lane -> decisions until it is asked again whether waiting pays
         self._all_wait = False  # those of the lane that was asked about last
 
     def heard(self, event: Event, cluster: Cluster) -> None:
@@ -70,8 +75,12 @@ class Rose:
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         worker = self._place(turn, home, fleet)
-        if worker is not None and self.watches(worker) and self._own_are_full(turn, fleet, cluster) and (
-                self._waits(turn, worker, cluster)):
+        if (
+            worker is not None
+            and self.watches(worker)
+            and self._own_are_full(turn, fleet, cluster)
+            and (self._waits(turn, worker, cluster))
+        ):
             self._patience[turn.lane] = PATIENCE
             self._all_wait = True
             return None
@@ -119,18 +128,36 @@ class Rose:
         """Whether the turn ends sooner by waiting for a place at a worker with its own device than on `worker`."""
         if not self._is_known(worker):
             return len(worker.turns) >= FEW
-        own, home, output = cluster.workers[self._own], cluster.home.get(turn.trajectory), self._mean(turn)
-        there = (self._speeds.staying_s(turn, worker, output) if home == worker.worker
-                 else self._speeds.joining_s(turn, worker, output, False))
-        here = (self._speeds.staying_s(turn, own, output) if turn.lane == "own"
-                else self._speeds.joining_s(turn, own, output, False))
-        return None not in (here, there) and here * (1 + (1 + cluster.waiting) / self._places) < there
+        own, home, output = (
+            cluster.workers[self._own],
+            cluster.home.get(turn.trajectory),
+            self._mean(turn),
+        )
+        there = (
+            self._speeds.staying_s(turn, worker, output)
+            if home == worker.worker
+            else self._speeds.joining_s(turn, worker, output, False)
+        )
+        here = (
+            self._speeds.staying_s(turn, own, output)
+            if turn.lane == "own"
+            else self._speeds.joining_s(turn, own, output, False)
+        )
+        return (
+            None not in (here, there) and here * (1 + (1 + cluster.waiting) / self._places) < there
+        )
 
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
         if not self._is_known(worker):
             seconds = 0.0 if seconds is None and len(worker.turns) < FEW else math.inf
-        return worker.revoked, seconds or 0.0, self._share(worker), worker.kind != "cooperative", worker.worker
+        return (
+            worker.revoked,
+            seconds or 0.0,
+            self._share(worker),
+            worker.kind != "cooperative",
+            worker.worker,
+        )
 
     def _mean(self, turn: TurnState) -> float:
         """Tokens of a turn of its domain; until one has ended, of any."""
@@ -148,7 +175,9 @@ class Rose:
         """Others have their devices to themselves."""
         return worker.kind == "cooperative"
 
-    def better(self, turn: TurnState, among: list[WorkerState], at: float, cluster: Cluster) -> WorkerState | None:
+    def better(
+        self, turn: TurnState, among: list[WorkerState], at: float, cluster: Cluster
+    ) -> WorkerState | None:
         left = min(self._mean(turn), turn.max_new_tokens - turn.made_tokens)
         if left <= 0 or at <= turn.assigned_at:
             return None
@@ -156,7 +185,11 @@ class Rose:
         found, most = None, self._rest(turn, here, left, at)
         over = self._overestimated(turn, here, left)
         for worker in among:
-            if self.watches(worker) or len(worker.turns) >= worker.max_sequences or not self._below_cap(turn, worker):
+            if (
+                self.watches(worker)
+                or len(worker.turns) >= worker.max_sequences
+                or not self._below_cap(turn, worker)
+            ):
                 continue  # into an engine's queue it would move for nothing
             there = self._speeds.joining_s(turn, worker, left, False)
             if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
@@ -176,7 +209,9 @@ class Rose:
         """Seconds until the running turn has made `left` tokens more."""
         token_s, silent = self._speeds.token_s(turn), at - turn.heard_at
         if token_s is not None:
-            return max(token_s * left, silent if silent > 2 * (turn.heard_at - turn.assigned_at) else 0.0)
+            return max(
+                token_s * left, silent if silent > 2 * (turn.heard_at - turn.assigned_at) else 0.0
+            )
         if self._is_known(here):
             return self._speeds.staying_s(turn, here, left)
         return silent if len(here.turns) <= FEW else math.inf

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose.scheduler.events import Event, StepBegun, TurnEnded, TurnReturned, WorkerJoined, WorkerLost
+from rose.scheduler.events import (
+    Event,
+    StepBegun,
+    TurnEnded,
+    TurnReturned,
+    WorkerJoined,
+    WorkerLost,
+)
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 FORGET = 0.995  # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred count
@@ -60,14 +67,24 @@ class Speeds:
         self._leave(turn)
         context = uncached(turn)
         held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
-        self._sent[turn.turn] = Sent(worker.worker, turn.attempt + 1, context, held, 0 if cached else context,
-                                     turn.made_tokens)
+        self._sent[turn.turn] = Sent(
+            worker.worker,
+            turn.attempt + 1,
+            context,
+            held,
+            0 if cached else context,
+            turn.made_tokens,
+        )
 
     def ended(self, turn: TurnState, worker: WorkerState | None, at: float, made: int) -> None:
         """Learns from an attempt that went to its end; `made`: tokens of the turn until then."""
         held = self._held.get(turn.worker or "", 0)
         sent = self._leave(turn)
-        if sent is None or worker is None or (worker.worker, turn.attempt) != (sent.worker, sent.attempt):
+        if (
+            sent is None
+            or worker is None
+            or (worker.worker, turn.attempt) != (sent.worker, sent.attempt)
+        ):
             return
         tokens = made - sent.made
         if tokens <= 0:
@@ -79,13 +96,17 @@ class Speeds:
             pool = self._pools[sort] = self._like_another(x, seconds)
         fitted = pool.put(x, seconds)
         old = self._slowness.get(worker.worker, 1.0)
-        self._slowness[worker.worker] = old + RECENT * (seconds / fitted - old) if fitted > 0 else old
+        self._slowness[worker.worker] = (
+            old + RECENT * (seconds / fitted - old) if fitted > 0 else old
+        )
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
         """A new pool begins as one that is known, slower or faster as its first attempt was: one attempt can't tell
         decode from prefill."""
         known = next((pool for pool in self._pools.values() if pool.of(x) > 0), None)
-        return LeastSquares(FORGET, *([w * seconds / known.of(x) for w in known.weights] if known else ()))
+        return LeastSquares(
+            FORGET, *([w * seconds / known.of(x) for w in known.weights] if known else ())
+        )
 
     def moved(self, turn: TurnState, worker: WorkerState) -> None:
         """Learns from an attempt that is cut off now, up to the last word of it."""
@@ -114,14 +135,18 @@ class Speeds:
         """One that was slow for a while is tried again."""
         self._slowness = {worker: (1 + slow) / 2 for worker, slow in self._slowness.items()}
 
-    def seconds(self, turn: TurnState, worker: WorkerState, output: float, cached: bool) -> float | None:
+    def seconds(
+        self, turn: TurnState, worker: WorkerState, output: float, cached: bool
+    ) -> float | None:
         """Of the turn's next `output` tokens there, and as much again as it delays those that are there: each of its
         decode steps is longer by their contexts, and each of theirs by its own, about as long. So the sum of all turns
         falls, not just this one's. None: no worker like it has been measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
         return None if pool is None else self._of(pool, turn, worker, output, cached, 2)
 
-    def joining_s(self, turn: TurnState, worker: WorkerState, output: float, twice: bool) -> float | None:
+    def joining_s(
+        self, turn: TurnState, worker: WorkerState, output: float, twice: bool
+    ) -> float | None:
         """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for which the others
         wait for its prefill; `twice`: and as much again as its decode steps delay theirs, as in `seconds`.
         Where contexts are alike the fit takes waiting for prefill: that is at most PREFILL decode steps a token."""
@@ -130,16 +155,24 @@ class Speeds:
             return None
         decode, _, prefill = pool.weights
         prefill_s = min(max(prefill, 0.0), PREFILL * max(decode, 0.0)) * uncached(turn) / 1e3
-        return (self._of(pool, turn, worker, output, True, 1 + twice)
-                + prefill_s * (1 + len(worker.turns)) * self._slowness.get(worker.worker, 1.0))
+        return self._of(pool, turn, worker, output, True, 1 + twice) + prefill_s * (
+            1 + len(worker.turns)
+        ) * self._slowness.get(worker.worker, 1.0)
 
     def staying_s(self, turn: TurnState, worker: WorkerState, output: float) -> float:
         """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
         return 0.0 if pool is None else self._of(pool, turn, worker, output, True, 1)
 
-    def _of(self, pool: LeastSquares, turn: TurnState, worker: WorkerState, output: float, cached: bool,
-            times: int) -> float:
+    def _of(
+        self,
+        pool: LeastSquares,
+        turn: TurnState,
+        worker: WorkerState,
+        output: float,
+        cached: bool,
+        times: int,
+    ) -> float:
         context = uncached(turn)
         held = times * self._held.get(worker.worker, 0) + context
         seconds = pool.of(features(output, held, 0 if cached else context))
@@ -177,13 +210,23 @@ class LeastSquares:
         x0, x1, x2 = x
         w0, w1, w2 = self._w
         p00, p01, p02, p11, p12, p22 = self._p
-        g0, g1, g2 = p00 * x0 + p01 * x1 + p02 * x2, p01 * x0 + p11 * x1 + p12 * x2, p02 * x0 + p12 * x1 + p22 * x2
+        g0, g1, g2 = (
+            p00 * x0 + p01 * x1 + p02 * x2,
+            p01 * x0 + p11 * x1 + p12 * x2,
+            p02 * x0 + p12 * x1 + p22 * x2,
+        )
         forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
         scale, expected = forget + x0 * g0 + x1 * g1 + x2 * g2, w0 * x0 + w1 * x1 + w2 * x2
         error = (y - expected) / scale
         w = self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
-        self._p = ((p00 - g0 * g0 / scale) / forget, (p01 - g0 * g1 / scale) / forget, (p02 - g0 * g2 / scale) / forget,
-                   (p11 - g1 * g1 / scale) / forget, (p12 - g1 * g2 / scale) / forget, (p22 - g2 * g2 / scale) / forget)
+        self._p = (
+            (p00 - g0 * g0 / scale) / forget,
+            (p01 - g0 * g1 / scale) / forget,
+            (p02 - g0 * g2 / scale) / forget,
+            (p11 - g1 * g1 / scale) / forget,
+            (p12 - g1 * g2 / scale) / forget,
+            (p22 - g2 * g2 / scale) / forget,
+        )
         if w[0] < 0 or w[1] < 0 or w[2] < 0:
             self._w = project(w, self._p)
         return expected

@@ -21,7 +21,12 @@ from rose.trainer.algorithms.reinforce_pp import ReinforcePP
 from rose.trainer.algorithms.rloo import Rloo
 
 ALGORITHMS: dict[str, type] = {
-    "grpo": Grpo, "dapo": Dapo, "rloo": Rloo, "reinforce_pp": ReinforcePP, "gspo": Gspo, "decoupled_ppo": DecoupledPpo,
+    "grpo": Grpo,
+    "dapo": Dapo,
+    "rloo": Rloo,
+    "reinforce_pp": ReinforcePP,
+    "gspo": Gspo,
+    "decoupled_ppo": DecoupledPpo,
 }
 
 
@@ -31,15 +36,21 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
     Raises `ConfigError` for an unknown name, an unknown or missing argument, or an impossible value.
     """
     if name not in ALGORITHMS:
-        raise ConfigError(f"algorithm.name={name!r}: no such algorithm; there are {', '.join(ALGORITHMS)}")
+        raise ConfigError(
+            f"algorithm.name={name!r}: no such algorithm; there are {', '.join(ALGORITHMS)}"
+        )
     algorithm = ALGORITHMS[name]
     known = [field.name for field in fields(algorithm)]
     for key, value in args.items():
         if key not in known:
-            raise ConfigError(f"algorithm.args.{key}={value!r}: {name} has no such argument; it has {', '.join(known)}")
+            raise ConfigError(
+                f"algorithm.args.{key}={value!r}: {name} has no such argument; it has {', '.join(known)}"
+            )
     for key in known:
         if key not in args:
-            raise ConfigError(f"algorithm.args.{key}: missing; conf/algorithm/{name}.yaml has its default")
+            raise ConfigError(
+                f"algorithm.args.{key}: missing; conf/algorithm/{name}.yaml has its default"
+            )
     try:
         return msgspec.convert(args, algorithm)
     except msgspec.ValidationError as error:

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.algorithms.checks import ClipLow, Count, CountOrZero, NonNegative
-from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, token_mean_weights
+from rose.trainer.algorithms.surrogate import (
+    clipped_surrogate,
+    group_advantages,
+    token_mean_weights,
+)
 from rose.trainer.importance import log_ratio
 
 
@@ -35,8 +39,10 @@ class Dapo:
 
     def __post_init__(self) -> None:
         if self.overlong_buffer > self.max_response_tokens:
-            raise ValueError(f"algorithm.args.overlong_buffer={self.overlong_buffer}: must not be more than "
-                             f"algorithm.args.max_response_tokens={self.max_response_tokens}")
+            raise ValueError(
+                f"algorithm.args.overlong_buffer={self.overlong_buffer}: must not be more than "
+                f"algorithm.args.max_response_tokens={self.max_response_tokens}"
+            )
 
     def overlong_punishment(self, response_tokens: Tensor) -> Tensor:
         """(N,) int64 -> (N,) float32 in [-1, 0]; equation 13."""

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.algorithms.checks import ClipLow, NonNegative, Positive
-from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, token_mean_weights
+from rose.trainer.algorithms.surrogate import (
+    clipped_surrogate,
+    group_advantages,
+    token_mean_weights,
+)
 from rose.trainer.importance import log_ratio
 
 

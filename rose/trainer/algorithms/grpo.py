@@ -14,7 +14,11 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.algorithms.checks import ClipLow, NonNegative
-from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, sequence_mean_weights
+from rose.trainer.algorithms.surrogate import (
+    clipped_surrogate,
+    group_advantages,
+    sequence_mean_weights,
+)
 from rose.trainer.importance import log_ratio
 
 

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.algorithms.checks import ClipLow, NonNegative
-from rose.trainer.algorithms.surrogate import clipped_surrogate, group_advantages, sequence_mean_weights
+from rose.trainer.algorithms.surrogate import (
+    clipped_surrogate,
+    group_advantages,
+    sequence_mean_weights,
+)
 from rose.trainer.importance import log_ratio
 
 
@@ -36,4 +40,6 @@ class Gspo:
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
         tokens = batch.mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-        return clipped_surrogate(ratios.sum(-1, keepdim=True) / tokens, batch, self.clip_low, self.clip_high)
+        return clipped_surrogate(
+            ratios.sum(-1, keepdim=True) / tokens, batch, self.clip_low, self.clip_high
+        )

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.algorithms.checks import ClipLow, NonNegative
-from rose.trainer.algorithms.surrogate import STD_EPSILON, centred, clipped_surrogate, token_mean_weights
+from rose.trainer.algorithms.surrogate import (
+    STD_EPSILON,
+    centred,
+    clipped_surrogate,
+    token_mean_weights,
+)
 from rose.trainer.importance import log_ratio
 
 
@@ -33,7 +38,9 @@ class ReinforcePP:
         trajectory counts as often as it has response tokens, as in OpenRLHF; 0 if all A are equal."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
-        share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(min=1)  # (N,), sums to 1
+        share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(
+            min=1
+        )  # (N,), sums to 1
         difference = values - (values * share).sum()
         std = (difference.square() * share).sum().sqrt()
         return (difference / (std + STD_EPSILON)).float()

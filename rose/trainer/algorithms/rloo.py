@@ -32,8 +32,10 @@ class Rloo:
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
-            raise ValueError(f"algorithm.args.clip_low={self.clip_low}: must be null (REINFORCE) or a number "
-                             f"together with algorithm.args.clip_high={self.clip_high}")
+            raise ValueError(
+                f"algorithm.args.clip_low={self.clip_low}: must be null (REINFORCE) or a number "
+                f"together with algorithm.args.clip_high={self.clip_high}"
+            )
 
     def advantages(self, summary: Summary) -> Tensor:
         """r_i - mean of the others = n / (n - 1) * (r_i - group mean); 0 in a group of one."""
@@ -50,5 +52,9 @@ class Rloo:
         if self.clip_low is None:
             logprobs = batch.logprobs.masked_fill(batch.mask == 0, 0.0)
             return -batch.advantages[:, None] * logprobs, {}
-        total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)  # (B, 1)
-        return clipped_surrogate(total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch, self.clip_low, self.clip_high)
+        total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(
+            -1, keepdim=True
+        )  # (B, 1)
+        return clipped_surrogate(
+            total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch, self.clip_low, self.clip_high
+        )

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
 
-STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far below any reward scale in use
+STD_EPSILON = (
+    1e-6  # added to a standard deviation of rewards, as in verl: far below any reward scale in use
+)
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -64,7 +66,9 @@ def clipped_surrogate(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
     with torch.no_grad():
-        cut = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+        cut = ((ratio > 1 + clip_high) & (advantages > 0)) | (
+            (ratio < 1 - clip_low) & (advantages < 0)
+        )
         statistics = {
             "clip_fraction": (cut * batch.mask).sum(),
             "ratio": (ratio * batch.mask).sum(),

@@ -19,8 +19,11 @@ BLOCK_BYTES = 4096
 BLOCKS = 65  # one of them vLLM's own
 PREDICTOR = Predictor([0.001, 1e-5, 0.0, 1e-5, 0.0])
 SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.1)
-PROFILE = {"online": {"predictor": PREDICTOR.to_dict()}, "rollout": {"predictor": PREDICTOR.to_dict()},
-           "interference": {"hold_p99": 1.0, "hold_mean": 0.5}}
+PROFILE = {
+    "online": {"predictor": PREDICTOR.to_dict()},
+    "rollout": {"predictor": PREDICTOR.to_dict()},
+    "interference": {"hold_p99": 1.0, "hold_mean": 0.5},
+}
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +31,19 @@ def model_folder(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("model")
-    transformers.Qwen3Config(vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
-                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-                             architectures=["Qwen3ForCausalLM"], eos_token_id=1, bos_token_id=None
-                             ).save_pretrained(folder)
+    transformers.Qwen3Config(
+        vocab_size=263,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        architectures=["Qwen3ForCausalLM"],
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -77,11 +89,20 @@ def boards(tmp_path, monkeypatch, make_config):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
     monkeypatch.setattr(gate, "AHEAD_S", 60.0)
     observe = Predictor.observe
-    monkeypatch.setattr(Predictor, "observe",
-                        lambda self, work, seconds: observe(self, work, 1.01 * self.seconds(work)))
-    lending = msgspec.structs.replace(serving.lending, kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30, stale_after_s=60.0,
-                                      patience_s=600.0)
-    serving = msgspec.structs.replace(serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO))
+    monkeypatch.setattr(
+        Predictor,
+        "observe",
+        lambda self, work, seconds: observe(self, work, 1.01 * self.seconds(work)),
+    )
+    lending = msgspec.structs.replace(
+        serving.lending,
+        kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30,
+        stale_after_s=60.0,
+        patience_s=600.0,
+    )
+    serving = msgspec.structs.replace(
+        serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO)
+    )
     for name, value in device.describe(tmp_path / "boards", serving, PROFILE).items():
         monkeypatch.setenv(name, value)
     made = Boards(tmp_path / "boards")
@@ -101,27 +122,58 @@ def make_scheduler(model_folder, asynchronous):
     so many blocks, else nothing is behind the blocks."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     def make(module, blocks=BLOCKS, memory=None):
-        model = ModelConfig(model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0)
-        scheduling = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512,
-                                     enable_chunked_prefill=True, is_encoder_decoder=False,
-                                     async_scheduling=asynchronous)
-        cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True)
-        config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache,
-                            device_config=DeviceConfig("cpu"))
+        model = ModelConfig(
+            model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0
+        )
+        scheduling = SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=512,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=asynchronous,
+        )
+        cache = CacheConfig(
+            block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True
+        )
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=scheduling,
+            cache_config=cache,
+            device_config=DeviceConfig("cpu"),
+        )
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         size = memory.layout.block_bytes if memory else BLOCK_BYTES
-        tensor = KVCacheTensor(size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size)
-        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor],
-                           kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        tensor = KVCacheTensor(
+            size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size
+        )
+        kv = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
         cache.num_gpu_blocks = blocks
         build = resolve_obj_by_qualname(f"{module}.scheduler")
-        return Driven(build(vllm_config=config, kv_cache_config=kv, log_stats=True, block_size=BLOCK,
-                            structured_output_manager=StructuredOutputManager(config)), memory)
+        return Driven(
+            build(
+                vllm_config=config,
+                kv_cache_config=kv,
+                log_stats=True,
+                block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(config),
+            ),
+            memory,
+        )
 
     return make
 
@@ -172,11 +224,20 @@ class Driven:
         init_none_hash(sha256)
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         params.update_from_generation_config({}, 1)
-        first = zlib.crc32(name.encode())  # not hash(), by which two names in some processes would share a prefix
+        first = zlib.crc32(
+            name.encode()
+        )  # not hash(), by which two names in some processes would share a prefix
         ids = [(first + i) % 250 + 2 for i in range(prompt)]
-        self.scheduler.add_request(Request(request_id=name, prompt_token_ids=ids, sampling_params=params,
-                                           pooling_params=None, arrival_time=time.time(),
-                                           block_hasher=get_request_block_hasher(BLOCK, sha256)))
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                block_hasher=get_request_block_hasher(BLOCK, sha256),
+            )
+        )
 
     def step(self):
         """One step, planned and done; the number of tokens that each request computed in it."""
@@ -202,12 +263,22 @@ class Driven:
 
         output, sampled = self.in_flight.pop(0)
         names = list(output.num_scheduled_tokens)
-        result = self.scheduler.update_from_output(output, ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, pooler_output=[]))
+        result = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            ),
+        )
         for group in result.values():
             for one in group.outputs:
-                self.made[one.request_id] = self.made.get(one.request_id, 0) + len(one.new_token_ids)
+                self.made[one.request_id] = self.made.get(one.request_id, 0) + len(
+                    one.new_token_ids
+                )
                 if one.finish_reason is not None:
                     self.ended[one.request_id] = (one.finish_reason.name, one.stop_reason)
 

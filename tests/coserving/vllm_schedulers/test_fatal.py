@@ -76,8 +76,10 @@ def pair(boards, make_scheduler, monkeypatch):
     def made(pages):
         gpu, layout = Device(pages + 2), Layout(BLOCKS * BLOCK_BYTES, BLOCKS, (0,), (BLOCK_BYTES,))
         memories = [BlockMemory(FatalPages(gpu, layout.nbytes), layout) for _ in range(2)]
-        return gpu, *(Running(make_scheduler(f"rose.coserving.{side}", memory=memory), gpu)
-                      for side, memory in zip(("online", "rollout"), memories))
+        return gpu, *(
+            Running(make_scheduler(f"rose.coserving.{side}", memory=memory), gpu)
+            for side, memory in zip(("online", "rollout"), memories)
+        )
 
     return made
 
@@ -94,7 +96,9 @@ def used(*engines) -> list[int]:
 
 @pytest.mark.parametrize("missing", [0, 9], ids=["enough", "too little"])
 @pytest.mark.parametrize("seed", range(2))
-def test_both_live_on_one_budget_whatever_comes(pair, boards, asynchronous, seed, missing, monkeypatch):
+def test_both_live_on_one_budget_whatever_comes(
+    pair, boards, asynchronous, seed, missing, monkeypatch
+):
     """`missing`: pages of the budget that somebody else on the device has. With the second seed little changes hands at
     once, as it does where there is much."""
     for module in (pool, online_scheduler, rollout_scheduler) if seed else ():
@@ -105,9 +109,13 @@ def test_both_live_on_one_budget_whatever_comes(pair, boards, asynchronous, seed
     for at in range(160):
         what = dice.random()
         if what < 0.12:
-            online.driven.add(f"s{serial}", prompt=dice.randint(10, 250), tokens=dice.randint(1, 40))
+            online.driven.add(
+                f"s{serial}", prompt=dice.randint(10, 250), tokens=dice.randint(1, 40)
+            )
         elif what < 0.3 and len(rollout.driven.scheduler.requests) < 6:
-            rollout.driven.add(f"r{serial}", prompt=dice.randint(10, 100), tokens=dice.randint(20, 150))
+            rollout.driven.add(
+                f"r{serial}", prompt=dice.randint(10, 100), tokens=dice.randint(20, 150)
+            )
         elif what < 0.33 and online.driven.scheduler.requests:
             name = dice.choice(list(online.driven.scheduler.requests))
             online.driven.scheduler.finish_requests(name, abort())
@@ -141,7 +149,9 @@ def abort():
     return RequestStatus.FINISHED_ABORTED
 
 
-def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes_to_them(pair, boards, asynchronous):
+def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes_to_them(
+    pair, boards, asynchronous
+):
     gpu, online, rollout = pair(BUDGET // PAGE)
     scheduler = online.driven.scheduler
     online.driven.add("long", prompt=250, tokens=100)
@@ -158,7 +168,9 @@ def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes
         online.done()
 
 
-def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_for(pair, boards, asynchronous):
+def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_for(
+    pair, boards, asynchronous
+):
     """The online engine has time for one of R's steps, then not for another beside it."""
     _, _, rollout = pair(2 * BUDGET // PAGE)
     scheduler, told = rollout.driven.scheduler, boards.begin("online", board.Online)
@@ -168,8 +180,14 @@ def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_
     assert sum(rollout.driven.plan().values()) == 1
     output, work, began = scheduler._in_flight[0]
     one = scheduler._predictor.p99(work)
-    assert 0 < board.Reader(boards.folder / "rollout", board.Rollout).read().step_ends <= began + 60.0
-    scheduler._in_flight[0] = (output, work, time.monotonic() + 600.0)  # however slow this machine is: it just began
+    assert (
+        0 < board.Reader(boards.folder / "rollout", board.Rollout).read().step_ends <= began + 60.0
+    )
+    scheduler._in_flight[0] = (
+        output,
+        work,
+        time.monotonic() + 600.0,
+    )  # however slow this machine is: it just began
     ahead = scheduler._in_flight_s(scheduler._predictor)
     assert ahead[1] == one > 0
 

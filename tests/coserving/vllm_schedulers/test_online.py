@@ -26,9 +26,13 @@ def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_targ
     assert state.hold_until == board.INFINITE
     arrived = time.monotonic()
     driven.add("a", prompt=100, tokens=5)
-    assert state.waiting == 1 and arrived + 0.4 < state.hold_until < arrived + 0.5, "0.5 s, but for its own prefill"
+    assert state.waiting == 1 and arrived + 0.4 < state.hold_until < arrived + 0.5, (
+        "0.5 s, but for its own prefill"
+    )
     driven.step()
-    assert state.running == 1 and state.hold_until < time.monotonic() + 0.4, "the next token, 4 targets ahead at most"
+    assert state.running == 1 and state.hold_until < time.monotonic() + 0.4, (
+        "the next token, 4 targets ahead at most"
+    )
     driven.steps(4)
     assert state.hold_until == board.INFINITE and (state.finished, state.met) == (1, 1)
     assert (state.prompt_tokens, state.made_tokens) == (100, 5)
@@ -65,7 +69,8 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
 
 
 def test_first_tokens_later_than_their_median_target_leave_rollouts_a_smaller_share_until_they_are_sooner(
-        driven, monkeypatch):
+    driven, monkeypatch
+):
     monkeypatch.setattr("rose.coserving.slo.FORGET_S", 1e6)
     shares = []
     for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
@@ -85,7 +90,9 @@ def test_requests_that_lose_their_memory_to_others_are_counted(driven):
     assert driven.scheduler.state.preempted > 0 and driven.made == dict.fromkeys("abc", 250)
 
 
-def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_does_not_need(driven, boards):
+def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_does_not_need(
+    driven, boards
+):
     driven.add("a", prompt=64, tokens=50)
     driven.step()
     assert driven.scheduler.pool.limit_bytes == TOTAL
@@ -96,7 +103,9 @@ def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_
     assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
 
 
-def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that_is_lent(driven, boards):
+def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that_is_lent(
+    driven, boards
+):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout", board.Rollout)
     driven.scheduler._rollout._looked_at = float("-inf")
@@ -109,7 +118,9 @@ def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that
     assert pool.limit_bytes <= TOTAL - boards.writers["rollout"].state.kv_budget
 
 
-def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_missing(driven, boards, monkeypatch):
+def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_missing(
+    driven, boards, monkeypatch
+):
     lifted = []
     monkeypatch.setattr(online, "lift", lifted.append)
     boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
@@ -124,7 +135,9 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
     assert lifted == [os.getpid()]
 
 
-def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(driven, boards):
+def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(
+    driven, boards
+):
     boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
     driven.scheduler._rollout._looked_at = float("-inf")
     driven.add("a", prompt=32, tokens=200)
@@ -159,10 +172,15 @@ def changes(driven, step) -> tuple[int, int]:
     """Blocks that lose their memory, and get some, meanwhile."""
     driven.calls.clear()
     step()
-    return tuple(sum(len(ids) for method, ids in driven.calls if method == name) for name in (pool.RELEASE, pool.MAP))
+    return tuple(
+        sum(len(ids) for method, ids in driven.calls if method == name)
+        for name in (pool.RELEASE, pool.MAP)
+    )
 
 
-def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_end(driven, boards, four_at_once):
+def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_end(
+    driven, boards, four_at_once
+):
     scheduler = driven.scheduler
     assert scheduler.pool.limit_bytes == TOTAL, "nobody waits at the start"
     driven.add("a", prompt=32, tokens=200)
@@ -170,16 +188,23 @@ def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_e
     boards.begin("rollout", board.Rollout)
     scheduler._rollout._looked_at = float("-inf")
     given = [changes(driven, driven.step) for _ in range(20)]
-    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)  # "a" grows by a block in between
+    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (
+        4,
+        0,
+    )  # "a" grows by a block in between
     needed = scheduler._needed()
-    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, "not a part of it is kept for the delay"
+    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, (
+        "not a part of it is kept for the delay"
+    )
     boards.set("control", lend=0)
     taken = [changes(driven, driven.step) for _ in range(20)]
     assert all(got <= 4 and not lost for lost, got in taken) and taken[0] == (0, 4)
     assert scheduler.pool.limit_bytes == TOTAL
 
 
-def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(driven, boards, four_at_once):
+def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
+    driven, boards, four_at_once
+):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout", board.Rollout)
     driven.scheduler._rollout._looked_at = float("-inf")
@@ -207,10 +232,17 @@ def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, fou
         assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
 
 
-def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(driven, boards):
+def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(
+    driven, boards
+):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL, pid=process.pid,
-                 pid_started=board._started(process.pid))
+    boards.begin(
+        "rollout",
+        board.Rollout,
+        kv_budget=0.8 * TOTAL,
+        pid=process.pid,
+        pid_started=board._started(process.pid),
+    )
     driven.scheduler._rollout._looked_at = float("-inf")
     driven.add("a", prompt=400, tokens=100)
     driven.step()
@@ -231,8 +263,13 @@ def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is
 def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boards):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        boards.begin("rollout", board.Rollout, kv_budget=0.9 * TOTAL, pid=process.pid,
-                     pid_started=board._started(process.pid))
+        boards.begin(
+            "rollout",
+            board.Rollout,
+            kv_budget=0.9 * TOTAL,
+            pid=process.pid,
+            pid_started=board._started(process.pid),
+        )
         driven.scheduler._rollout._looked_at = float("-inf")
         driven.add("a", prompt=400, tokens=100)
         driven.step()
@@ -247,7 +284,9 @@ def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boa
         process.kill()
 
 
-def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(make_scheduler, monkeypatch, tmp_path):
+def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
+    make_scheduler, monkeypatch, tmp_path
+):
     import msgspec
 
     monkeypatch.delenv("ROSE_COSERVING", raising=False)

@@ -30,11 +30,15 @@ class Engine:
         self.layout = layout
         self.blocks = BlockPool(layout.blocks, enable_caching=False, hash_block_size=16)
         self.requests: dict[str, list] = {}
-        manager = SimpleNamespace(block_pool=self.blocks,
-                                  get_block_ids=lambda name: ([b.block_id for b in self.requests[name]],))
+        manager = SimpleNamespace(
+            block_pool=self.blocks,
+            get_block_ids=lambda name: ([b.block_id for b in self.requests[name]],),
+        )
         sizes = [SimpleNamespace(size=layout.blocks * layout.block_bytes)]
         self.pool = Pool(manager, SimpleNamespace(num_blocks=layout.blocks, kv_cache_tensors=sizes))
-        self.workers = [BlockMemory(FatalPages(device, layout.nbytes), layout) for device in devices]
+        self.workers = [
+            BlockMemory(FatalPages(device, layout.nbytes), layout) for device in devices
+        ]
         for worker in self.workers:
             worker.map([0])
         self.base = self.workers[0].mapped_bytes
@@ -83,7 +87,9 @@ class Engine:
     @property
     def mapped(self) -> int:
         """What the device has given, beyond the null block's."""
-        found = {worker.pool.mapped_bytes for worker in self.workers} | {w.mapped_bytes for w in self.workers}
+        found = {worker.pool.mapped_bytes for worker in self.workers} | {
+            w.mapped_bytes for w in self.workers
+        }
         assert len(found) == 1
         return found.pop() - self.base
 
@@ -92,9 +98,13 @@ def one_region(blocks: int, stride: int) -> Layout:
     return Layout(blocks * stride, blocks, (0,), (stride,))
 
 
-LAYOUTS = [one_region(33, 896 * KiB),  # Qwen2.5-7B: 16 blocks make 7 pages
-           one_region(40, 200 * KiB + 12), one_region(17, 3 * MiB), one_region(12, 4 * MiB),
-           Layout(4 * 24 * 300 * KiB, 24, tuple(i * 24 * 300 * KiB for i in range(4)), (300 * KiB,) * 4)]  # by layers
+LAYOUTS = [
+    one_region(33, 896 * KiB),  # Qwen2.5-7B: 16 blocks make 7 pages
+    one_region(40, 200 * KiB + 12),
+    one_region(17, 3 * MiB),
+    one_region(12, 4 * MiB),
+    Layout(4 * 24 * 300 * KiB, 24, tuple(i * 24 * 300 * KiB for i in range(4)), (300 * KiB,) * 4),
+]  # by layers
 
 
 def test_nothing_is_used_before_it_is_said_how_much():
@@ -102,13 +112,17 @@ def test_nothing_is_used_before_it_is_said_how_much():
     assert engine.free == engine.pool.mapped == engine.mapped == 0
     engine.pool.limit(engine.pool.total)
     assert engine.free == 32 and engine.pool.limit_bytes == engine.pool.total
-    assert engine.pool.mapped == engine.mapped == 14 * PAGE  # 33 blocks are 14.4 pages; the null block's one is not counted
+    assert (
+        engine.pool.mapped == engine.mapped == 14 * PAGE
+    )  # 33 blocks are 14.4 pages; the null block's one is not counted
     engine.step()
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(1, 2), st.integers(0, 2**32), st.data())
-def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_its_limit(layout, workers, seed, data):
+def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_its_limit(
+    layout, workers, seed, data
+):
     dice = random.Random(seed)
     pages = -(-layout.nbytes // PAGE)
     room = data.draw(st.integers(pages // 3, pages))
@@ -119,20 +133,31 @@ def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_it
         for _ in range(30):
             what = dice.random()
             if what < 0.4:
-                wanted, most = dice.randint(0, pool.total), dice.choice((pool.total + PAGE, dice.randint(0, pool.total)))
-                before, had, at_once = pool.mapped, pool.limit_bytes, dice.choice((math.inf, 3 * pool.block_bytes))
+                wanted, most = (
+                    dice.randint(0, pool.total),
+                    dice.choice((pool.total + PAGE, dice.randint(0, pool.total))),
+                )
+                before, had, at_once = (
+                    pool.mapped,
+                    pool.limit_bytes,
+                    dice.choice((math.inf, 3 * pool.block_bytes)),
+                )
                 reached = pool.limit(wanted, most, at_once)
                 assert reached <= max(most, pages_of(engine, engine.held)) or reached < before
                 least = max(wanted, len(engine.held) * pool.block_bytes)
                 assert pool.limit_bytes <= (least if before > most else max(least, had - at_once))
                 if wanted < had and before <= most:
-                    assert pool.limit_bytes >= min(least // pool.block_bytes * pool.block_bytes, had - at_once)
+                    assert pool.limit_bytes >= min(
+                        least // pool.block_bytes * pool.block_bytes, had - at_once
+                    )
             elif what < 0.7:
                 engine.take(f"r{serial}", dice.randint(1, layout.blocks // 3))
                 serial += 1
             elif engine.requests:
                 engine.end(dice.choice(list(engine.requests)))
-            assert pool.mapped == engine.mapped == pages_of(engine, np.flatnonzero(pool._usable)[1:])
+            assert (
+                pool.mapped == engine.mapped == pages_of(engine, np.flatnonzero(pool._usable)[1:])
+            )
             assert pool.used == len(engine.held) * pool.block_bytes
             assert pool.free == pool.limit_bytes - pool.used
             engine.step()
@@ -186,9 +211,14 @@ def test_of_much_memory_a_part_goes_with_each_call_and_the_highest_first(layout)
         moved.append((had - pool.limit_bytes) // pool.block_bytes)
         engine.step()
     assert set(moved[:-1]) <= {5} and 0 < moved[-1] <= 5 and pool.used == 3 * pool.block_bytes
-    assert pool.paced(pool.total) == 4 * pool.block_bytes + module.AT_ONCE or pool.paced(pool.total) == pool.total
+    assert (
+        pool.paced(pool.total) == 4 * pool.block_bytes + module.AT_ONCE
+        or pool.paced(pool.total) == pool.total
+    )
     pool.limit(pool.total)
-    assert pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2  # others have counted on it: all at once
+    assert (
+        pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2
+    )  # others have counted on it: all at once
 
 
 def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
@@ -205,7 +235,9 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
     for _ in range(3 * module.SETTLE):
         before = engine.workers[0]._held.copy()
         pool.limit(10 * pool.block_bytes, math.inf, pool.block_bytes)
-        assert (before & ~engine.workers[0]._held).sum() <= 1 and pool.limit_bytes >= 8 * pool.block_bytes
+        assert (
+            before & ~engine.workers[0]._held
+        ).sum() <= 1 and pool.limit_bytes >= 8 * pool.block_bytes
         engine.step()
 
 
@@ -228,7 +260,9 @@ def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
         pool.limit(220 * pool.block_bytes)
         if at % 200 == 199:
             share.append(pool.mapped / engine.layout.nbytes)
-    assert share[0] < 0.45 and share == sorted(share, reverse=True) and share[-1] < 0.17  # 220 / 1600 = 0.1375
+    assert (
+        share[0] < 0.45 and share == sorted(share, reverse=True) and share[-1] < 0.17
+    )  # 220 / 1600 = 0.1375
     for name in list(engine.requests):
         engine.end(name)
     assert pool.limit(220 * pool.block_bytes) < 0.14 * engine.layout.nbytes and not pool.strewn
@@ -236,8 +270,15 @@ def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
 
 class Counted(BlockMemory):
     def __init__(self, layout):
-        super().__init__(SimpleNamespace(page=PAGE, nbytes=-(-layout.nbytes // PAGE) * PAGE, map=lambda ranges: None,
-                                         release=lambda ranges: None), layout)
+        super().__init__(
+            SimpleNamespace(
+                page=PAGE,
+                nbytes=-(-layout.nbytes // PAGE) * PAGE,
+                map=lambda ranges: None,
+                release=lambda ranges: None,
+            ),
+            layout,
+        )
         self.map([0])
 
 
@@ -252,7 +293,9 @@ def test_the_fewest_requests_end_that_must_for_the_pages_of_the_others_to_fit():
         count = pool.excess(wanted * PAGE, list("hgfedcba"))
         kept = [block.block_id for name in "hgfedcba"[count:] for block in engine.requests[name]]
         assert pages_of(engine, kept) <= wanted * PAGE
-        more = [block.block_id for name in "hgfedcba"[count - 1:] for block in engine.requests[name]]
+        more = [
+            block.block_id for name in "hgfedcba"[count - 1 :] for block in engine.requests[name]
+        ]
         assert pages_of(engine, more) > wanted * PAGE
     for name in "hgf":
         engine.end(name)

@@ -33,9 +33,15 @@ def test_an_idle_device_runs_rollouts_and_counts_what_is_lent(driven):
     assert (state.prompt_tokens, state.made_tokens, state.evicted) == (40, 3, 0) and state.open == 1
 
 
-@pytest.mark.parametrize("who, fields, reason", [
-    ("online", {"hold_until": 1.0}, Reason.SLACK), ("online", {"lends": 0}, Reason.ONLINE_REFUSES),
-    ("control", {"lend": 0}, Reason.STOPPED), ("control", {"share": 0}, Reason.HOUR)])
+@pytest.mark.parametrize(
+    "who, fields, reason",
+    [
+        ("online", {"hold_until": 1.0}, Reason.SLACK),
+        ("online", {"lends": 0}, Reason.ONLINE_REFUSES),
+        ("control", {"lend": 0}, Reason.STOPPED),
+        ("control", {"share": 0}, Reason.HOUR),
+    ],
+)
 def test_nothing_passes_a_shut_gate_and_it_opens_again(driven, boards, who, fields, reason):
     driven.add("a")
     driven.step()
@@ -47,10 +53,16 @@ def test_nothing_passes_a_shut_gate_and_it_opens_again(driven, boards, who, fiel
         assert driven.step() == {"a": 1}
 
 
-@pytest.mark.parametrize("call", [
-    lambda driven, boards: driven.scheduler._core.input_queue.put_nowait("an abort, or a request"),
-    lambda driven, boards: boards.set("online", kv_used=0.9 * TOTAL),
-    lambda driven, boards: boards.set("online", hold_until=board.INFINITE)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda driven, boards: driven.scheduler._core.input_queue.put_nowait(
+            "an abort, or a request"
+        ),
+        lambda driven, boards: boards.set("online", kv_used=0.9 * TOTAL),
+        lambda driven, boards: boards.set("online", hold_until=board.INFINITE),
+    ],
+)
 def test_who_waits_at_a_shut_gate_hears_calls(driven, boards, monkeypatch, call):
     monkeypatch.setattr(rollout, "WAIT_S", 600.0)
     driven.add("a", prompt=150, tokens=100)
@@ -111,7 +123,9 @@ def test_the_slack_bounds_a_step(driven, boards):
     assert sum(driven.step().values()) > 100
 
 
-def test_memory_that_the_online_engine_wants_is_given_back_at_once_and_whole_requests_with_it(driven, boards):
+def test_memory_that_the_online_engine_wants_is_given_back_at_once_and_whole_requests_with_it(
+    driven, boards
+):
     for name in "abcd":
         driven.add(name, prompt=150, tokens=100)
     driven.steps(4)
@@ -142,7 +156,9 @@ def test_it_stays_small_until_the_next_training_step(driven, boards):
     driven.steps(3)
     assert blocks_held(driven) == small
     boards.set("control", epoch=2)
-    driven.scheduler._budget._peak = 0.0  # what was lately used is forgotten slowly; not what is tested here
+    driven.scheduler._budget._peak = (
+        0.0  # what was lately used is forgotten slowly; not what is tested here
+    )
     driven.step()
     assert blocks_held(driven) > small
 
@@ -154,7 +170,9 @@ def test_it_takes_only_what_the_online_engine_has_let_go(driven, boards):
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
 
 
-def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(driven, boards, monkeypatch):
+def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(
+    driven, boards, monkeypatch
+):
     for module in (pool, rollout):
         monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
     driven.step()
@@ -240,7 +258,9 @@ def test_fewer_tokens_than_requests_reach_all_of_them_in_turn(driven, boards):
         driven.add(name, prompt=8, tokens=50)
     driven.step()
     boards.set("online", hold_until=time.monotonic() + 100)
-    driven.scheduler._gate._lending = msgspec.structs.replace(driven.scheduler._lending, chunk_tokens=2)
+    driven.scheduler._gate._lending = msgspec.structs.replace(
+        driven.scheduler._lending, chunk_tokens=2
+    )
     served = {name for got in driven.steps(3) for name in got}
     assert served == set("abcdef")
 
@@ -249,7 +269,11 @@ def test_an_idle_engine_wakes_to_give_memory_back(driven, boards):
     driven.add("a", tokens=2)
     driven.steps(4)
     scheduler = driven.scheduler
-    assert scheduler.pool.limit_bytes > 0 and not scheduler.has_requests() and not scheduler._wants_turn()
+    assert (
+        scheduler.pool.limit_bytes > 0
+        and not scheduler.has_requests()
+        and not scheduler._wants_turn()
+    )
     boards.set("control", lend=0)
     assert scheduler._wants_turn()
     driven.step()
