@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rose.config.errors import ConfigError
 
-# What trainer and engines read; the same weights as .bin, .gguf, .onnx or consolidated files are left out.
+# What trainer and engines read; the same weights as .bin, .gguf, .onnx or consolidated files are
+# left out.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 OFFLINE = {
@@ -28,7 +29,8 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
     """The absolute folder of one commit of `repository`, downloaded if it is not in the cache.
 
     `revision`: a branch, tag or commit; null: the default branch. `key`: the configuration key that
-    gave the id, for errors. Its last component is the commit's hash. The hub's progress bars go to stderr.
+    gave the id, for errors. Its last component is the commit's hash. The hub's progress bars go to
+    stderr.
 
     Raises `ConfigError` when neither the hub nor the cache has it, or not all of it.
     """
@@ -59,7 +61,8 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
-    except Exception as error:  # of the hub, of files, of its HTTP library (a proxy that refuses) or of its Xet client
+    # of the hub, of files, of its HTTP library (a proxy that refuses) or of its Xet client
+    except Exception as error:
         raise ConfigError(
             f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
             f"({_first_line(error)}). On a machine with network: `hf download {repository}"

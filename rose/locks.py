@@ -1,6 +1,7 @@
 """A lock file that several processes wait for, and that the kernel frees when its holder dies.
 
-Imports nothing of ROSE. Left out: file systems without flock; the callers' files are in the user's cache.
+Imports nothing of ROSE. Left out: file systems without flock; the callers' files are in the user's
+cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ PAUSE_S = 0.2
 
 @contextmanager
 def held(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after `deadline_s` seconds."""
+    """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after
+    `deadline_s` seconds."""
     until = time.monotonic() + deadline_s
     with path.open("w") as file:
         while True:

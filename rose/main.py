@@ -1,8 +1,8 @@
 """One rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
 
-The same program and the same ranks on a laptop and on Slurm; only the launcher differs. A rank's number tells its
-role (rose/launch/layout.py), so that one command line serves all. MPI is initialised inside the guarded process, and
-each role's packages are imported by its own ranks only.
+The same program and the same ranks on a laptop and on Slurm; only the launcher differs. A rank's
+number tells its role (rose/launch/layout.py), so that one command line serves all. MPI is
+initialised inside the guarded process, and each role's packages are imported by its own ranks only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main() -> None:
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
-    """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the coordinator."""
+    """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the
+    coordinator."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is the launcher's: it ends the run in order
@@ -85,15 +86,16 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
 
 def make_broadcast(config: cfg.Config, world):
-    """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are neither."""
+    """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are
+    neither."""
     from rose.transfer import broadcast
 
     ranks = layout(config)
     trainers, rollouts = (
         [r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT)
     )
-    # What is sent is differences, which are wanted in host memory: over NCCL they would go through both GPUs, for a
-    # CUDA context and a communicator per trainer rank on each engine's device.
+    # What is sent is differences, which are wanted in host memory: over NCCL they would go through
+    # both GPUs, for a CUDA context and a communicator per trainer rank on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
     return broadcast.make_broadcast(
         kind, world, trainers, rollouts, config.transfer.load_timeout_s, config.cluster.interface

@@ -1,5 +1,5 @@
-"""Where the model is: a folder as it stands, a hub's snapshot (rose/hub.py), or a recipe of scripts/ made once
-in the user's cache.
+"""Where the model is: a folder as it stands, a hub's snapshot (rose/hub.py), or a recipe of
+scripts/ made once in the user's cache.
 
 Recipes run as processes of their own, so nothing of torch is imported here.
 """
@@ -24,7 +24,8 @@ from rose.config import ConfigError, Model
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the download of 93 MB
 
-# What a recipe's output depends on besides its arguments; a change of any of them makes a new folder.
+# What a recipe's output depends on besides its arguments; a change of any of them makes a new
+# folder.
 RECIPES = {
     "tiny": ("scripts/make_tiny_model.py", "rose/envs/frozen_lake.py"),
     "smollm2": ("scripts/make_smollm2.py",),
@@ -32,10 +33,11 @@ RECIPES = {
 
 
 def resolve(model: Model) -> Path:
-    """The HF folder to load: made first if its recipe has not run yet, downloaded if no launcher has (the ranks of a
-    run find `model.snapshot` in its configuration).
+    """The HF folder to load: made first if its recipe has not run yet, downloaded if no launcher
+    has (the ranks of a run find `model.snapshot` in its configuration).
 
-    Raises `ConfigError` when a folder is missing or incomplete, when a recipe fails, or a hub can't give the model.
+    Raises `ConfigError` when a folder is missing or incomplete, when a recipe fails, or a hub can't
+    give the model.
     """
     if model.source == "hub":
         return _snapshot(model)
@@ -92,7 +94,8 @@ def cache_dir() -> Path:
 
 
 def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
-    """The cache folder named by the recipe's arguments and the content of the files that make it."""
+    """The cache folder named by the recipe's arguments and the content of the files that make
+    it."""
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for name in RECIPES[source]:
         digest.update((REPOSITORY / name).read_bytes())
@@ -100,8 +103,8 @@ def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
 
 
 def check_recipe(source: str, recipe: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a key that the recipe's script has no option for. Read from its text: the script
-    itself would import torch."""
+    """Raises `ConfigError` for a key that the recipe's script has no option for. Read from its
+    text: the script itself would import torch."""
     script = RECIPES[source][0]
     options = re.findall(r"""add_argument\(["']--([\w-]+)["']""", (REPOSITORY / script).read_text())
     known = [name.replace("-", "_") for name in options if name != "out"]
@@ -113,8 +116,8 @@ def check_recipe(source: str, recipe: dict[str, Any]) -> None:
 
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
-    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder into place. It
-    ends with this process, and Ctrl-C reaches this process alone, which ends it."""
+    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder
+    into place. It ends with this process, and Ctrl-C reaches this process alone, which ends it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # made by whoever held the lock before

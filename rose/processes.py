@@ -1,7 +1,8 @@
-"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper. And how many
-threads a process may well have.
+"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper.
+And how many threads a process may well have.
 
-Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need Linux anyway.
+Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need
+Linux anyway.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """This process gets SIGKILL when the thread that made it ends. `parent`: the pid that must still be the parent,
-    for a process that was just forked (the parent may have ended before this call)."""
+    """This process gets SIGKILL when the thread that made it ends. `parent`: the pid that must
+    still be the parent, for a process that was just forked (the parent may have ended before this
+    call)."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
@@ -31,12 +33,13 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that it can find and end them."""
+    """Descendants whose parent ends become children of this process, so that it can find and end
+    them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def usable_threads() -> int:
-    """Threads for work on the side (encoding, staging) where no key says how many: the cores that this process may run
-    on, as Slurm or taskset bound it, and 8 at most. More would fight over Python's lock with what the process is for,
-    and each of them holds blocks in memory."""
+    """Threads for work on the side (encoding, staging) where no key says how many: the cores that
+    this process may run on, as Slurm or taskset bound it, and 8 at most. More would fight over
+    Python's lock with what the process is for, and each of them holds blocks in memory."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))

@@ -21,7 +21,8 @@ PROTOCOL_VERSION = 6
 
 
 class Role(str, enum.Enum):
-    """What a rank of the job does; its number tells (rose/launch/layout.py). Borrowed ranks have none: they join."""
+    """What a rank of the job does; its number tells (rose/launch/layout.py). Borrowed ranks have
+    none: they join."""
 
     COORDINATOR = "coordinator"
     ENVIRONMENT = "environment"
@@ -71,8 +72,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Sampling(Record):
-    """How one turn is sampled. A `seed` makes it reproducible whichever engine takes it, at a price: vLLM then
-    draws row by row. None: from the engine's own stream of random numbers."""
+    """How one turn is sampled. A `seed` makes it reproducible whichever engine takes it, at a
+    price: vLLM then draws row by row. None: from the engine's own stream of random numbers."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -105,7 +106,9 @@ class Trajectory(Record):
     stats: dict[str, float] = {}
     started: float = 0.0  # seconds, wall clock
     finished: float = 0.0
-    domain: str = ""  # the environment's name, in a mixture the member's; "" of trajectories saved by earlier releases
+    # the environment's name, in a mixture the member's; "" of trajectories saved by earlier
+    # releases
+    domain: str = ""
 
 
 # --------------------------------------------------------------------------- any rank
@@ -138,7 +141,8 @@ class Goodbye(Message):
     rank: int
 
 
-# --------------------------------------------------------------------------- coordinator <-> environment host
+# --------------------------------------------------------------------------- coordinator <->
+# environment host
 
 
 class StartTrajectory(Message):
@@ -197,7 +201,8 @@ class CancelTrajectory(Message):
     id: str
 
 
-# --------------------------------------------------------------------------- coordinator <-> rollout worker
+# --------------------------------------------------------------------------- coordinator <->
+# rollout worker
 
 
 class WorkerReady(Message):
@@ -238,8 +243,8 @@ class WorkerLoad(Message):
 
 
 class WorkerCapacity(Message):
-    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady` said. Sent on a material
-    change, and after each `TurnReturned`: it gets no turn in between."""
+    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady` said.
+    Sent on a material change, and after each `TurnReturned`: it gets no turn in between."""
 
     worker: str
     incarnation: int
@@ -290,8 +295,8 @@ class TurnFinished(Message):
 
 
 class TurnReturned(Message):
-    """Worker -> coordinator: the engine gave the turn back before its end, these are the last tokens of the attempt;
-    it goes on elsewhere."""
+    """Worker -> coordinator: the engine gave the turn back before its end, these are the last
+    tokens of the attempt; it goes on elsewhere."""
 
     turn: str
     attempt: int
@@ -326,11 +331,13 @@ class VersionFailed(Message):
     error: str
 
 
-# --------------------------------------------------------------------------- coordinator <-> borrowed worker
+# --------------------------------------------------------------------------- coordinator <->
+# borrowed worker
 
 
 class JoinHello(Message):
-    """First word of a serving rank over MPI; until it was found right nothing else of it is heard."""
+    """First word of a serving rank over MPI; until it was found right nothing else of it is
+    heard."""
 
     token: str  # the run's
     worker: str  # the name that the coordinator gave it
@@ -356,7 +363,8 @@ class WorkerLeft(Message):
     reason: str
 
 
-# --------------------------------------------------------------------------- coordinator <-> trainer
+# --------------------------------------------------------------------------- coordinator <->
+# trainer
 
 
 class BatchSummary(Record):
@@ -404,8 +412,9 @@ class SaveCheckpoint(Message):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of forward and backward in one layer, in any one unit. `tree`: of a pair under a prefix tree's mask, which counts
-    either each pair of the micro-batch's tokens (`dense`) or those in which one attends to the other."""
+    """Of forward and backward in one layer, in any one unit. `tree`: of a pair under a prefix
+    tree's mask, which counts either each pair of the micro-batch's tokens (`dense`) or those in
+    which one attends to the other."""
 
     token: float  # without attention
     causal: float  # of a pair of tokens of one row, a causal kernel leaving out half of them
@@ -424,7 +433,8 @@ class TrainerReady(Message):
     costs: Costs | None = None  # on this rank's device; null: nothing is known of them
 
 
-# --------------------------------------------------------------------------- coordinator <-> ranks that share a GPU
+# --------------------------------------------------------------------------- coordinator <-> ranks
+# that share a GPU
 
 
 class Sleep(Message):

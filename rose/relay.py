@@ -3,10 +3,11 @@
     training side:  python -m rose.relay outputs/RUN/weights --listen HOST:7673 --cache-gib 0
     serving side:   python -m rose.relay http://HOST:7673 --listen HOST2:7673 --token-file FILE --cache DIR
 
-UPSTREAM is the run's weights folder, or another relay. Whoever reads shows the token: the content of a file of mode
-0600, made in the cache folder if none is given, and the same for all relays of a run. The link is not encrypted: put
-it into a trusted network or a tunnel. A relay that is ended or killed goes on with what it had when it is started
-again. `GET /metrics` has its counters. Ends on SIGTERM or SIGINT.
+UPSTREAM is the run's weights folder, or another relay. Whoever reads shows the token: the content
+of a file of mode 0600, made in the cache folder if none is given, and the same for all relays of a
+run. The link is not encrypted: put it into a trusted network or a tunnel. A relay that is ended or
+killed goes on with what it had when it is started again. `GET /metrics` has its counters. Ends on
+SIGTERM or SIGINT.
 
     0 told to end   1 can't listen there   2 bad arguments
 """

@@ -1,7 +1,9 @@
-"""Disks that take no more: what refuses, what to do about it, and files that are written whole or not at all.
+"""Disks that take no more: what refuses, what to do about it, and files that are written whole or
+not at all.
 
-A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher says so once, whatever
-the ranks could still write about it. Imports nothing of ROSE. Left out: disks that lose what they took.
+A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher says so
+once, whatever the ranks could still write about it. Imports nothing of ROSE. Left out: disks that
+lose what they took.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ CONTINUE = "the same launch.py command then continues the run from its last chec
 
 
 def refusal(folder: Path | str) -> OSError | None:
-    """Why `folder` takes no new file now, as an error that names it; None if it takes one (of which nothing stays)."""
+    """Why `folder` takes no new file now, as an error that names it; None if it takes one (of which
+    nothing stays)."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
@@ -38,8 +41,8 @@ def refusal(folder: Path | str) -> OSError | None:
 
 
 def advice(refused: OSError | None, words: str = "") -> str:
-    """What happened and what to do, when a folder refused or `words`, those of an error, tell of a disk that did;
-    else ''."""
+    """What happened and what to do, when a folder refused or `words`, those of an error, tell of a
+    disk that did; else ''."""
     if refused is not None:
         remedy = REMEDIES.get(refused.errno, "make it writable again")
         return f"{refused.filename}: {refused.strerror}; {remedy}; {CONTINUE}"
@@ -49,9 +52,9 @@ def advice(refused: OSError | None, words: str = "") -> str:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """The temporary name to write `path` under; it becomes `path` at the block's end. One process writes it at a time:
-    a reader sees the old file or the new one, and a failure leaves the old one and nothing else. Raises OSError that
-    names `path`."""
+    """The temporary name to write `path` under; it becomes `path` at the block's end. One process
+    writes it at a time: a reader sees the old file or the new one, and a failure leaves the old one
+    and nothing else. Raises OSError that names `path`."""
     part = path.with_name(f"{path.name}.part")  # what a killed process left of it is overwritten
     try:
         yield part
@@ -65,7 +68,8 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, data: bytes, sync: bool = False) -> None:
-    """`data` as the whole content of `path`; with `sync` on the disk when this returns. Raises as `whole`."""
+    """`data` as the whole content of `path`; with `sync` on the disk when this returns. Raises as
+    `whole`."""
     with whole(path) as part, part.open("wb") as file:
         file.write(data)
         file.flush()
@@ -74,8 +78,9 @@ def write_whole(path: Path, data: bytes, sync: bool = False) -> None:
 
 
 class Lossy(io.FileIO):
-    """A file of words that nobody needs to go on, a log or a trace: what the disk refuses is lost, so that telling
-    of an error neither fails nor hides it. What must be kept is written by others, who fail."""
+    """A file of words that nobody needs to go on, a log or a trace: what the disk refuses is lost,
+    so that telling of an error neither fails nor hides it. What must be kept is written by others,
+    who fail."""
 
     def write(self, data) -> int:
         try:

@@ -5,10 +5,11 @@
     python scripts/bench_activation.py --lent            # KV cache from the page pool that a shared device has
     python scripts/bench_activation.py --gpus            # on a machine with a GPU: its memory beside the host's
 
-One engine is started, fills part of its KV cache, and is deactivated and activated `--rounds` times; after each
-activation it must make the same tokens as before. Resident is what smaps_rollup says, private the part of it that no
-other process shares (the engine is forked, so that much of what it imports is the parent's). The folder's files are in
-the page cache, as they are beside a running job. Left out: the transfer of the newest version after it (bench_sync.py).
+One engine is started, fills part of its KV cache, and is deactivated and activated `--rounds`
+times; after each activation it must make the same tokens as before. Resident is what smaps_rollup
+says, private the part of it that no other process shares (the engine is forked, so that much of
+what it imports is the parent's). The folder's files are in the page cache, as they are beside a
+running job. Left out: the transfer of the newest version after it (bench_sync.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""One trainer rank's bytes to 1, 2, 4 rollout ranks over MPI: our stream against a plain Bcast and against N Sends.
+"""One trainer rank's bytes to 1, 2, 4 rollout ranks over MPI: our stream against a plain Bcast and
+against N Sends.
 
     python scripts/bench_broadcast.py                    # 64 MiB in payloads of 700 kB, best of 3
     python scripts/bench_broadcast.py --mib 256 --encode-ms 5
 
-Starts its own ranks with mpiexec on this machine. Between payloads the root computes for `--encode-ms` (zstd, which
-leaves the GIL), as an encoder would; Bcast and Sends start when all is encoded, as they must know the length. Seconds
-are the root's, from the first payload's encoding until the last receiver has every byte; `blocked` is what of them the
-root spent inside of the transport. Bcast and Send receivers block in MPI; ours poll from an event loop and copy into a
+Starts its own ranks with mpiexec on this machine. Between payloads the root computes for
+`--encode-ms` (zstd, which leaves the GIL), as an encoder would; Bcast and Sends start when all is
+encoded, as they must know the length. Seconds are the root's, from the first payload's encoding
+until the last receiver has every byte; `blocked` is what of them the root spent inside of the
+transport. Bcast and Send receivers block in MPI; ours poll from an event loop and copy into a
 mirror in /dev/shm. Left out: other machines' networks, GPUs.
 """
 

@@ -1,17 +1,20 @@
-"""The transfer codec beside its rivals: bytes, their ratio to the entropy bound, encode and decode speed.
+"""The transfer codec beside its rivals: bytes, their ratio to the entropy bound, encode and decode
+speed.
 
     python scripts/bench_codec.py                           # made-up values, then real checkpoints (minutes)
     python scripts/bench_codec.py --no-model --only ours,coo --elements 134217728
     pip install --no-deps -r requirements/bench.txt         # for the rows hdf5 and blosc2
 
-Every encoding works on blocks of 4 Mi bfloat16 values and is undone in place on the older values; every result is
-compared bit by bit. Speed is in GB/s of model bytes (2 a value), the best of `--rounds`: of one thread by the CPU's
-clock, so that other programs on the machine count less, and of `--threads` over blocks by the wall's. bound: entropy
-of which values changed plus entropy of the integer differences, each as independent draws over the whole model. Rivals
-are written with numpy, as they are where they come from; `hdf5` and `blosc2` are left out where they are not installed.
-Real checkpoints: SmolLM2-135M, GRPO loss on what it samples itself with random rewards, AdamW (0.9, 0.95) on float32
-masters, learning rates of `--lr`; bfloat16 copies before and after each of the last steps. The masters begin between
-bfloat16 values, as after many steps: those of a model that was loaded from bfloat16 change less at first.
+Every encoding works on blocks of 4 Mi bfloat16 values and is undone in place on the older values;
+every result is compared bit by bit. Speed is in GB/s of model bytes (2 a value), the best of
+`--rounds`: of one thread by the CPU's clock, so that other programs on the machine count less, and
+of `--threads` over blocks by the wall's. bound: entropy of which values changed plus entropy of the
+integer differences, each as independent draws over the whole model. Rivals are written with numpy,
+as they are where they come from; `hdf5` and `blosc2` are left out where they are not installed.
+Real checkpoints: SmolLM2-135M, GRPO loss on what it samples itself with random rewards, AdamW (0.9,
+0.95) on float32 masters, learning rates of `--lr`; bfloat16 copies before and after each of the
+last steps. The masters begin between bfloat16 values, as after many steps: those of a model that
+was loaded from bfloat16 change less at first.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from rose.transfer import codec  # noqa: E402
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
-STEP_TAIL = 0.13  # of differences of made-up steps that go on by one more: 1.64 bits of entropy with the sign
+# of differences of made-up steps that go on by one more: 1.64 bits of entropy with the sign
+STEP_TAIL = 0.13
 Block = tuple[np.ndarray, np.ndarray]  # new, old: (n,) uint16
 
 
@@ -393,7 +397,8 @@ def smollm2(steps: int, settings: dict):
 
 
 def grpo_loss(policy, batch):
-    """GRPO on rewards that are random: what it learns doesn't matter here, that it pulls both ways does."""
+    """GRPO on rewards that are random: what it learns doesn't matter here, that it pulls both ways
+    does."""
     import torch
 
     from rose.trainer.algorithms.base import Summary, TokenBatch

@@ -1,23 +1,25 @@
-"""What online users notice of rollouts on the same device, and what the rollouts gain: real vLLM, real HTTP traffic.
+"""What online users notice of rollouts on the same device, and what the rollouts gain: real vLLM,
+real HTTP traffic.
 
     python scripts/bench_coserving.py                                   # a quarter of an hour
     python scripts/bench_coserving.py trace=AzureLLMInferenceTrace_conv_2023.csv seconds=60 seeds=5
     python scripts/bench_coserving.py scenarios=alone,naive,ours seconds=20 seeds=2
     python scripts/bench_coserving.py burst=true                        # and a 20x burst while R holds its full budget
 
-Slices of a trace (Azure's format; made by rose.traces if none is given) are replayed open loop against the online
-server S, with the rollout engine R beside it in a closed loop; both engines are confined to one core, which stands for
-the device. The trace's lengths are scaled down to models that a core serves, and its times so that S alone keeps the
-core busy for `busy` of the time. Every seed is another slice; under it the scenarios run one after the other:
+Slices of a trace (Azure's format; made by rose.traces if none is given) are replayed open loop
+against the online server S, with the rollout engine R beside it in a closed loop; both engines are
+confined to one core, which stands for the device. The trace's lengths are scaled down to models
+that a core serves, and its times so that S alone keeps the core busy for `busy` of the time. Every
+seed is another slice; under it the scenarios run one after the other:
     alone     S, twice a seed: what differs between the two is the machine's noise
     naive     R beside it; the system's scheduler shares the core, each engine has all the KV memory
     static    the same, with half of the KV memory each
     priority  one engine of the same weights with vLLM's priority scheduling; rollouts have the lower one
     ours      two engines, R behind the gate
-Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo` gives them; before
-that each scenario has had a run that isn't counted, which warms its engines. On a virtual machine a run of which the
-hypervisor took more than 4% is made again, twice at most.
-Left out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
+Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo`
+gives them; before that each scenario has had a run that isn't counted, which warms its engines. On
+a virtual machine a run of which the hypervisor took more than 4% is made again, twice at most. Left
+out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What all runs of bench_coserving.py share: the engines of each scenario, the traffic, one run and its counters."""
+"""What all runs of bench_coserving.py share: the engines of each scenario, the traffic, one run and
+its counters."""
 
 from __future__ import annotations
 
@@ -192,14 +193,16 @@ class Bench:
         return made
 
     def _environment(self) -> dict[str, str]:
-        """Of every engine. All have the plugin, so that they differ in nothing but their schedulers."""
+        """Of every engine. All have the plugin, so that they differ in nothing but their
+        schedulers."""
         return {
             "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}",
         }
 
     def _lends(self) -> dict[str, str]:
-        """What the engines of a lent device are told. It is described, and said to be lent, at the first call."""
+        """What the engines of a lent device are told. It is described, and said to be lent, at the
+        first call."""
         if self.operator is None:
             options, profile = self.options, self.profile()
             given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
@@ -223,7 +226,8 @@ class Bench:
         return self._lent
 
     def profile(self) -> Path:
-        """Of this device and these models; measured, once, on the device's core, with all else parked."""
+        """Of this device and these models; measured, once, on the device's core, with all else
+        parked."""
         options, file = self.options, self.folder / "profile.json"
         if options.profile:
             return Path(options.profile)
@@ -273,7 +277,8 @@ class Bench:
     # ----------------------------------------------------------------- one run
 
     def slice(self, seed: int, seconds: float) -> traces.Trace:
-        """Of several slices drawn, the one whose tokens per second are nearest to the whole trace's."""
+        """Of several slices drawn, the one whose tokens per second are nearest to the whole
+        trace's."""
         length = seconds / self.factor
         if length > self.trace.seconds:
             raise Failed(
@@ -289,8 +294,9 @@ class Bench:
         return min(cuts, key=lambda cut: abs(_work(cut) - wanted)).scaled(self.factor)
 
     def calm_run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
-        """Of at most TRIES runs the first from which the hypervisor took no more than CALM of the machine, or the one
-        from which it took least: what others do on the host is no property of a scenario."""
+        """Of at most TRIES runs the first from which the hypervisor took no more than CALM of the
+        machine, or the one from which it took least: what others do on the host is no property of a
+        scenario."""
         found: list[Run] = []
         while len(found) < TRIES and (not found or found[-1].stolen > CALM):
             if found:
@@ -327,7 +333,8 @@ class Bench:
     ) -> Run:
         await asyncio.sleep(SETTLE_S)
         before = await asyncio.to_thread(self._counts, scenario, server, side)
-        self._replays += 1  # no run finds its prompts in the cache of the server that had the same traffic before
+        # no run finds its prompts in the cache of the server that had the same traffic before
+        self._replays += 1
         sending = asyncio.create_task(
             replay(server.url, server.served, traffic, self._replays, DRAIN_S)
         )
@@ -360,7 +367,8 @@ class Bench:
         )
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
-        """Counters that only grow. At once on both sides of a run, so that what they take is in neither."""
+        """Counters that only grow. At once on both sides of a run, so that what they take is in
+        neither."""
         found = {
             "at": time.monotonic(),
             "busy": busy_s(server.engine()),
@@ -387,8 +395,9 @@ class Bench:
         return found
 
     def baseline(self, name: str) -> float:
-        """Tokens that this side makes per second of its engine's processor time, with nothing beside it: per second, on
-        a machine that does nothing else, and the same on one that does."""
+        """Tokens that this side makes per second of its engine's processor time, with nothing
+        beside it: per second, on a machine that does nothing else, and the same on one that
+        does."""
         side, server = (
             self.rollouts[name],
             self.servers["priority"] if name.endswith("_load") else None,
@@ -421,8 +430,8 @@ class Bench:
     # ----------------------------------------------------------------- all of them
 
     def calibrate(self) -> Iterator[str]:
-        """Set the factor of the trace's times such that S alone is busy for `busy` of the time; yields what it
-        found."""
+        """Set the factor of the trace's times such that S alone is busy for `busy` of the time;
+        yields what it found."""
         for seconds in (6.0, 12.0):
             rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
             self.factor = len(self.trace) / self.trace.seconds / rate
@@ -444,8 +453,8 @@ class Bench:
         )
 
     def warm(self, scenario: str) -> None:
-        """A run that isn't counted: an engine's heap grows until it has had the largest steps of many compositions, and
-        those in which it does take up to twice as long."""
+        """A run that isn't counted: an engine's heap grows until it has had the largest steps of
+        many compositions, and those in which it does take up to twice as long."""
         self.run(scenario, 1000, self.slice(2000, self.options.seconds), self.options.seconds)
 
     def targets(self) -> Slo:

@@ -1,4 +1,5 @@
-"""A burst of online requests while R holds its full budget: when S has its memory, who missed, when R is back."""
+"""A burst of online requests while R holds its full budget: when S has its memory, who missed, when
+R is back."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Watch:
 
 
 def measure(bench: Bench) -> list[dict]:
-    """The same burst for S alone, which may well miss targets by itself, and for ours if it takes part."""
+    """The same burst for S alone, which may well miss targets by itself, and for ours if it takes
+    part."""
     seconds = BEGINS_S + LASTS_S + AFTER_S
     base = bench.slice(3000, seconds)
     traffic = with_burst(base, len(base) / seconds, np.random.default_rng(3000))
@@ -104,7 +106,8 @@ def with_burst(base: Trace, rate: float, draw: np.random.Generator) -> Trace:
 
 
 def summary(run: Run, traffic: Trace, slo: Slo, looks: list[Look]) -> dict:
-    """Times in seconds; `memory_s` is None if S never wanted more than it had, infinite if it never got it."""
+    """Times in seconds; `memory_s` is None if S never wanted more than it had, infinite if it never
+    got it."""
     missed = ~np.array(run.meets(slo), bool)
     inside = (traffic.at >= BEGINS_S) & (traffic.at < BEGINS_S + LASTS_S)
     said = {
@@ -142,8 +145,8 @@ def longest_want(looks: list[Look]) -> float | None:
 
 
 def back(looks: list[Look]) -> float | None:
-    """Seconds from the burst's end until R makes `BACK` of the tokens per second that it made before, over a second;
-    None if it doesn't."""
+    """Seconds from the burst's end until R makes `BACK` of the tokens per second that it made
+    before, over a second; None if it doesn't."""
     at, made = (np.array([getattr(look, name) for look in looks]) for name in ("at", "made"))
     usual = np.interp([BEGINS_S - 5, BEGINS_S], at, made)
     wanted = BACK * (usual[1] - usual[0]) / 5

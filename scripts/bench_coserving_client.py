@@ -1,5 +1,6 @@
-"""The users of bench_coserving.py: an open loop over HTTP. Each request is sent at its time, whatever became of the
-others, and every latency counts from the time at which it should have been sent."""
+"""The users of bench_coserving.py: an open loop over HTTP. Each request is sent at its time,
+whatever became of the others, and every latency counts from the time at which it should have been
+sent."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import numpy as np
 from rose.traces import Trace
 
 CONNECT_S = 10.0
-IDLE_S = 1.0  # of a kept connection: uvicorn closes it after 5, and closing as a request leaves is an error here
+# of a kept connection: uvicorn closes it after 5, and closing as a request leaves is an error here
+IDLE_S = 1.0
 WORDS = 4096  # of the models' vocabulary; 0 is the end of text
 
 
@@ -54,10 +56,10 @@ async def replay(
     start: float | None = None,
     words: int = WORDS,
 ) -> list[Request]:
-    """Send `trace` to the completions endpoint at `url`; what has not ended `drain_s` after the last arrival is cut off
-    and not done. Prompts are random tokens of `seed`. `leave`: number of a request -> seconds after which its client
-    disconnects. `start`: of the traffic, CLOCK_MONOTONIC; at once if none is given. `words`: of the
-    model's vocabulary."""
+    """Send `trace` to the completions endpoint at `url`; what has not ended `drain_s` after the
+    last arrival is cut off and not done. Prompts are random tokens of `seed`. `leave`: number of a
+    request -> seconds after which its client disconnects. `start`: of the traffic, CLOCK_MONOTONIC;
+    at once if none is given. `words`: of the model's vocabulary."""
     draw = np.random.default_rng(seed)
     prompts = [
         draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens

@@ -1,8 +1,9 @@
-"""The processes of bench_coserving.py: servers, rollout sides, the operator's board; where they run and how they end.
+"""The processes of bench_coserving.py: servers, rollout sides, the operator's board; where they run
+and how they end.
 
-What stands for the device is one core: engine processes are confined to it, and everything else (HTTP front ends,
-clients, this bench) to the other cores, as the host's processors are not the GPU. Those that take no part in a run are
-stopped by SIGSTOP, so that they use nothing of it.
+What stands for the device is one core: engine processes are confined to it, and everything else
+(HTTP front ends, clients, this bench) to the other cores, as the host's processors are not the GPU.
+Those that take no part in a run are stopped by SIGSTOP, so that they use nothing of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ VARIABLES = environment(gpus=False, threads=1) | {
     "PYTHONPATH": str(REPOSITORY),
 }
 
-# Told of process groups by its stdin; kills them when that ends, even if the bench was killed by SIGKILL.
+# Told of process groups by its stdin; kills them when that ends, even if the bench was killed by
+# SIGKILL.
 GUARD = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -75,8 +77,9 @@ class Guard:
 
 
 class Process:
-    """A command in a process group of its own, with its log. All are of one session: Linux gives each session an equal
-    share of a core (autogroup), so that between two of them an idle priority would count for nothing."""
+    """A command in a process group of its own, with its log. All are of one session: Linux gives
+    each session an equal share of a core (autogroup), so that between two of them an idle priority
+    would count for nothing."""
 
     def __init__(
         self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}
@@ -99,7 +102,8 @@ class Process:
     # ----------------------------------------------------------------- where and when it runs
 
     def engine(self) -> int:
-        """Pid of its vLLM engine process: of its descendants, the one that vLLM named so. Raises `Failed`."""
+        """Pid of its vLLM engine process: of its descendants, the one that vLLM named so. Raises
+        `Failed`."""
         for process in psutil.Process(self.popen.pid).children(recursive=True):
             if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name():
                 return process.pid
@@ -122,7 +126,8 @@ class Process:
         os.killpg(self.popen.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """All of it at once, but for Python's resource tracker, which then unlinks what the others had shared."""
+        """All of it at once, but for Python's resource tracker, which then unlinks what the others
+        had shared."""
         for one in self.tree():
             try:
                 if "resource_tracker" not in " ".join(one.cmdline()):
@@ -270,7 +275,8 @@ class Rollouts(Process):
 
 
 class Operator:
-    """The lender's part: says that the device is lent, and of each new training step. Its folder goes with it."""
+    """The lender's part: says that the device is lent, and of each new training step. Its folder
+    goes with it."""
 
     def __init__(self, name: str, epoch_s: float) -> None:
         self.folder, self._epoch_s = board.folder(name), epoch_s
@@ -339,7 +345,8 @@ def busy_s(pid: int) -> float:
 
 
 def plugin_folder(folder: Path) -> Path:
-    """To be put on PYTHONPATH: vLLM finds our plugin there, whether or not ROSE was installed with it."""
+    """To be put on PYTHONPATH: vLLM finds our plugin there, whether or not ROSE was installed with
+    it."""
     made = folder / "plugin"
     info = made / "rose_coserving-0.dist-info"
     if not info.exists():

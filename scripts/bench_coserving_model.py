@@ -1,8 +1,10 @@
-"""The random models of bench_coserving.py: Qwen3 architecture, one token a word, so that any server can load them.
+"""The random models of bench_coserving.py: Qwen3 architecture, one token a word, so that any server
+can load them.
 
     python scripts/bench_coserving_model.py OUT HIDDEN LAYERS SEED
 
-Weights are random: what is measured is time, and time does not depend on them. `OUT` is there whole or not at all.
+Weights are random: what is measured is time, and time does not depend on them. `OUT` is there whole
+or not at all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""R's side of bench_coserving.py: a closed loop of turns, so that the rollout engine always has work.
+"""R's side of bench_coserving.py: a closed loop of turns, so that the rollout engine always has
+work.
 
     python scripts/bench_coserving_rollout.py engine JSON   # rose.engine.vllm_engine.Engine, as a borrowed rank has it
     python scripts/bench_coserving_rollout.py http JSON     # turns at low priority to a server that serves both
 
-Orders come as lines of JSON on stdin, answers go to stdout: start, stop, count. Turns of one group share their prompt,
-as samples of one task do.
+Orders come as lines of JSON on stdin, answers go to stdout: start, stop, count. Turns of one group
+share their prompt, as samples of one task do.
 """
 
 from __future__ import annotations

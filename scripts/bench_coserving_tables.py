@@ -90,8 +90,8 @@ def pooled(runs: list[Run], metric: str) -> float:
 
 
 def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
-    """One a seed: to the mean of S alone's runs under the very same traffic. Of S alone: each run to the seed's other
-    runs, which is the noise of the machine."""
+    """One a seed: to the mean of S alone's runs under the very same traffic. Of S alone: each run
+    to the seed's other runs, which is the noise of the machine."""
     found = []
     for run in runs:
         if run.scenario != scenario:
@@ -107,8 +107,9 @@ def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
 
 
 def pooled_ratio(runs: list[Run], scenario: str, metric: str) -> tuple[float, float, float]:
-    """(low, ratio, high): a percentile over the requests of all seeds to that of S alone, with the 95% interval of a
-    bootstrap over blocks of each run's requests. P99 of one run is one request or two; this says more of the tail."""
+    """(low, ratio, high): a percentile over the requests of all seeds to that of S alone, with the
+    95% interval of a bootstrap over blocks of each run's requests. P99 of one run is one request or
+    two; this says more of the tail."""
     kind, _, share = metric.partition("_p")
     draw, sides = np.random.default_rng(0), []
     for name in (scenario, ALONE):
@@ -144,7 +145,8 @@ def harvest(runs: list[Run], scenario: str, alone: Alone) -> list[float]:
 
 
 def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
-    """One row a scenario; latencies in seconds over the requests of all seeds, ratios as (lowest, mean, highest)."""
+    """One row a scenario; latencies in seconds over the requests of all seeds, ratios as (lowest,
+    mean, highest)."""
     rows = []
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
@@ -251,8 +253,8 @@ def _range(values: tuple[float, float, float], unit: str = "", digits: int = 2) 
 
 
 def targets(rows: list[dict]) -> list[str]:
-    """Of the issue: met, not met, or in the noise: within the spread of S alone against itself, from which nothing can
-    be told apart."""
+    """Of the issue: met, not met, or in the noise: within the spread of S alone against itself,
+    from which nothing can be told apart."""
     by, said = {row["scenario"]: row for row in rows}, []
 
     def say(what: str, met: bool, found: str, in_noise: bool = False) -> None:

@@ -1,26 +1,27 @@
 """What ranks that come and go cost a training run, on a real Slurm.
 
-    slurm/dev_cluster.sh start && export SLURM_CONF=...
-    python scripts/bench_elastic.py [--rounds 3] [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
+    slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/bench_elastic.py [--rounds 3]
+    [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
 
-A training job with one dedicated engine runs all the while. In each round serving jobs join it one after the other; at
-each number of borrowed ranks `--steps` training steps are timed. Then one half of them is asked to leave (SIGUSR2: its
-turns finish first) and the other half is killed (SIGKILL to every process of the rank). Printed, as median, smallest
-and largest over all rounds:
+A training job with one dedicated engine runs all the while. In each round serving jobs join it one
+after the other; at each number of borrowed ranks `--steps` training steps are timed. Then one half
+of them is asked to leave (SIGUSR2: its turns finish first) and the other half is killed (SIGKILL to
+every process of the rank). Printed, as median, smallest and largest over all rounds:
 
     ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
     joined to first token of it at the coordinator: the current weights are loaded in between
     stall per join        the coordinator's longest lateness between ask and first token (its clock ticks every 0.5 s),
-                          beside its longest in as long a time without a join: what the training loop may wait
+                          beside its longest in as long a time without a join: what the training
+                          loop may wait
     kill to notice, kill to reroute: until its last turn is with another rank
     lost, computed again  per kill: tokens made and never received (at most its rate times the time since its last word,
-                          0.1 s at most while it has turns), and tokens of its turns' contexts that another
-                          rank prefills again (unless it has them cached)
+                          0.1 s at most while it has turns), and tokens of its turns' contexts that
+                          another rank prefills again (unless it has them cached)
     drain                 from SIGUSR2 to its goodbye
     step time             by the number of borrowed ranks
 
-All but the kills' and signals' moments is read from the run's own journal and metrics afterwards. The kills need the
-virtual nodes of slurm/dev_cluster.sh: their processes run on this machine.
+All but the kills' and signals' moments is read from the run's own journal and metrics afterwards.
+The kills need the virtual nodes of slurm/dev_cluster.sh: their processes run on this machine.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Serving:
         self.id = done.stdout.strip().split(";")[0]
 
     def joined(self) -> str:
-        """Its worker's name, once it has one; that of its present membership, should it have been lost in between."""
+        """Its worker's name, once it has one; that of its present membership, should it have been
+        lost in between."""
         found = self.training.until(
             lambda: (
                 self.log.exists()
@@ -262,7 +264,8 @@ def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
 
 
 def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
-    """The greatest lateness in each join, and in as long a time just before it if nobody joined then. Milliseconds."""
+    """The greatest lateness in each join, and in as long a time just before it if nobody joined
+    then. Milliseconds."""
     spans = [
         (asked[worker], story.first_token[worker])
         for worker in asked

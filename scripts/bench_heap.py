@@ -1,12 +1,14 @@
-"""What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with and without ROSE's plugin.
+"""What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with and
+without ROSE's plugin.
 
     python scripts/bench_heap.py                     # two minutes
     python scripts/bench_heap.py rounds=20 seed=3 varied=1
 
-Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc` loads no plugin and
-gives large buffers back to the system after a step, `kept` has rose.coserving.plugin. In turn each gets rounds of
-prompts that fill whole steps, or, with `varied=1`, of other lengths in each round. Processor time is of the engine
-process, and says what a step costs whatever else the machine does; the first round, in which either heap grows, is told
+Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc`
+loads no plugin and gives large buffers back to the system after a step, `kept` has
+rose.coserving.plugin. In turn each gets rounds of prompts that fill whole steps, or, with
+`varied=1`, of other lengths in each round. Processor time is of the engine process, and says what a
+step costs whatever else the machine does; the first round, in which either heap grows, is told
 apart.
 """
 
@@ -44,7 +46,8 @@ KV_BYTES = 64 << 20
 
 
 def spent(server: Server) -> tuple[float, float, int]:
-    """Of its engine so far: processor time in its own code and in the system's, seconds; page faults."""
+    """Of its engine so far: processor time in its own code and in the system's, seconds; page
+    faults."""
     engine = psutil.Process(server.engine())
     times = engine.cpu_times()
     fields = Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,5 @@
-"""What borrowed engines and better policies gain, live on this machine: step time of fixed, ROSE and best, as ratios.
+"""What borrowed engines and better policies gain, live on this machine: step time of fixed, ROSE
+and best, as ratios.
 
     python scripts/bench_live.py                                  # about an hour
     python scripts/bench_live.py --seeds 1 --steps 4 --borrowed 1 # a look
@@ -8,19 +9,21 @@
     rose   the same and up to --borrowed engines of serving devices: ROSE's provisioning and routing
     best   the same devices, earliest-finish routing, unfinished groups carried over to the next step
 
-Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two engines: the online server,
-which replays a trace of bursty traffic over HTTP, and the rollout engine behind the gate (docs/serving.md). So a borrowed
-engine is added compute, as a GPU would be, and what it has is what serving leaves. The servers and their traffic are
-there in all three systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
-seeds set the tasks, the traffic and the engines' sampling alike. Counted are --steps steps in a row, from when all
-borrowed engines have joined: the first during which the hypervisor took less than 5% of a virtual machine
-(live_runs.CALM).
+Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two
+engines: the online server, which replays a trace of bursty traffic over HTTP, and the rollout
+engine behind the gate (docs/serving.md). So a borrowed engine is added compute, as a GPU would be,
+and what it has is what serving leaves. The servers and their traffic are there in all three
+systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
+seeds set the tasks, the traffic and the engines' sampling alike. Counted are --steps steps in a
+row, from when all borrowed engines have joined: the first during which the hypervisor took less
+than 5% of a virtual machine (live_runs.CALM).
 
-Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest, largest), the share of
-tokens that borrowed engines made, and what serving's users got. Above ratios of quotas: (dedicated + borrowed x what
-serving leaves) / dedicated is what can be had of the rollout phase at most. The figures mean something on a machine that
-does nothing else, with (2 + borrowed) x quota cores and one and a half more for trainer, hosts and clients; under a
-quota of 0.15 an engine of this size runs for too short a time at once (docs/measured.md).
+Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest,
+largest), the share of tokens that borrowed engines made, and what serving's users got. Above ratios
+of quotas: (dedicated + borrowed x what serving leaves) / dedicated is what can be had of the
+rollout phase at most. The figures mean something on a machine that does nothing else, with (2 +
+borrowed) x quota cores and one and a half more for trainer, hosts and clients; under a quota of
+0.15 an engine of this size runs for too short a time at once (docs/measured.md).
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ DEADLINE_S = 1800.0  # of one run
 START_S = 600.0  # of a serving device
 TRACE_S, PIECE_S, DRAIN_S = 3600.0, 30.0, 10.0
 SERVED = "chat"
-# Ranks of a busy machine, where an engine's host has no core of its own, may be late by seconds; none is lost here.
+# Ranks of a busy machine, where an engine's host has no core of its own, may be late by seconds;
+# none is lost here.
 ALIKE = ("trainer.steps=1000000", "rollout.workers=2", "serving.lost_after_s=30")
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "fixed": ("serving=none", "scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
@@ -301,8 +305,8 @@ async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
 
 
 def _first(live: Live, before: int, wanted: int) -> int:
-    """How many steps don't count: `before`, those up to the one in which the last of the borrowed engines came, and the
-    one after; 0 while one is missing."""
+    """How many steps don't count: `before`, those up to the one in which the last of the borrowed
+    engines came, and the one after; 0 while one is missing."""
     having = [
         at
         for at, row in enumerate(live.steps(0))

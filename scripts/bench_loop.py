@@ -1,14 +1,16 @@
-"""What coordination costs: the main job's rollout beside vLLM driven alone on the same turns, in one run.
+"""What coordination costs: the main job's rollout beside vLLM driven alone on the same turns, in
+one run.
 
     python scripts/bench_loop.py [--engines 1 2] [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
 For each number of engines it runs `launch.py`, takes every turn of its last steps from the saved
 trajectories, and has bare AsyncLLM engines (same arguments, same number, no MPI, no environment, no
-coordinator) make the same number of tokens from the same contexts, each trajectory's turns one after
-the other as in the loop. Printed: step time split into rollout, train, sync and idle; tokens/s of
-both; and their ratio, which is 1 when coordination is free. The two take turns for `--rounds` rounds,
-since a machine's speed drifts: medians over the rounds, and the smallest and largest ratio. Weights
-differ by a few updates, which changes no timing: the token counts are forced.
+coordinator) make the same number of tokens from the same contexts, each trajectory's turns one
+after the other as in the loop. Printed: step time split into rollout, train, sync and idle;
+tokens/s of both; and their ratio, which is 1 when coordination is free. The two take turns for
+`--rounds` rounds, since a machine's speed drifts: medians over the rounds, and the smallest and
+largest ratio. Weights differ by a few updates, which changes no timing: the token counts are
+forced.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def main() -> int:
 
 
 def measure(engines: int, steps: int, overrides: list[str]) -> dict:
-    """One run of the loop and one of bare vLLM; medians over the counted steps, seconds and tokens/s."""
+    """One run of the loop and one of bare vLLM; medians over the counted steps, seconds and
+    tokens/s."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         command = [
             sys.executable,
@@ -146,7 +149,8 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
 
 
 async def drive_alone(run: Path, index: int, engines: int) -> int:
-    """Bare engine `index`: for each step number read from stdin, make its share of the step's turns."""
+    """Bare engine `index`: for each step number read from stdin, make its share of the step's
+    turns."""
     from rose.engine import start
 
     config = cfg.load(run / "config.json")

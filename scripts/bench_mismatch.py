@@ -1,14 +1,16 @@
-"""Log-probability difference between the engine (vLLM) and the trainer's forward (transformers), same weights.
+"""Log-probability difference between the engine (vLLM) and the trainer's forward (transformers),
+same weights.
 
     python scripts/bench_mismatch.py                     # the tiny model of the default run
     python scripts/bench_mismatch.py --model FOLDER      # any Hugging Face folder
     python scripts/bench_mismatch.py --gpus              # on a machine with a GPU
 
-Samples turns from the engine at temperature 1 and scores the same tokens with transformers in the same dtype.
-With d = logprob(trainer) - logprob(engine) of each token: mean and max of |d|, KL(engine || trainer) by the k3
-estimator exp(d) - 1 - d (Schulman, joschu.net/blog/kl-approx.html), and the largest importance ratio exp(d).
-Prints one table; exit code 1 if float32 disagrees anywhere by more than 1e-3, on GPUs 1e-2: FlashAttention takes no
-float32, and the products of the Triton kernel that vLLM runs instead are TF32 (ten bits). Left out: other dtypes, TP.
+Samples turns from the engine at temperature 1 and scores the same tokens with transformers in the
+same dtype. With d = logprob(trainer) - logprob(engine) of each token: mean and max of |d|,
+KL(engine || trainer) by the k3 estimator exp(d) - 1 - d (Schulman, joschu.net/blog/kl-approx.html),
+and the largest importance ratio exp(d). Prints one table; exit code 1 if float32 disagrees anywhere
+by more than 1e-3, on GPUs 1e-2: FlashAttention takes no float32, and the products of the Triton
+kernel that vLLM runs instead are TF32 (ten bits). Left out: other dtypes, TP.
 """
 
 from __future__ import annotations

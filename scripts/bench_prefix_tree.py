@@ -1,10 +1,11 @@
-"""What prefix trees save: one batch of saved trajectories, forward and backward, as padded rows and as trees.
+"""What prefix trees save: one batch of saved trajectories, forward and backward, as padded rows and
+as trees.
 
     python scripts/bench_prefix_tree.py RUN [--step 1] [--micro-batch-tokens N] [--rounds 3]
 
-RUN is a run's folder (outputs/smollm). Printed: seconds and computed tokens of both, in turn `--rounds` times, their
-ratio, the largest difference of a gradient relative to its tensor's largest element, and which of the two the
-coordinator's plan takes.
+RUN is a run's folder (outputs/smollm). Printed: seconds and computed tokens of both, in turn
+`--rounds` times, their ratio, the largest difference of a gradient relative to its tensor's largest
+element, and which of the two the coordinator's plan takes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,26 @@
-"""What a decision of the scheduler costs, by cluster size and policy; and the simulator's speed beside simpy's.
+"""What a decision of the scheduler costs, by cluster size and policy; and the simulator's speed
+beside simpy's.
 
     python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
-    python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
+    python scripts/bench_scheduler.py --sizes 100 --policies rose --csv
+    docs/results/bench_scheduler.csv
     python scripts/bench_scheduler.py --profile rose                     # cProfile of the largest size
     python scripts/bench_scheduler.py --simulator                        # rose.sim beside simpy
 
-Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a fifth of the turns
-waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed by itself; a decision is any event that
-may place a turn, so all but `TurnProgressed`. Without time: the driver ends a running turn drawn by chance, the
-trajectory asks for the next, or a new one takes its place; between them come ticks, capacities of borrowed workers that
-shrink and grow, turns given back, workers lost and joined. Where a step is trained every worker loads a version, one by
-one, while turns go on. Joining and the first assignments aren't counted. Times are of the thread's CPU clock, so that
-other programs on the machine count less; Python's collector of garbage is off, as it is in the simulator.
+Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a
+fifth of the turns waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed
+by itself; a decision is any event that may place a turn, so all but `TurnProgressed`. Without time:
+the driver ends a running turn drawn by chance, the trajectory asks for the next, or a new one takes
+its place; between them come ticks, capacities of borrowed workers that shrink and grow, turns given
+back, workers lost and joined. Where a step is trained every worker loads a version, one by one,
+while turns go on. Joining and the first assignments aren't counted. Times are of the thread's CPU
+clock, so that other programs on the machine count less; Python's collector of garbage is off, as it
+is in the simulator.
 
-The simulator beside simpy, on the same arrivals: k engines with one sequence each (M/M/k; simpy: a Resource), where
-rose.sim also makes a scheduler's decision for each; and one engine that batches continuously, its step as long as its
-batch (simpy: a process that takes every step, as it must, since it knows no runs of like steps).
+The simulator beside simpy, on the same arrivals: k engines with one sequence each (M/M/k; simpy: a
+Resource), where rose.sim also makes a scheduler's decision for each; and one engine that batches
+continuously, its step as long as its batch (simpy: a process that takes every step, as it must,
+since it knows no runs of like steps).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What the simulator costs: time, memory and events/s at three sizes, and beside simpy on the same small model.
+"""What the simulator costs: time, memory and events/s at three sizes, and beside simpy on the same
+small model.
 
     python scripts/bench_simulator.py                          # 100, 1,000 and 10,000 GPUs (a few minutes)
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
 
-Each GPU is an engine, with five trajectories of eight turns for each, scheduled by cache-affine routing: the whole of
-`rose.sim.probes.scale`, the scheduler's decisions included. A size runs in a process of its own, for its memory. The
-small model is M/M/4, by `rose.sim.probes.queue` and by simpy's Resource: requests per second of each; simpy (`pip
-install simpy`) is needed for this line only, and does neither batching nor scheduling.
+Each GPU is an engine, with five trajectories of eight turns for each, scheduled by cache-affine
+routing: the whole of `rose.sim.probes.scale`, the scheduler's decisions included. A size runs in a
+process of its own, for its memory. The small model is M/M/4, by `rose.sim.probes.queue` and by
+simpy's Resource: requests per second of each; simpy (`pip install simpy`) is needed for this line
+only, and does neither batching nor scheduling.
 """
 
 from __future__ import annotations

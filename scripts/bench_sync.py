@@ -1,18 +1,20 @@
-"""Publish to flipped, from two ZeRO-3 trainer ranks to engines behind a relay on a slow link, by each encoding.
+"""Publish to flipped, from two ZeRO-3 trainer ranks to engines behind a relay on a slow link, by
+each encoding.
 
     python scripts/bench_sync.py                                   # 1 Gbit/s and 200 Mbit/s; a quarter of an hour
     python scripts/bench_sync.py --rates 200 --lrs 1e-6 --receivers 1 --engines 1
     python scripts/bench_sync.py --model FOLDER --rates 0          # another model, no limit
 
-Two real trainer ranks make `--steps` GRPO steps on SmolLM2-135M at each learning rate (float32 masters, versions in
-bfloat16) and save their shards after each of the last; every encoding then publishes these very steps through
-`Publisher`, a relay beside the store, the link, a second relay, and `Receiver` (or, with --engines, vLLM engines that
-generate all the while). The link is two network namespaces and tc's tbf, with root; else a token bucket of the
-bench's own: what it was is said. Seconds: from the order to publish until the last receiver has flipped; bytes of the
-link: the kernel's, headers and requests' answers included. Every receiver's weights are compared with the trainer's
-after every sync. No full edge is within what is measured. Dense is synced at the first learning rate only: its bytes
-are the same at all.
-Left out: the squashing and collecting that follow a sync, latency (--rates is all that tc does here).
+Two real trainer ranks make `--steps` GRPO steps on SmolLM2-135M at each learning rate (float32
+masters, versions in bfloat16) and save their shards after each of the last; every encoding then
+publishes these very steps through `Publisher`, a relay beside the store, the link, a second relay,
+and `Receiver` (or, with --engines, vLLM engines that generate all the while). The link is two
+network namespaces and tc's tbf, with root; else a token bucket of the bench's own: what it was is
+said. Seconds: from the order to publish until the last receiver has flipped; bytes of the link: the
+kernel's, headers and requests' answers included. Every receiver's weights are compared with the
+trainer's after every sync. No full edge is within what is measured. Dense is synced at the first
+learning rate only: its bytes are the same at all. Left out: the squashing and collecting that
+follow a sync, latency (--rates is all that tc does here).
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Failed(SystemExit):
 
 
 class Role:
-    """A process of bench_sync_roles.py (or another command, for its output). Ended with the bench."""
+    """A process of bench_sync_roles.py (or another command, for its output). Ended with the
+    bench."""
 
     def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str] = {}):
         self.name, self._log, self._rest = name, log, b""
@@ -122,7 +125,8 @@ class Role:
 
 
 class Bench:
-    """What all runs share; a context manager that ends every process and removes every folder of its own."""
+    """What all runs share; a context manager that ends every process and removes every folder of
+    its own."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self._stack = args, ExitStack()
@@ -154,7 +158,8 @@ class Bench:
     # ----------------------------------------------------------------- what is published
 
     def steps(self, lr: float) -> Path:
-        """The folder of shards after the last steps at this learning rate, made if it is not there."""
+        """The folder of shards after the last steps at this learning rate, made if it is not
+        there."""
         args = self.args
         wanted = {
             "model": str(self.model),

@@ -1,9 +1,10 @@
-"""The link of bench_sync.py: two sides of one machine, between them so many bits a second, every byte counted.
+"""The link of bench_sync.py: two sides of one machine, between them so many bits a second, every
+byte counted.
 
-`Namespaces`: two network namespaces joined by a veth pair, tc's token bucket (tbf) on both ends, bytes from the
-kernel's counters of the serving end, headers included; needs root, `ip` and `tc`. `Proxy`: a token bucket of our own in
-front of the training side's relay, where there is no root; it counts what TCP carries. No latency is added: tc's netem
-is a module that many kernels lack.
+`Namespaces`: two network namespaces joined by a veth pair, tc's token bucket (tbf) on both ends,
+bytes from the kernel's counters of the serving end, headers included; needs root, `ip` and `tc`.
+`Proxy`: a token bucket of our own in front of the training side's relay, where there is no root; it
+counts what TCP carries. No latency is added: tc's netem is a module that many kernels lack.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SUBNET = "10.203.71"
 
 
 class Namespaces:
-    """`rate` in bits a second, 0: as fast as the machine. A context manager; what it made is removed at its end."""
+    """`rate` in bits a second, 0: as fast as the machine. A context manager; what it made is
+    removed at its end."""
 
     def __init__(self, rate: float):
         self.name = (

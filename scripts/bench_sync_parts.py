@@ -1,6 +1,8 @@
-"""What the processes of bench_sync.py share: encodings in the codec's place, shards that were saved, memory.
+"""What the processes of bench_sync.py share: encodings in the codec's place, shards that were
+saved, memory.
 
-The rivals stand where `rose.transfer.codec` does; store, hashes, relay and flip are the product's for all.
+The rivals stand where `rose.transfer.codec` does; store, hashes, relay and flip are the product's
+for all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ WARM_UP = 3  # steps
 
 
 def codec_of(name: str):
-    """What `rose.transfer.publish` and `.stage` ask of the codec. A first byte of 0 says that no base is needed."""
+    """What `rose.transfer.publish` and `.stage` ask of the codec. A first byte of 0 says that no
+    base is needed."""
     from rose.transfer import codec
 
     if name == "ours":
@@ -75,7 +78,8 @@ def _apply_xor(data: memoryview, values: np.ndarray) -> None:
 
 
 class Shards:
-    """Patterns of each rank's blocks after each kept step, in the order of the plan, one file each."""
+    """Patterns of each rank's blocks after each kept step, in the order of the plan, one file
+    each."""
 
     def __init__(self, folder: str | Path):
         from rose.transfer.blocks import size

@@ -1,4 +1,5 @@
-"""The processes of bench_sync.py: `bench_sync_roles.py ROLE JSON`, commands and answers as lines of JSON.
+"""The processes of bench_sync.py: `bench_sync_roles.py ROLE JSON`, commands and answers as lines of
+JSON.
 
     sample      trajectories that the model draws itself
     train       one real trainer rank (ZeRO-3): steps, its shard's patterns after each of the last ones into a folder
@@ -36,7 +37,8 @@ TIMEOUT_S = 300.0
 
 
 def sample(job: dict, say) -> None:
-    """`steps` batches: tokens (B, T) and, of each response token, the log-probability that drew it."""
+    """`steps` batches: tokens (B, T) and, of each response token, the log-probability that drew
+    it."""
     import torch
 
     from rose.trainer import model
@@ -145,7 +147,8 @@ def _settings(job: dict):
 
 
 def _batch(job: dict, step: int, rank: int):
-    """(step, this rank's trajectories); random rewards: what it learns doesn't matter, that it pulls both ways does."""
+    """(step, this rank's trajectories); random rewards: what it learns doesn't matter, that it
+    pulls both ways does."""
     from rose import protocol as p
     from rose.trainer.batching import Padded, plan_micro_batches
 
@@ -182,8 +185,8 @@ def _batch(job: dict, step: int, rank: int):
 
 
 def publish(job: dict, say) -> None:
-    """Commands: {"open": store, "shards", "encoding", "full"}, which publishes step 0 as version 0, then {"step"},
-    whose number is the version's."""
+    """Commands: {"open": store, "shards", "encoding", "full"}, which publishes step 0 as version 0,
+    then {"step"}, whose number is the version's."""
     import torch
 
     from rose.transfer import codec
@@ -210,7 +213,8 @@ def publish(job: dict, say) -> None:
                 3,
                 TIMEOUT_S,
             )
-            # A full version is made beside the difference when it is due; none is within what is measured.
+            # A full version is made beside the difference when it is due; none is within what is
+            # measured.
             publisher._full_due = lambda version: version == 0 and command["full"]
             publisher.publish(0)
             release()
@@ -250,7 +254,8 @@ class _Peers:
 
 
 def receive(job: dict, say) -> None:
-    """Commands: {"open": store, "shards", "encoding"}, then {"version"}; {"metrics": url} asks a relay."""
+    """Commands: {"open": store, "shards", "encoding"}, then {"version"}; {"metrics": url} asks a
+    relay."""
     from rose.transfer import codec
     from rose.transfer import stage as product
     from rose.transfer.receive import Receiver, whole
@@ -396,7 +401,8 @@ def _cpu(process: int) -> float:
 
 
 async def _flipped(serving, version: int) -> float:
-    """When generation had gone on: `load_version` itself returns after the live weights were read back."""
+    """When generation had gone on: `load_version` itself returns after the live weights were read
+    back."""
     while serving.version != version or not serving.open:
         await asyncio.sleep(0.0005)
     return time.monotonic()

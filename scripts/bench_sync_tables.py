@@ -33,7 +33,8 @@ class Sync:
     publish_cpu_s: (
         float  # computed, both ranks; other programs on the machine count less than in `seconds`
     )
-    stage_cpu_s: float  # of the slowest receiver until it had flipped; of an engine, what it generated included
+    # of the slowest receiver until it had flipped; of an engine, what it generated included
+    stage_cpu_s: float
     changed: int  # values
     trainer_peak: int  # bytes above those before the publisher was made, the larger rank
     receiver_peak: int  # above the weights

@@ -4,9 +4,10 @@
     python scripts/check_memory.py --ranks 2 --set trainer.zero_stage=2      # as many GPUs
     python scripts/check_memory.py --cpu                             # a small shape, on the CPU
 
-Runs DeepSpeed on random weights: two steps of two micro-batches. On a GPU the allocator tells the peaks; on a CPU every
-tensor's storage is counted as it comes and goes. What is estimated is rose/launch/memory.py's, which dry runs print; a
-GPU's context (memory.RUNTIME_GIB) is in neither column. Left out: publishing, and engines.
+Runs DeepSpeed on random weights: two steps of two micro-batches. On a GPU the allocator tells the
+peaks; on a CPU every tensor's storage is counted as it comes and goes. What is estimated is
+rose/launch/memory.py's, which dry runs print; a GPU's context (memory.RUNTIME_GIB) is in neither
+column. Left out: publishing, and engines.
 """
 
 from __future__ import annotations

@@ -1,20 +1,23 @@
-"""Weight transfer under damage: a reader reaches exactly the right weights, or says what is missing.
+"""Weight transfer under damage: a reader reaches exactly the right weights, or says what is
+missing.
 
     python scripts/fuzz_transfer.py                                  # all parts, some minutes on one core
     python scripts/fuzz_transfer.py --part kills --kills 500 --seed 7
     python scripts/fuzz_transfer.py --part bytes --every 50          # each 50th byte only
 
 bytes   every byte of every file of four edges (full, from-initial, delta, squashed) flipped, one at a time; files cut,
-        lengthened, exchanged, of another lineage. With other routes the reader must take one, and with none it must
-        fail and name the file or the block. A sample of it through a relay.
+        lengthened, exchanged, of another lineage. With other routes the reader must take one, and
+        with none it must fail and name the file or the block. A sample of it through a relay.
 kills   writers (two processes) and readers are SIGKILLed at random moments: what is committed is whole and right, live
-        weights are the old version or the new one. Then collector and readers at once, for `--seconds`.
+        weights are the old version or the new one. Then collector and readers at once, for
+        `--seconds`.
 routes  late joiners, gaps, a wrong base, an older version, a store replaced by another attempt's.
 disk    files may not grow beyond a limit, every limit; as root also a disk of 256 KiB.
 
-The weights of a version follow from the seed and its number (`History`), so nothing has to be remembered across a
-kill. Exit code 1, and what is needed to see it again, if something does not hold. Left out: machines that lose power
-(files are synced before they are renamed, which no test here can tell).
+The weights of a version follow from the seed and its number (`History`), so nothing has to be
+remembered across a kill. Exit code 1, and what is needed to see it again, if something does not
+hold. Left out: machines that lose power (files are synced before they are renamed, which no test
+here can tell).
 """
 
 from __future__ import annotations

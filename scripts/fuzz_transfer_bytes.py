@@ -1,4 +1,5 @@
-"""scripts/fuzz_transfer.py's part `bytes`: files with other bytes than were written. Not a command."""
+"""scripts/fuzz_transfer.py's part `bytes`: files with other bytes than were written. Not a
+command."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def detected(
     tally: Tally,
     ways: bool = True,
 ) -> None:
-    """`file` of the edge `step` is damaged: `store` has other routes (looked at with `ways`), `alone` has none."""
+    """`file` of the edge `step` is damaged: `store` has other routes (looked at with `ways`),
+    `alone` has none."""
     what = f"{file}: {what}; read from version {step[1]}"
     attempt(
         lambda: load(str(alone), history, step[1], 2),
@@ -122,8 +124,8 @@ def attempt(
     what: str,
     tally: Tally,
 ) -> None:
-    """With `avoid` the reader must get to version 2 by another edge, without it must fail and name the file or a
-    block."""
+    """With `avoid` the reader must get to version 2 by another edge, without it must fail and name
+    the file or a block."""
     try:
         route, live = reader()
     except TransferError as error:

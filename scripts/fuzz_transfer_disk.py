@@ -1,4 +1,5 @@
-"""scripts/fuzz_transfer.py's part `disk`: no room for a version, or not for all of it. Not a command."""
+"""scripts/fuzz_transfer.py's part `disk`: no room for a version, or not for all of it. Not a
+command."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def disk_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
 
 
 def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
-    """How version 2 ended in a process of its own, with a store of two versions and then no room: "" if it was
-    written."""
+    """How version 2 ended in a process of its own, with a store of two versions and then no room:
+    "" if it was written."""
     said = fork.SimpleQueue()
 
     def publish() -> None:

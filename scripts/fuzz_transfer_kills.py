@@ -1,5 +1,5 @@
-"""scripts/fuzz_transfer.py's part `kills`: writers and readers that end at any moment, readers beside a collector.
-Not a command."""
+"""scripts/fuzz_transfer.py's part `kills`: writers and readers that end at any moment, readers
+beside a collector. Not a command."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def wait_for(begun: Callable[[], object]) -> None:
 def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
     chance = random.Random(seed)
     for attempt_number in range(kills):
-        # each second attempt makes the store of the one before anew, with the same weights: either's may stand there
+        # each second attempt makes the store of the one before anew, with the same weights:
+        # either's may stand there
         store = folder / f"attempt-{attempt_number // 2:03d}"
         run_seed = seed + attempt_number // 2
         full_every, keep = chance.randint(1, 6), chance.randint(1, 3)

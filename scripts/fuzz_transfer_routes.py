@@ -1,4 +1,5 @@
-"""scripts/fuzz_transfer.py's part `routes`: which edges lead from these weights to those. Not a command."""
+"""scripts/fuzz_transfer.py's part `routes`: which edges lead from these weights to those. Not a
+command."""
 
 from __future__ import annotations
 

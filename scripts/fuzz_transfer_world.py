@@ -1,5 +1,5 @@
-"""What scripts/fuzz_transfer.py's parts share: weights that follow from a seed, stores of them, readers, and the tally.
-Not a command."""
+"""What scripts/fuzz_transfer.py's parts share: weights that follow from a seed, stores of them,
+readers, and the tally. Not a command."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ fork = multiprocessing.get_context("fork")
 
 
 class History:
-    """The weights of every version, bit for bit a function of the seed and the version alone. The tensors differ in
-    how they change, so that every kind of payload occurs: delta, dense, raw and unchanged, in 2 and 4 bytes."""
+    """The weights of every version, bit for bit a function of the seed and the version alone. The
+    tensors differ in how they change, so that every kind of payload occurs: delta, dense, raw and
+    unchanged, in 2 and 4 bytes."""
 
     def __init__(self, seed: int):
         chance = np.random.default_rng([seed, 0])
@@ -170,7 +171,8 @@ def start(call: Callable, *arguments) -> multiprocessing.Process:
 
 
 def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
-    """Every committed edge makes of its base's weights exactly its version's, and the newest version is reached."""
+    """Every committed edge makes of its base's weights exactly its version's, and the newest
+    version is reached."""
     if not (store / PLAN).exists():
         tally.count("killed before the plan was written")
         return

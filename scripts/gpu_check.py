@@ -1,4 +1,5 @@
-"""What of ROSE's GPU paths works on this machine: the first thing to run where GPUs are, before a long job.
+"""What of ROSE's GPU paths works on this machine: the first thing to run where GPUs are, before a
+long job.
 
     python scripts/gpu_check.py                       # everything that this machine can have; one GPU is enough
     python scripts/gpu_check.py engine trainer        # only these
@@ -6,13 +7,15 @@
     python scripts/gpu_check.py --json figures.json --minutes 8
     python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
 
-Each check runs in a process of its own with a deadline: one that hangs or crashes does not end the others. At the end a
-table: check, ok / FAILED / not possible here, what was measured, what was expected, and what to do about a failure.
-Speeds are compared with what arithmetic allows on this GPU (published HBM bandwidth and dense bfloat16 rate, in
-rose/sim/hardware.py); the floor is a generous share of it. Exit code 1 if any check failed, 2 for a wrong command line.
+Each check runs in a process of its own with a deadline: one that hangs or crashes does not end the
+others. At the end a table: check, ok / FAILED / not possible here, what was measured, what was
+expected, and what to do about a failure. Speeds are compared with what arithmetic allows on this
+GPU (published HBM bandwidth and dense bfloat16 rate, in rose/sim/hardware.py); the floor is a
+generous share of it. Exit code 1 if any check failed, 2 for a wrong command line.
 
-The model is a random one of the shape of Qwen3-0.6B, made in a scratch folder (nothing is downloaded), or --model
-FOLDER or hub id. Left out: several nodes (python -m rose.doctor cluster=slurm), and whether training learns.
+The model is a random one of the shape of Qwen3-0.6B, made in a scratch folder (nothing is
+downloaded), or --model FOLDER or hub id. Left out: several nodes (python -m rose.doctor
+cluster=slurm), and whether training learns.
 """
 
 from __future__ import annotations
@@ -150,7 +153,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
-    """What is here; the checks say more. Torch is asked, in a process of its own, where nvidia-smi is absent."""
+    """What is here; the checks say more. Torch is asked, in a process of its own, where nvidia-smi
+    is absent."""
     gpu, memory, count = "cpu", None, 0
     if arguments.device == "cuda":
         listed = lines(SMI)

@@ -1,5 +1,5 @@
-"""gpu_check.py, co-serving: the page pool that lends KV memory; the profile; an online server and a rollout engine on
-one device, of which the memory and the steps change hands.
+"""gpu_check.py, co-serving: the page pool that lends KV memory; the profile; an online server and a
+rollout engine on one device, of which the memory and the steps change hands.
 
 Imports vLLM only within the checks.
 """
@@ -27,7 +27,8 @@ from gpu_check_model import compose, folder
 GIB = 2**30
 LOOK_S = 0.02
 STOP_S = 5.0
-BEYOND = 0.15  # of the KV budget, by which lending may raise what is in use: pages that both sides need a part of
+# of the KV budget, by which lending may raise what is in use: pages that both sides need a part of
+BEYOND = 0.15
 
 
 class Pages(msgspec.Struct):
@@ -48,7 +49,8 @@ class Pair(msgspec.Struct):
     phase_s: float  # R alone; both; R again after it was stopped
     slo: list[float]  # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
     within: float  # the targets' share of online requests, at least
-    given_back: float  # of what R had mapped, the share that the device has again when it is stopped, at least
+    # of what R had mapped, the share that the device has again when it is stopped, at least
+    given_back: float
 
 
 def pool(report: Report) -> None:
@@ -63,8 +65,8 @@ def pool(report: Report) -> None:
 
 
 def page_pool(pool, free: Callable[[], int]) -> str:
-    """Map, write, release, map again, close. `free`, the device's free bytes, must follow each of them, within a
-    sixteenth of the pool for what the driver takes for itself."""
+    """Map, write, release, map again, close. `free`, the device's free bytes, must follow each of
+    them, within a sixteenth of the pool for what the driver takes for itself."""
     half, told = pool.nbytes // 2 // pool.page * pool.page, []
     quarter = half // 2 // pool.page * pool.page
 
@@ -178,7 +180,8 @@ def _environment(report: Report) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(given)}
 
 
-# --------------------------------------------------------------------------- an online server and a rollout engine
+# --------------------------------------------------------------------------- an online server and a
+# rollout engine
 
 
 def coserving(report: Report) -> None:
@@ -400,7 +403,8 @@ async def _rate(both: Both, seconds: float) -> float:
 
 
 async def _stopped(report: Report, both: Both) -> None:
-    """The operator stops lending under load: R is off within its time, and the device has the memory again."""
+    """The operator stops lending under load: R is off within its time, and the device has the
+    memory again."""
     revoke_s = both.config.serving.lending.revoke_after_s
     had, lent = await both.mapped(), _used()
     both.control.stop("gpu_check")
@@ -440,7 +444,8 @@ async def _stopped(report: Report, both: Both) -> None:
 
 
 async def _rested(report: Report, both: Both) -> None:
-    """As when nothing is lent for long: R gives its weights back, and takes them again, beside S under load."""
+    """As when nothing is lent for long: R gives its weights back, and takes them again, beside S
+    under load."""
     both.rests, before = True, _used()
     began = time.monotonic()
     await both.engine.deactivate()

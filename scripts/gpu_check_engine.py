@@ -1,7 +1,8 @@
-"""gpu_check.py, the engine: vLLM as a run starts it on GPUs (CUDA graphs, model runner V2, asynchronous scheduling).
+"""gpu_check.py, the engine: vLLM as a run starts it on GPUs (CUDA graphs, model runner V2,
+asynchronous scheduling).
 
-It must generate fast enough, take new weights while turns run, and make after the flip what the trainer's own forward
-pass says of these weights. Imports vLLM only within the checks.
+It must generate fast enough, take new weights while turns run, and make after the flip what the
+trainer's own forward pass says of these weights. Imports vLLM only within the checks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from gpu_check_model import Versions, compose, folder, score
 
 GIB = 2**30
 DTYPE_BYTES = 2
-# log-probabilities of engine and trainer: float32 attention on CUDA is a Triton kernel whose products are TF32 (ten
-# bits), where FlashAttention takes no float32; on a CPU it is float32 throughout
+# log-probabilities of engine and trainer: float32 attention on CUDA is a Triton kernel whose
+# products are TF32 (ten bits), where FlashAttention takes no float32; on a CPU it is float32
+# throughout
 FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
 BFLOAT16_MEAN = 0.05
 KEPT = "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and weights lie in its pool"
-OLD_WEIGHTS = 3.0  # by so much the old weights must fit worse than the new ones, or the comparison shows nothing
+# by so much the old weights must fit worse than the new ones, or the comparison shows nothing
+OLD_WEIGHTS = 3.0
 
 
 class Engines(msgspec.Struct):
@@ -116,7 +119,8 @@ async def turn(
     begun: asyncio.Event | None = None,
     temperature: float = 1.0,
 ) -> Turn:
-    """So many tokens: one that the model ends early is continued, so that all turns are equally long."""
+    """So many tokens: one that the model ends early is continued, so that all turns are equally
+    long."""
     from rose import protocol
 
     made, part = Turn(prompt), 0
@@ -215,7 +219,8 @@ async def _speed(report: Report, running) -> None:
 
 
 async def flip_under_traffic(report: Report, running, config) -> tuple[int, int, Versions]:
-    """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions' store."""
+    """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions'
+    store."""
     sizes = report.sizes
     versions = Versions(
         folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
@@ -255,7 +260,8 @@ async def flip_under_traffic(report: Report, running, config) -> tuple[int, int,
 async def _traffic(
     engine, name: str, prompt: list[int], new: int, begun: asyncio.Event, over: asyncio.Event
 ) -> list[int]:
-    """Turns one after the other until `over`, however long that is; each one's versions of its tokens."""
+    """Turns one after the other until `over`, however long that is; each one's versions of its
+    tokens."""
     versions: list[int] = []
     while not over.is_set():
         versions += (await turn(engine, f"{name}.{len(versions)}", prompt, new, begun)).versions
@@ -263,8 +269,8 @@ async def _traffic(
 
 
 def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
-    """Engine against the trainer's forward pass over the same tokens, with the new weights and, to see that it can
-    tell, with the old."""
+    """Engine against the trainer's forward pass over the same tokens, with the new weights and, to
+    see that it can tell, with the old."""
     sizes, device = report.sizes, report.setup.device
     pairs = [(one.prompt, one.tokens) for one in turns]
     engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
@@ -333,7 +339,8 @@ def sleep(report: Report) -> None:
 
 
 async def _sleep(report: Report) -> None:
-    """Memory goes back to the device while it sleeps; awake again it makes the same tokens, and takes new weights."""
+    """Memory goes back to the device while it sleeps; awake again it makes the same tokens, and
+    takes new weights."""
     config = settings(
         report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
     )

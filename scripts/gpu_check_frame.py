@@ -1,7 +1,9 @@
-"""How gpu_check.py runs its checks: each in a process of its own with a deadline, what it reports, the table.
+"""How gpu_check.py runs its checks: each in a process of its own with a deadline, what it reports,
+the table.
 
-Imports neither torch nor vLLM. A check is a function of a `Report`; it reports figures with what was expected of them,
-raises `Impossible` where this machine can't have it, and anything else when it fails.
+Imports neither torch nor vLLM. A check is a function of a `Report`; it reports figures with what
+was expected of them, raises `Impossible` where this machine can't have it, and anything else when
+it fails.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Setup(msgspec.Struct):
 
     @property
     def rates(self) -> tuple[float, float] | None:
-        """(dense bfloat16 FLOP/s, bytes/s of memory) that the maker publishes; null for a device not in
-        rose/sim/hardware.py."""
+        """(dense bfloat16 FLOP/s, bytes/s of memory) that the maker publishes; null for a device
+        not in rose/sim/hardware.py."""
         words = self.gpu.replace("-", " ").split()
         found = [GPUS[word] for word in words if word in GPUS]
         return (found[0].flops, found[0].hbm_bytes_s) if found else None
@@ -106,7 +108,8 @@ def _number(value: float | bool | str) -> str:
 
 
 class Report:
-    """The check's side: every word is a line of JSON in a file, so that no library's output can be taken for one."""
+    """The check's side: every word is a line of JSON in a file, so that no library's output can be
+    taken for one."""
 
     def __init__(self, setup: Setup, sizes: Any, path: Path) -> None:
         self.setup, self.sizes, self._file = setup, sizes, path.open("a", buffering=1)
@@ -138,7 +141,8 @@ class Report:
         source: str,
         remedy: str = "",
     ) -> bool:
-        """A rate against a share of what arithmetic allows; without known rates of the device it is only told."""
+        """A rate against a share of what arithmetic allows; without known rates of the device it is
+        only told."""
         if bound is None:
             return self.figure(name, value, unit)
         return self.figure(
@@ -201,11 +205,11 @@ def run(
     tell: Callable[[str], None],
     script: Path = REPOSITORY / "scripts" / "gpu_check.py",
 ) -> Outcome:
-    """One check in a process (and session) of its own, ended after `deadline_s`; `tell` hears of its progress.
-    `script --child NAME SETUP EVENTS` calls `child`.
+    """One check in a process (and session) of its own, ended after `deadline_s`; `tell` hears of
+    its progress. `script --child NAME SETUP EVENTS` calls `child`.
 
-    The caller must have called `rose.processes.adopt_orphans`: processes that the check leaves behind are found so,
-    ended, and make it fail.
+    The caller must have called `rose.processes.adopt_orphans`: processes that the check leaves
+    behind are found so, ended, and make it fail.
     """
     if setup.device == "cpu" and not check.on_cpu:
         return Outcome(check.name, IMPOSSIBLE, "needs a GPU")

@@ -1,6 +1,8 @@
-"""gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one GPU in turn, or on two.
+"""gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one
+GPU in turn, or on two.
 
-The model is the tiny one of the default run, so that what is trained, published and loaded changes from step to step.
+The model is the tiny one of the default run, so that what is trained, published and loaded changes
+from step to step.
 """
 
 from __future__ import annotations

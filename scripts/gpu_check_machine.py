@@ -1,7 +1,8 @@
-"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; two processes on it; nothing left.
+"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; two
+processes on it; nothing left.
 
-Raw speeds come first, because all others are read against them: a GPU that is throttled, shared or cut by MIG shows
-here.
+Raw speeds come first, because all others are read against them: a GPU that is throttled, shared or
+cut by MIG shows here.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _host(report: Report) -> None:
 
 
 def _driver(report: Report) -> None:
-    """What the doctor says of driver and devices, what torch and the environment say, and whether they agree."""
+    """What the doctor says of driver and devices, what torch and the environment say, and whether
+    they agree."""
     from rose.doctor import devices
 
     for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
@@ -171,7 +173,8 @@ def _driver(report: Report) -> None:
 
 
 def _compiler(report: Report) -> None:
-    """Triton builds a launcher in C at first use; without a compiler or Python's headers vLLM does not start."""
+    """Triton builds a launcher in C at first use; without a compiler or Python's headers vLLM does
+    not start."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
     report.figure(
         "C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc"
@@ -287,7 +290,8 @@ def nccl(report: Report) -> None:
     )
 
 
-# --------------------------------------------------------------------------- two processes on one device
+# --------------------------------------------------------------------------- two processes on one
+# device
 
 
 SECOND = """
@@ -350,7 +354,8 @@ def two(report: Report) -> None:
 
 
 def left(report: Report) -> None:
-    """Nothing of this call's checks is on the devices any more. gpu_check_frame ends a check that leaves processes."""
+    """Nothing of this call's checks is on the devices any more. gpu_check_frame ends a check that
+    leaves processes."""
     import torch
 
     if not report.gpus:

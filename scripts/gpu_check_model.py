@@ -1,7 +1,8 @@
-"""gpu_check.py, the model and its versions: a random one of Qwen3-0.6B's shape, stores of weights that changed, scores.
+"""gpu_check.py, the model and its versions: a random one of Qwen3-0.6B's shape, stores of weights
+that changed, scores.
 
-Where no model is given nothing is downloaded: the tiny model of the default run lends its tokenizer and chat template,
-its config is given other sizes, and the weights are drawn on the device.
+Where no model is given nothing is downloaded: the tiny model of the default run lends its tokenizer
+and chat template, its config is given other sizes, and the weights are drawn on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from gpu_check_frame import REPOSITORY, Check, Report
 
 DEVIATION = 0.02  # of the weights; norms are ones
 AT_ONCE = 2**24  # values that are drawn at once
-TOKENIZER_STEPS = 63  # of the tiny model's recipe: enough conversations for its tokenizer, and a quarter of the time
+# of the tiny model's recipe: enough conversations for its tokenizer, and a quarter of the time
+TOKENIZER_STEPS = 63
 FOLDER = "model"  # of the scratch folder
 
 
@@ -86,7 +88,8 @@ def model(report: Report) -> None:
 
 
 def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
-    """A random model with the tokenizer of `tiny`; its own tokens are the first of the vocabulary."""
+    """A random model with the tokenizer of `tiny`; its own tokens are the first of the
+    vocabulary."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,7 +129,8 @@ class Alone:
 
 
 class Versions:
-    """A store whose versions are the model folder's weights with values changed; `tensors`: the newest, on the CPU."""
+    """A store whose versions are the model folder's weights with values changed; `tensors`: the
+    newest, on the CPU."""
 
     def __init__(
         self, model: Path, store: Path, dtype: str, device: str, degrees: tuple[int, ...] = (1, 2)
@@ -174,7 +178,8 @@ class Versions:
         )
 
     def publish(self, share: float) -> int:
-        """So large a share of the values, drawn at random, is moved by a deviation of its tensor; the new version."""
+        """So large a share of the values, drawn at random, is moved by a deviation of its tensor;
+        the new version."""
         import torch
 
         there = {"generator": self._generator, "device": self._device}
@@ -201,8 +206,8 @@ def score(
     turns: list[tuple[list[int], list[int]]],
     tensors: dict[str, Any] | None,
 ) -> np.ndarray:
-    """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row; `tensors`: weights
-    in place of the folder's."""
+    """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row;
+    `tensors`: weights in place of the folder's."""
     import torch
 
     from rose.trainer.model import load

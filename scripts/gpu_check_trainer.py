@@ -1,5 +1,5 @@
-"""gpu_check.py, the trainer: ZeRO-3 on every GPU that is visible, memory and speed; and a version from its shards into
-tensors on the device.
+"""gpu_check.py, the trainer: ZeRO-3 on every GPU that is visible, memory and speed; and a version
+from its shards into tensors on the device.
 
 Each rank is a process. Imports torch and DeepSpeed only within the checks.
 """
@@ -82,7 +82,8 @@ def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
-    """What `work(setup, sizes, rank, world, port, *arguments)` returns on each rank, a process each."""
+    """What `work(setup, sizes, rank, world, port, *arguments)` returns on each rank, a process
+    each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -217,7 +218,8 @@ def _shape(report: Report):
 
 
 def _flops(shape, ranks: list[dict]) -> float:
-    """Of forward and backward: 6 per weight and token, 12 per attended pair and channel, the head where it is needed."""
+    """Of forward and backward: 6 per weight and token, 12 per attended pair and channel, the head
+    where it is needed."""
     layer = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
     head = shape.vocab * shape.hidden
     width = shape.heads * shape.head_dim
@@ -297,7 +299,8 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _in_turn(report: Report, made, train) -> dict[str, float]:
-    """The device's memory is given back as for an engine's turn, and taken again: the next step is as the last."""
+    """The device's memory is given back as for an engine's turn, and taken again: the next step is
+    as the last."""
     import torch
 
     made.share_device(report.folder)
@@ -327,7 +330,8 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     length = sizes.shared + sizes.own
     if isinstance(packing, Padded):
         pairs = rows * length**2 / 2
-    else:  # each row's own part attends to itself and the shared one, which is counted once per tree
+    # each row's own part attends to itself and the shared one, which is counted once per tree
+    else:
         pairs = (
             rows * (sizes.own**2 / 2 + sizes.own * sizes.shared)
             + (tokens - rows * sizes.own) * sizes.shared / 2
@@ -336,7 +340,8 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
 
 
 def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
-    """Rows of random tokens, `members` of each group beginning alike; every other one is a success."""
+    """Rows of random tokens, `members` of each group beginning alike; every other one is a
+    success."""
     from rose import protocol
 
     dice, rows = np.random.default_rng(0), {}
@@ -378,8 +383,8 @@ def started(report: Report, config, rank: int, world: int, port: int):
 
 
 def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
-    """(tensors of the newest version, of them those that are not the float32 weights, gathered by DeepSpeed and
-    rounded). All ranks together; the first one counts."""
+    """(tensors of the newest version, of them those that are not the float32 weights, gathered by
+    DeepSpeed and rounded). All ranks together; the first one counts."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -426,7 +431,8 @@ def transfer(report: Report) -> None:
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """From ZeRO's shards on the device through a store into other tensors on it, at several shares of changes."""
+    """From ZeRO's shards on the device through a store into other tensors on it, at several shares
+    of changes."""
     import torch
 
     from rose.transfer.receive import Receiver, whole
@@ -479,7 +485,8 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _move(weights, share: float, generator) -> dict:
-    """Change so large a share of the float32 weights, by an eighth of each; what every tensor then is, as published."""
+    """Change so large a share of the float32 weights, by an eighth of each; what every tensor then
+    is, as published."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 

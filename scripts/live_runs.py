@@ -2,10 +2,11 @@
 
 What validate_sim.py and bench_live.py share. Not a command.
 
-A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms periods so that a step of
-a few milliseconds is stretched and not stopped. It holds vLLM's engine processes, which stand for GPUs, and not the
-ranks and servers in front of them, which would have cores of their host. It is set when the engines have started.
-Without a writable controller there are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
+A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms
+periods so that a step of a few milliseconds is stretched and not stopped. It holds vLLM's engine
+processes, which stand for GPUs, and not the ranks and servers in front of them, which would have
+cores of their host. It is set when the engines have started. Without a writable controller there
+are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ WATCH_S, PATIENCE_S = (
     600.0,
 )  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
-SCHEDULER = "rose.coserving.rollout.scheduler"  # vLLM's own where no device is shared; it can write down its steps
+# vLLM's own where no device is shared; it can write down its steps
+SCHEDULER = "rose.coserving.rollout.scheduler"
 ALIKE = (
     "eval.episodes=0",
     "observe.terminal=false",
@@ -80,8 +82,8 @@ class Quota:
             ) from None
 
     def add(self, pid: int, everybody: bool = False) -> None:
-        """The engines that run below this process; `everybody`: and whatever else does, for a process that starts more
-        than one engine: only the first is called ENGINE."""
+        """The engines that run below this process; `everybody`: and whatever else does, for a
+        process that starts more than one engine: only the first is called ENGINE."""
         if self._folder is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -91,7 +93,8 @@ class Quota:
                         (self._folder / "cgroup.procs").write_text(str(one.pid))
 
     def limit(self) -> None:
-        """From now on. Raises `SystemExit` if no engine was found: its figures would be those of another machine."""
+        """From now on. Raises `SystemExit` if no engine was found: its figures would be those of
+        another machine."""
         if self._folder is not None and not (self._folder / "cgroup.procs").read_text():
             raise SystemExit(
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines otherwise now"
@@ -131,7 +134,8 @@ class Stolen(NamedTuple):
 
 
 def wait_for_calm(say: Callable[[str], None]) -> None:
-    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may come later."""
+    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may
+    come later."""
     end, said = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
@@ -163,7 +167,8 @@ class Ran:
         return (self.run / "status" / "finished.json").exists()
 
     def steps(self, skip: int) -> list[dict]:
-        """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas set."""
+        """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas
+        set."""
         return rows_of(read_metrics(self.run), "step")[skip:]
 
     def calm_steps(self, skip: int) -> list[dict]:
@@ -176,8 +181,9 @@ class Ran:
         ]
 
     def calm_row(self, skip: int, count: int) -> list[dict]:
-        """The first `count` of these in a row, in all of which together it took less; [] while there are none. Where
-        long steps follow short ones, more of the single calm ones would be short than of all."""
+        """The first `count` of these in a row, in all of which together it took less; [] while
+        there are none. Where long steps follow short ones, more of the single calm ones would be
+        short than of all."""
         rows = self.steps(skip)
         taken = self._taken(rows)
         for at in range(len(rows) - count + 1):
@@ -286,8 +292,8 @@ class Live(Ran):
 
 
 def end_in_order() -> None:
-    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too: a second one, as `timeout`
-    sends beside a terminal's, does not break that off."""
+    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too: a
+    second one, as `timeout` sends beside a terminal's, does not break that off."""
 
     def leave(*_) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -307,8 +313,8 @@ def stop(process: subprocess.Popen) -> None:
 
 
 class Durations:
-    """Seconds from a group's admission to the end of each of its training trajectories, from `from_step` on. A journal
-    as the simulator takes it; a live one is read into it."""
+    """Seconds from a group's admission to the end of each of its training trajectories, from
+    `from_step` on. A journal as the simulator takes it; a live one is read into it."""
 
     def __init__(self, from_step: int) -> None:
         self._from, self._step = from_step, 0

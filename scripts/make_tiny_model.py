@@ -1,12 +1,13 @@
-"""Makes the tiny model of the default run: tokenizer, Qwen3-architecture decoder, supervised warm start.
+"""Makes the tiny model of the default run: tokenizer, Qwen3-architecture decoder, supervised warm
+start.
 
     python scripts/make_tiny_model.py --seed 1 --out DIR
 
 The warm start imitates a weak demonstrator on FrozenLake, in the very conversation format of a
 rollout, so that the model knows how to call a tool and plays badly: the rest is left to RL. The
-demonstrator avoids holes, but steps towards the goal with probability 1 - noise only.
-Its maps come from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one.
-Same arguments on the same machine -> bit-identical files. Left out: any pretraining on text.
+demonstrator avoids holes, but steps towards the goal with probability 1 - noise only. Its maps come
+from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one. Same
+arguments on the same machine -> bit-identical files. Left out: any pretraining on text.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def distances(rows: list[list[str]]) -> dict[tuple[int, int], int]:
 
 
 def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
-    """The demonstrator's direction for a rendered map: a shortest path's, or with probability `noise`
-    any that is no hole, walls included: cautious, but aimless."""
+    """The demonstrator's direction for a rendered map: a shortest path's, or with probability
+    `noise` any that is no hole, walls included: cautious, but aimless."""
     rows = [line.split(" ") for line in picture.split("\n")[:-1]]
     r, c = next((r, c) for r, row in enumerate(rows) for c, cell in enumerate(row) if cell == "P")
     beside = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c))))
@@ -143,8 +144,9 @@ def demonstrations(
 
 
 def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so any text round-trips; merges are trained on demonstrations and cross words,
-    so that a prompt is a few tokens. A cell, a direction and a neighbour (`right H`) stay one token each."""
+    """Byte-level BPE, so any text round-trips; merges are trained on demonstrations and cross
+    words, so that a prompt is a few tokens. A cell, a direction and a neighbour (`right H`) stay
+    one token each."""
     core = Tokenizer(models.BPE())
     alone = Regex(rf"[ \n]?\b(?:[PFHG]|(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?)\b")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -213,7 +215,8 @@ def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausa
 def encode(
     tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, T) int64 tokens, right-padded, and labels: the tokens of assistant turns, -100 elsewhere."""
+    """(N, T) int64 tokens, right-padded, and labels: the tokens of assistant turns, -100
+    elsewhere."""
     start, end = tokenizer.convert_tokens_to_ids([TURN_START, TURN_END])
     assistant = tokenizer.encode("assistant\n", add_special_tokens=False)
     rows, labels = [], []
@@ -234,7 +237,8 @@ def encode(
 def warm_start(
     model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace
 ) -> None:
-    """`args.steps` AdamW steps on batches of `args.batch` demonstrations, learning rate falling to 0."""
+    """`args.steps` AdamW steps on batches of `args.batch` demonstrations, learning rate falling to
+    0."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
     )

@@ -1,14 +1,15 @@
-"""The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all systems.
+"""The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all
+systems.
 
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
     python scripts/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
     python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
-Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv, rose_sensitivity.csv and rose_paper.svg
-(out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands between their marks.
-The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here or there is set for one system or row, and
-where ours differs from the paper the table says by how much. Why it does: docs/simulator.md.
-Left out: what the paper gives in figures only.
+Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv, rose_sensitivity.csv and
+rose_paper.svg (out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands
+between their marks. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here
+or there is set for one system or row, and where ours differs from the paper the table says by how
+much. Why it does: docs/simulator.md. Left out: what the paper gives in figures only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"
 
 
 class Published(NamedTuple):
-    """A number of the paper: `what` of `rival`, per setting as (low, high). `mine`: our system on ROSE's side."""
+    """A number of the paper: `what` of `rival`, per setting as (low, high). `mine`: our system on
+    ROSE's side."""
 
     what: str
     rival: str
@@ -123,7 +125,8 @@ def composed(setting: str, overrides: Sequence[str]) -> Config:
 
 
 def times(c: Config, keys: Sequence[str], factor: float) -> list[str]:
-    """Overrides that multiply what `c` has there; an efficiency that it doesn't set is that of rose.sim.hardware."""
+    """Overrides that multiply what `c` has there; an efficiency that it doesn't set is that of
+    rose.sim.hardware."""
     tree = configuration.to_dict(c)
     tree["sim"]["efficiency"] = asdict(EFFICIENCY) | tree["sim"]["efficiency"]
     return [f"++{key}={factor * (value_at(tree, key) or 1.0):g}" for key in keys]
@@ -190,8 +193,8 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours, means over the seeds; of
-    serving alone as in ROSE's runs without their rollouts."""
+    """Rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours, means over
+    the seeds; of serving alone as in ROSE's runs without their rollouts."""
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
@@ -228,7 +231,8 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
-    """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one seed."""
+    """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one
+    seed."""
     base = composed(setting, overrides)
     points = (
         [("as it is", 1.0, base)]
@@ -359,7 +363,8 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
 
 
 def effects(rows: Sequence[dict[str, str]]) -> str:
-    """Throughput of each system over the resource-fixed one, as a table of Markdown; from rose_systems.csv."""
+    """Throughput of each system over the resource-fixed one, as a table of Markdown; from
+    rose_systems.csv."""
     lines = [
         "| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | SLO kept |",
         "|---|---|---|---|---|---|---|",

@@ -1,13 +1,15 @@
-"""Online server and rollout engine on one device under replayed traffic, while one thing after another goes wrong.
+"""Online server and rollout engine on one device under replayed traffic, while one thing after
+another goes wrong.
 
     python scripts/soak_coserving.py                     # 20 minutes
     python scripts/soak_coserving.py minutes=5 seed=3 trace=AzureLLMInferenceTrace_conv_2023.csv
 
-Engines are killed, stopped and continued, their boards overwritten and cut, lending switched off and on, and clients
-hang up in the middle of their answers. After each fault both sides must make progress again within PROGRESS_S, the
-rollouts only if the server lends: one that misses its targets by itself doesn't. At the end: no online request was lost
-but those that a killed server had or would have had, nothing has grown, nothing is left behind.
-All options of bench_coserving.py are taken as well. Exit code 0 if all held, 1 if not.
+Engines are killed, stopped and continued, their boards overwritten and cut, lending switched off
+and on, and clients hang up in the middle of their answers. After each fault both sides must make
+progress again within PROGRESS_S, the rollouts only if the server lends: one that misses its targets
+by itself doesn't. At the end: no online request was lost but those that a killed server had or
+would have had, nothing has grown, nothing is left behind. All options of bench_coserving.py are
+taken as well. Exit code 0 if all held, 1 if not.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ class Soak:
         return time.monotonic() - self.began
 
     def progress(self) -> str:
-        """Waits for tokens on both sides. Raises `Failed` when a side makes none within `PROGRESS_S`."""
+        """Waits for tokens on both sides. Raises `Failed` when a side makes none within
+        `PROGRESS_S`."""
         start = time.monotonic()
         end = start + PROGRESS_S
         body = {
@@ -348,7 +351,8 @@ class Soak:
         found = self.sizes.get(process.popen.pid)
         if not found:
             return
-        # A heap grows until it has seen the largest step; what leaks does so in the second half of its time, too.
+        # A heap grows until it has seen the largest step; what leaks does so in the second half of
+        # its time, too.
         before, after = found[len(found) // 2], size(process)
         lent = int(self.bench.options.kv_mib * 2**20)  # may be anybody's by now
         words = f"{found[0]} {STEADY_S:g} s after its start, {before} halfway, {after} at the end"

@@ -1,13 +1,17 @@
-"""A storm: serving ranks join a real training run and are killed at random moments; what must hold is checked.
+"""A storm: serving ranks join a real training run and are killed at random moments; what must hold
+is checked.
 
-    python scripts/storm.py [JOINS=50] [--lenders 3] [--seed 1] [--keep FOLDER] [HYDRA OVERRIDES ...]
+    python scripts/storm.py [JOINS=50] [--lenders 3] [--seed 1] [--keep FOLDER] [HYDRA OVERRIDES
+    ...]
 
-The main job trains on this machine while `--lenders` serving ranks with real engines come over MPI, each killed with
-SIGKILL at a random moment (half of them on their way in or within a second of joining, half in the midst of their
-turns) and followed by another, until JOINS have joined. Then the run is stopped as by SIGTERM, and all of this must
-hold: the run stopped in order, in its first attempt; every kill of a joined rank was noticed; each step trained its full
-batch, every trajectory in one step only and with a version for each token; the journal replays to the same decisions.
-Printed: joins, kills, turns that moved, and how long a loss took to be noticed. Exit code 1 if something does not hold.
+The main job trains on this machine while `--lenders` serving ranks with real engines come over MPI,
+each killed with SIGKILL at a random moment (half of them on their way in or within a second of
+joining, half in the midst of their turns) and followed by another, until JOINS have joined. Then
+the run is stopped as by SIGTERM, and all of this must hold: the run stopped in order, in its first
+attempt; every kill of a joined rank was noticed; each step trained its full batch, every trajectory
+in one step only and with a version for each token; the journal replays to the same decisions.
+Printed: joins, kills, turns that moved, and how long a loss took to be noticed. Exit code 1 if
+something does not hold.
 """
 
 from __future__ import annotations

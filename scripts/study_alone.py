@@ -1,10 +1,12 @@
-"""Batching and order policies, each alone against `synchronous` and `fifo`, in a small simulated cluster.
+"""Batching and order policies, each alone against `synchronous` and `fifo`, in a small simulated
+cluster.
 
     python scripts/study_alone.py        # about a minute on a core of its own; the figures of docs/policies.md ("Alone")
 
-A made-up workload that shows directions: 2 engines of 16 sequences, a trainer of 20 s per step, agents of many turns
-whose number and lengths are drawn per prompt and shared, roughly, by the members of its group. For the sizes of a real
-cluster: scripts/reproduce_rose.py and scripts/study_policies.py.
+A made-up workload that shows directions: 2 engines of 16 sequences, a trainer of 20 s per step,
+agents of many turns whose number and lengths are drawn per prompt and shared, roughly, by the
+members of its group. For the sizes of a real cluster: scripts/reproduce_rose.py and
+scripts/study_policies.py.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""Which composition of the scheduler's policies makes a step shortest at which staleness, by simulating all of them.
+"""Which composition of the scheduler's policies makes a step shortest at which staleness, by
+simulating all of them.
 
     python scripts/study_policies.py                     both settings and every composition: a day on one core
-    python scripts/study_policies.py only=rose_8b staleness=1 order=fifo,due_first routing=rose,earliest_finish
+    python scripts/study_policies.py only=rose_8b staleness=1 order=fifo,due_first
+    routing=rose,earliest_finish
     python scripts/study_policies.py draw=true           the table again, from the CSV file
-Writes docs/results/policies_search.csv (out=FOLDER: there), and its front into docs/policies.md between the marks.
+Writes docs/results/policies_search.csv (out=FOLDER: there), and its front into docs/policies.md
+between the marks.
 
-Successive halving (ROUNDS): every composition on half of a setting (conf/experiment/rose_8b and rose_32b: engines,
-borrowed devices, trainer and batch divided by two) with one seed; of each largest staleness the fastest few on the
-whole setting with all seeds. ROSE's own compositions and the options `best` and `best_sync` of conf/sim/systems go
-through all rounds. What counts is trained tokens per second, not seconds a step: few steps of a policy that trains on
-short trajectories first would look fast. A quarter of a setting is too little: there `carry_over` seems faster than
-`bounded_staleness`, which it is not.
-All compositions have ROSE's pools: dedicated and borrowed engines, with `all_idle` the trainer's GPUs besides.
-Left out: `dapo` and RollPacker's spare trajectories (they leave long ones untrained for good), `libra` (its planner and
-buckets need other pools or degrees), `rollart` (one kind of hardware: cache_affine), `static` (`rose` uses all devices
+Successive halving (ROUNDS): every composition on half of a setting (conf/experiment/rose_8b and
+rose_32b: engines, borrowed devices, trainer and batch divided by two) with one seed; of each
+largest staleness the fastest few on the whole setting with all seeds. ROSE's own compositions and
+the options `best` and `best_sync` of conf/sim/systems go through all rounds. What counts is trained
+tokens per second, not seconds a step: few steps of a policy that trains on short trajectories first
+would look fast. A quarter of a setting is too little: there `carry_over` seems faster than
+`bounded_staleness`, which it is not. All compositions have ROSE's pools: dedicated and borrowed
+engines, with `all_idle` the trainer's GPUs besides. Left out: `dapo` and RollPacker's spare
+trajectories (they leave long ones untrained for good), `libra` (its planner and buckets need other
+pools or degrees), `rollart` (one kind of hardware: cache_affine), `static` (`rose` uses all devices
 too where n_serving is their number) and what holds no borrowed devices.
 """
 
@@ -107,7 +111,8 @@ class Composition(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Which part of a setting, how long, and how many of each largest staleness go on to the next round."""
+    """Which part of a setting, how long, and how many of each largest staleness go on to the next
+    round."""
 
     divided: int
     seeds: int
@@ -116,7 +121,8 @@ class Round(NamedTuple):
     kept: int
 
 
-# Steps of a policy that lets two batches run at once are long and short by turns: an even number must be counted.
+# Steps of a policy that lets two batches run at once are long and short by turns: an even number
+# must be counted.
 ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
 BOUNDS = (
     "eta",
@@ -157,8 +163,8 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 
 
 def shipped(name: str) -> Composition:
-    """What conf/sim/systems/NAME.yaml composes. Arguments that it doesn't set are not those of BATCHING: as such it is
-    found among the compositions only where they are equal."""
+    """What conf/sim/systems/NAME.yaml composes. Arguments that it doesn't set are not those of
+    BATCHING: as such it is found among the compositions only where they are equal."""
     tree = yaml.safe_load((REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text())
     chosen = {}
     for each in tree["defaults"]:
@@ -187,8 +193,8 @@ def bound(batching: Choice) -> int:
 
 
 def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
-    """All that make sense, of the options named in `only` (kind -> names; all of a kind that isn't in it), and of at
-    most `staleness`. Raises `SystemExit` for a name that is not searched."""
+    """All that make sense, of the options named in `only` (kind -> names; all of a kind that isn't
+    in it), and of at most `staleness`. Raises `SystemExit` for a name that is not searched."""
     for kind, names in only.items():
         if unknown := [name for name in names if name not in KINDS[kind]]:
             raise SystemExit(
@@ -216,7 +222,8 @@ def _option(kind: str, name: str) -> dict[str, Any]:
 
 
 def system(what: Composition, c: Config) -> SimSystem:
-    """Arguments that a file takes from elsewhere (how many may be borrowed) are those of the configuration."""
+    """Arguments that a file takes from elsewhere (how many may be borrowed) are those of the
+    configuration."""
     policies = {}
     for kind, chosen in zip(KINDS, what, strict=True):
         option = _option(kind, chosen.name)
@@ -234,7 +241,8 @@ def system(what: Composition, c: Config) -> SimSystem:
 
 
 def divided(c: Config, by: int) -> list[str]:
-    """Overrides that leave a `by`th of a setting: engines, borrowed devices, the trainer's GPUs and the batch."""
+    """Overrides that leave a `by`th of a setting: engines, borrowed devices, the trainer's GPUs and
+    the batch."""
     return [
         f"rollout.workers={c.rollout.workers // by}",
         f"trainer.ranks={c.trainer.ranks // by}",
@@ -300,7 +308,8 @@ def rows_of(
 
 
 def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
-    """Whether none of `rows` is as fast and as fresh, on average and at most, and better in one of these."""
+    """Whether none of `rows` is as fast and as fresh, on average and at most, and better in one of
+    these."""
 
     def points(each: dict[str, Any]) -> tuple[float, float, float]:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
@@ -341,7 +350,8 @@ def search(
     seeds: Sequence[int],
     carried_out: Callable[[Config], list[Outcome]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each round as it ends. `carried_out`: the outcomes of a configuration's systems and seeds."""
+    """The rows of each round as it ends. `carried_out`: the outcomes of a configuration's systems
+    and seeds."""
     always = [what for _, what in KEPT] + [shipped("best"), shipped("best_sync")]
     all_of_them = {str(each): each for each in [*candidates, *always]}
     left = list(all_of_them)
@@ -355,7 +365,8 @@ def search(
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:
-    """The last round of policies_search.csv as a table of Markdown: the front, and what has a name."""
+    """The last round of policies_search.csv as a table of Markdown: the front, and what has a
+    name."""
     lines = [
         "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | step, s | "
         "staleness: mean, largest | dropped | on the front |",

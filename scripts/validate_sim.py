@@ -4,24 +4,25 @@
     python scripts/validate_sim.py --only sync_2 dapo_2 --rounds 1 # a look
     python scripts/validate_sim.py --quota 0.4 --csv docs/results/validate_sim.csv
 
-Two live runs with one engine, much and little to do, are the profile. From them come the engine's step time (its step
-log, the time between two steps included), the episodes (their journals: turns, tokens, tool times), the trainer's and
-the synchronisation's seconds, and the ways from the coordinator to an engine and back. Then every configuration runs
-live and is simulated with those numbers, on the very configuration of the run. No profile is among the predicted runs,
-and no number is fitted to these.
+Two live runs with one engine, much and little to do, are the profile. From them come the engine's
+step time (its step log, the time between two steps included), the episodes (their journals: turns,
+tokens, tool times), the trainer's and the synchronisation's seconds, and the ways from the
+coordinator to an engine and back. Then every configuration runs live and is simulated with those
+numbers, on the very configuration of the run. No profile is among the predicted runs, and no number
+is fitted to these.
 
-Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning rate of 1e-9), so
-that all runs meet the same lengths. Compared are, without the first steps, medians over the training steps of all
-rounds of
+Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning
+rate of 1e-9), so that all runs meet the same lengths. Compared are, without the first steps,
+medians over the training steps of all rounds of
 
     step          its time, s
     tail          95th percentile of the time from a group's admission to a trajectory's end, s
     utilisation   share of the step in which a dedicated engine had a turn
 
-The figures mean something on a machine that does nothing else: --quota times engines, the trainer's thread and the
-environment host must find a core each time they want one. A virtual machine whose host is busy is slower for minutes:
-only training steps count in which the hypervisor took less than 5% of it (live_runs.CALM), and what has too few of them
-runs again in the next round.
+The figures mean something on a machine that does nothing else: --quota times engines, the trainer's
+thread and the environment host must find a core each time they want one. A virtual machine whose
+host is busy is slower for minutes: only training steps count in which the hypervisor took less than
+5% of it (live_runs.CALM), and what has too few of them runs again in the next round.
 """
 
 from __future__ import annotations
@@ -174,8 +175,9 @@ def engine_steps(log: Path) -> list[dict]:
 
 
 def between_included(steps: list[dict], windows: list[Window], out: Path) -> None:
-    """A log of the windows' steps, with each step of decodes beginning where the one before ended: such requests were
-    there, and what lay between was the engine's own work. Other steps get the median of that."""
+    """A log of the windows' steps, with each step of decodes beginning where the one before ended:
+    such requests were there, and what lay between was the engine's own work. Other steps get the
+    median of that."""
     gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:]) if b["decodes"]]
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w") as file:
@@ -194,9 +196,10 @@ def ways(
     steps: list[dict],
     windows: list[Window],
 ) -> tuple[list[float], list[float]]:
-    """Seconds from each turn's assignment until the engine could begin a step with it, and from the step that made its
-    last token until the coordinator knew. A turn of n tokens is in the n steps up to that. It came while the step
-    before these was under way, nobody knows when: in the middle. Turns that found all seats taken have no way there."""
+    """Seconds from each turn's assignment until the engine could begin a step with it, and from the
+    step that made its last token until the coordinator knew. A turn of n tokens is in the n steps
+    up to that. It came while the step before these was under way, nobody knows when: in the middle.
+    Turns that found all seats taken have no way there."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
     begins, ends = (
         np.array([step["start"] for step in steps]),

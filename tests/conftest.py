@@ -1,4 +1,5 @@
-"""What every test shares: the variables of a CPU run, set before anything reads them, and composed configurations."""
+"""What every test shares: the variables of a CPU run, set before anything reads them, and composed
+configurations."""
 
 import copy
 import functools
@@ -26,8 +27,8 @@ from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
 from rose import config as configuration  # noqa: E402
 
-# Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure is one of the commit
-# that has it. Others are drawn with --hypothesis-profile=default.
+# Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure
+# is one of the commit that has it. Others are drawn with --hypothesis-profile=default.
 settings.register_profile("rose", deadline=None, derandomize=True)
 settings.load_profile("rose")
 
@@ -43,8 +44,9 @@ def _composed(groups: tuple[str, ...]) -> DictConfig:
 
 
 def compose_tree(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a third of a
-    second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's order too."""
+    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
+    third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
+    order too."""
     groups = tuple(o for o in overrides if (CONF / o.lstrip("+").split("=")[0]).is_dir())
     composed = copy.deepcopy(_composed(groups))
     for override in overrides:
@@ -64,7 +66,8 @@ EIGHT_GPUS = "".join(
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """nvidia_smi(listing, variable): one that prints `listing`, and this process's CUDA_VISIBLE_DEVICES (None: unset)."""
+    """nvidia_smi(listing, variable): one that prints `listing`, and this process's
+    CUDA_VISIBLE_DEVICES (None: unset)."""
 
     def make(listing: str = EIGHT_GPUS, variable: str | None = None) -> None:
         folder = tmp_path / "nvidia"

@@ -1,4 +1,5 @@
-"""A small disk of its own: ext4 in a file, mounted through a loop device, which can be full, broken and mended."""
+"""A small disk of its own: ext4 in a file, mounted through a loop device, which can be full, broken
+and mended."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Disk:
         return room.f_bavail * room.f_frsize
 
     def fail(self) -> None:
-        """As when the device reports an error: read-only from now on, for files that are open too."""
+        """As when the device reports an error: read-only from now on, for files that are open
+        too."""
         found = subprocess.run(
             ["findmnt", "-no", "SOURCE", str(self.path)], capture_output=True, text=True, check=True
         )

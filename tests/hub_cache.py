@@ -12,8 +12,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def add(
     cache: Path, repository: str, model: Path, commit: str = COMMIT, ref: str = "main", **changes
 ) -> Path:
-    """Put the files of folder `model` into `cache` (HF_HUB_CACHE) as `commit` of `repository`, to which branch `ref`
-    points; `changes` are made to its config.json. Returns the snapshot's folder."""
+    """Put the files of folder `model` into `cache` (HF_HUB_CACHE) as `commit` of `repository`, to
+    which branch `ref` points; `changes` are made to its config.json. Returns the snapshot's
+    folder."""
     home = cache / f"models--{repository.replace('/', '--')}"
     snapshot = home / "snapshots" / commit
     snapshot.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Models of a hub: one commit for all ranks, from the network or the cache, or one clear error before anything starts."""
+"""Models of a hub: one commit for all ranks, from the network or the cache, or one clear error
+before anything starts."""
 
 import json
 import os
@@ -90,7 +91,8 @@ def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
 
 
 def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeypatch):
-    """A proxy that refuses, or a server that hangs up: the HTTP library's exceptions are no OSError."""
+    """A proxy that refuses, or a server that hangs up: the HTTP library's exceptions are no
+    OSError."""
     import huggingface_hub
     from huggingface_hub import errors
 

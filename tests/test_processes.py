@@ -1,4 +1,5 @@
-"""Threads for work on the side follow the cores that a process may use, not those that the machine has."""
+"""Threads for work on the side follow the cores that a process may use, not those that the machine
+has."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Files on a disk that is full or read-only: whole or absent, and the refusal is told with its remedy."""
+"""Files on a disk that is full or read-only: whole or absent, and the refusal is told with its
+remedy."""
 
 import errno
 

@@ -1,4 +1,5 @@
-"""Request traces: what a file says is what is replayed, and a made one bursts as it was asked to."""
+"""Request traces: what a file says is what is replayed, and a made one bursts as it was asked
+to."""
 
 import numpy as np
 import pytest

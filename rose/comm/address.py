@@ -1,10 +1,11 @@
-"""Where ranks on several hosts meet for torch.distributed: an address that every one of them has reached.
+"""Where ranks on several hosts meet for torch.distributed: an address that every one of them has
+reached.
 
-A host's own name is no address of it: Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites to a
-network that compute nodes don't share, some not at all. So the first rank listens on each address that
-its interfaces have, every other rank connects to all of them, and the first one that all have reached
-is taken. The socket that was listening there is handed on, still open: nobody else gets its port.
-Left out: the choice of NCCL's InfiniBand devices (NCCL_IB_HCA), which is NCCL's own.
+A host's own name is no address of it: Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites to
+a network that compute nodes don't share, some not at all. So the first rank listens on each address
+that its interfaces have, every other rank connects to all of them, and the first one that all have
+reached is taken. The socket that was listening there is handed on, still open: nobody else gets its
+port. Left out: the choice of NCCL's InfiniBand devices (NCCL_IB_HCA), which is NCCL's own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ALIKE = (
 )  # bridges that many hosts have with one address
 INTERFACES, INFINIBAND = Path("/sys/class/net"), 32  # its hardware type there (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
-# Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix: eth1 is eth10, too.
+# Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix:
+# eth1 is eth10, too.
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 Gather = Callable[[str], list[str]]  # collective: every rank's text, by rank
@@ -48,7 +50,8 @@ class RendezvousError(RuntimeError):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """What a rank tells of the host that it is on. `space` differs between hosts and network namespaces."""
+    """What a rank tells of the host that it is on. `space` differs between hosts and network
+    namespaces."""
 
     name: str
     space: str
@@ -60,8 +63,8 @@ class Host(msgspec.Struct, frozen=True):
 
 @dataclass
 class Place:
-    """Where the ranks meet. `listener` is rank 0's open socket, null on the others; `interface` is that by
-    which this rank reaches the others, null when it can't be told."""
+    """Where the ranks meet. `listener` is rank 0's open socket, null on the others; `interface` is
+    that by which this rank reaches the others, null when it can't be told."""
 
     address: str
     port: int
@@ -70,12 +73,14 @@ class Place:
     hosts: list[Host]
 
     def claim(self) -> int | None:
-        """The listener's file descriptor, which is the caller's from now on; null on other ranks."""
+        """The listener's file descriptor, which is the caller's from now on; null on other
+        ranks."""
         return self.listener.detach() if self.listener is not None else None
 
     def use_interface(self) -> None:
-        """From now on gloo and NCCL connect by the interface that was found to work, also in groups that DeepSpeed
-        makes later. A variable that is set already stays: the user's, or of a larger world of this process."""
+        """From now on gloo and NCCL connect by the interface that was found to work, also in groups
+        that DeepSpeed makes later. A variable that is set already stays: the user's, or of a larger
+        world of this process."""
         for name, form in INTERFACE_VARIABLES.items() if self.interface else ():
             os.environ.setdefault(name, form.format(self.interface))
 
@@ -101,16 +106,18 @@ def local_place(port: int) -> Place:
 
 
 def check_interface(interface: str | None) -> None:
-    """Raises `RendezvousError` when this host has no such interface with an address (cluster.interface)."""
+    """Raises `RendezvousError` when this host has no such interface with an address
+    (cluster.interface)."""
     if interface is not None:
         _addresses(interface)
 
 
 def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
-    """Agree on a place. Collective over the ranks of `gather`; `interface` (cluster.interface): the only one to use.
+    """Agree on a place. Collective over the ranks of `gather`; `interface` (cluster.interface): the
+    only one to use.
 
-    Raises `RendezvousError` on every rank when no address can be reached by all, within `MEET_S` seconds and what
-    `gather` takes.
+    Raises `RendezvousError` on every rank when no address can be reached by all, within `MEET_S`
+    seconds and what `gather` takes.
     """
     here = Host(socket.gethostname(), _space(), _addresses(interface))
     hosts = [
@@ -138,7 +145,8 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
 
 
 class _Listeners:
-    """Rank 0's sockets, one for each address that can be bound; who connects is answered with the token."""
+    """Rank 0's sockets, one for each address that can be bound; who connects is answered with the
+    token."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
@@ -204,7 +212,8 @@ def _reach(places: list[list], token: bytes) -> dict[int, str]:
 
 
 def _try(place: list, token: bytes) -> str | None:
-    """Another service may listen at the same address of a bridge that this host has too: the token tells."""
+    """Another service may listen at the same address of a bridge that this host has too: the token
+    tells."""
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
@@ -226,8 +235,9 @@ def _first_common(reached: list[str]) -> int | None:
 
 
 def _by_vote(hosts: list[Host]) -> list[str]:
-    """Rank 0's addresses: first those by which its routes lead to the most other hosts, of these InfiniBand's, and then
-    those of the fastest interfaces: hosts commonly share a network for management, too."""
+    """Rank 0's addresses: first those by which its routes lead to the most other hosts, of these
+    InfiniBand's, and then those of the fastest interfaces: hosts commonly share a network for
+    management, too."""
     own = [address for _, address in hosts[0].addresses]
     votes = dict.fromkeys(own, 0)
     for host in {host.space: host for host in hosts if host.space != hosts[0].space}.values():
@@ -266,8 +276,8 @@ def _source(address: str) -> str | None:
 
 
 def _addresses(interface: str | None) -> list[tuple[str, str]]:
-    """(interface, address) of this host without loopback: IPv4 first, and bridges that every host has last. Raises
-    `RendezvousError` for an interface that is not here or has no address."""
+    """(interface, address) of this host without loopback: IPv4 first, and bridges that every host
+    has last. Raises `RendezvousError` for an interface that is not here or has no address."""
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     if interface is not None and interface not in found:
         raise RendezvousError(
@@ -292,7 +302,8 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
 
 
 def _usable(address: str, interface: str | None) -> bool:
-    """Link-local addresses need a scope; loopback leads nowhere, unless it was asked for by name."""
+    """Link-local addresses need a scope; loopback leads nowhere, unless it was asked for by
+    name."""
     if "%" in address or address.startswith(("169.254.", "fe80:")):
         return False
     return interface is not None or not (address.startswith("127.") or address == "::1")
@@ -310,7 +321,8 @@ def _family(address: str) -> int:
 
 
 def _space() -> str:
-    """Of this boot and network namespace: two ranks of which it is the same reach each other by loopback."""
+    """Of this boot and network namespace: two ranks of which it is the same reach each other by
+    loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 

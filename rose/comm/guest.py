@@ -40,7 +40,8 @@ class Guest:
 
     @classmethod
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
-        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` when it isn't up within `START_S`."""
+        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` when it isn't up within
+        `START_S`."""
         here = os.getpid()
         came = asyncio.get_running_loop().create_future()  # of (StreamReader, StreamWriter)
         with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700

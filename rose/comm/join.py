@@ -1,4 +1,5 @@
-"""How a serving rank finds a running job and is let in, although either may vanish at any instruction.
+"""How a serving rank finds a running job and is let in, although either may vanish at any
+instruction.
 
     outputs/RUN/join/endpoint.json    the running attempt: protocol version, pid, host, a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)
@@ -6,8 +7,9 @@
     outputs/RUN/join/ID.answer        admitted (under which name, at which MPI port), or refused and why
     outputs/RUN/join/ID.comes         ID.asks renamed: its engine is up, it connects in the next instant
 
-The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from the last of these
-on: a rank that dies in between costs nothing. Left out: what is said afterwards (rose/roles/borrowed.py).
+The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from
+the last of these on: a rank that dies in between costs nothing. Left out: what is said afterwards
+(rose/roles/borrowed.py).
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def _read(path: Path) -> bytes:
 
 
 class Door:
-    """Where serving ranks ask; one per attempt. Its calls may run in another thread, one at a time."""
+    """Where serving ranks ask; one per attempt. Its calls may run in another thread, one at a
+    time."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.folder = folder(run_dir)
@@ -99,8 +102,8 @@ class Door:
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError when the folder can't be
-        written."""
+        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError when the
+        folder can't be written."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for old in self.folder.iterdir():
@@ -117,7 +120,8 @@ class Door:
         (self.folder / "endpoint.json").unlink(missing_ok=True)
 
     def look(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
-        """[(id, its ask or what is wrong with it)] and [id that comes], of those that this has not told of yet."""
+        """[(id, its ask or what is wrong with it)] and [id that comes], of those that this has not
+        told of yet."""
         paths = [
             path for path in sorted(self.folder.iterdir()) if path.suffix in (".asks", ".comes")
         ]
@@ -165,12 +169,13 @@ class Door:
         return ask
 
 
-# --------------------------------------------------------------------------- the serving rank's side
+# --------------------------------------------------------------------------- the serving rank's
+# side
 
 
 def endpoint(run_dir: Path) -> Endpoint | None:
-    """That of the run's attempt, which may be dead; None when there is none. Raises `JoinError` when it is there and
-    cannot be used."""
+    """That of the run's attempt, which may be dead; None when there is none. Raises `JoinError`
+    when it is there and cannot be used."""
     path = folder(run_dir) / "endpoint.json"
     try:
         found = msgspec.json.decode(_read(path), type=Endpoint)
@@ -202,7 +207,8 @@ class Application:
         self.token = ""
 
     def ask(self, deadline_s: float) -> Answer:
-        """Announce and wait. Raises `JoinError` when refused or not answered within `deadline_s`."""
+        """Announce and wait. Raises `JoinError` when refused or not answered within
+        `deadline_s`."""
         try:
             self.token = _read(self.folder / "token").decode()
             _write(
@@ -237,7 +243,8 @@ class Application:
         return answer
 
     def connect(self, port: str):
-        """The intercommunicator to the coordinator. Raises `JoinError` when it does not accept within `CONNECT_S`."""
+        """The intercommunicator to the coordinator. Raises `JoinError` when it does not accept
+        within `CONNECT_S`."""
         from mpi4py import MPI
 
         from rose.comm import shared_memory
@@ -259,8 +266,8 @@ class Application:
             self.withdraw()
 
     def _connect(self, MPI, port: str, info):
-        """MPICH gives up while the network is still connecting, with the setting that keeps a send to a dead peer from
-        hanging (conf/cluster/mpi)."""
+        """MPICH gives up while the network is still connecting, with the setting that keeps a send
+        to a dead peer from hanging (conf/cluster/mpi)."""
         end = time.monotonic() + CONNECT_S
         while True:
             try:

@@ -1,8 +1,9 @@
 """One intercommunicator between two processes of which either may vanish at any instruction.
 
-MPI says nothing of a peer's death, or ends this process for it (MPICH calls a broken connection fatal): so a link lives
-in a process that may die, never in one of the training's world. Nothing here waits for the peer: what MPI does not take
-stays in the outbox, and the rest of a large message is not waited for. Who is gone, the owner decides by silence.
+MPI says nothing of a peer's death, or ends this process for it (MPICH calls a broken connection
+fatal): so a link lives in a process that may die, never in one of the training's world. Nothing
+here waits for the peer: what MPI does not take stays in the outbox, and the rest of a large message
+is not waited for. Who is gone, the owner decides by silence.
 
 MPICH would try for ever to send to a dead peer, inside Isend. The hint "eagain" with
 MPIR_CVAR_CH4_OFI_MAX_EAGAIN_RETRY (conf/cluster/mpi) makes it give up each time.
@@ -47,7 +48,8 @@ class Link:
         self.push()
 
     def push(self) -> bool:
-        """Hand on what is queued as far as MPI takes it; True when all of it has left. Raises `LinkError`."""
+        """Hand on what is queued as far as MPI takes it; True when all of it has left. Raises
+        `LinkError`."""
         try:
             while self._outbox:
                 request = self._comm.Isend([self._outbox[0], MPI.BYTE], dest=0, tag=_TAG)

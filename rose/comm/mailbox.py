@@ -2,12 +2,13 @@
 
 Sends never block: a buffer is kept until MPI has it. Receiving polls (MPI offers no file descriptor
 to wait on), at once while words keep coming, then with pauses that grow to `idle_pause_s`, so that
-a waiting rank leaves its core to the engines. A pause costs an event loop a millisecond at least, so no
-pause may stand between two messages that are both here. No collective is used after start-up.
+a waiting rank leaves its core to the engines. A pause costs an event loop a millisecond at least,
+so no pause may stand between two messages that are both here. No collective is used after start-up.
 
-Receives are posted before and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", probing beside the large
-receives of a broadcast (rose/transfer/broadcast_mpi.py) lost data. A message longer than a posted buffer travels in
-parts, whose order MPI keeps; its own header says how long it is.
+Receives are posted before and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", probing
+beside the large receives of a broadcast (rose/transfer/broadcast_mpi.py) lost data. A message
+longer than a posted buffer travels in parts, whose order MPI keeps; its own header says how long it
+is.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class Mailbox:
 
 
 def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
-    """Broadcast a short text from `root` at start-up, as bytes (mpi4py's own bcast would unpickle)."""
+    """Broadcast a short text from `root` at start-up, as bytes (mpi4py's own bcast would
+    unpickle)."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
@@ -132,8 +134,8 @@ def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
 
 
 def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> list[str]:
-    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which says `what` was gathered, when a rank
-    does not come within `deadline_s` seconds."""
+    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which says `what` was
+    gathered, when a rank does not come within `deadline_s` seconds."""
     import numpy as np
 
     mine = np.frombuffer(text.encode(), dtype=np.uint8)

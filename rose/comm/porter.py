@@ -2,12 +2,13 @@
 
     mpiexec -n 1 python -m rose.comm.porter SOCKET    started by `rose.comm.guest`, one per admitted rank
 
-MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it accepts. So the
-coordinator connects to no borrowed rank: this process does, and may block or die of it, which costs that rank alone.
-Frames on the socket: length (uint32, little-endian), then the bytes; the first to the coordinator is the MPI port. An
-empty one from it says that the rank comes (accepting takes a whole core, so not before), the answer that it is here.
-By mpiexec, because to MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one runs
-for each rank.
+MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it
+accepts. So the coordinator connects to no borrowed rank: this process does, and may block or die of
+it, which costs that rank alone. Frames on the socket: length (uint32, little-endian), then the
+bytes; the first to the coordinator is the MPI port. An empty one from it says that the rank comes
+(accepting takes a whole core, so not before), the answer that it is here. By mpiexec, because to
+MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one
+runs for each rank.
 """
 
 from __future__ import annotations

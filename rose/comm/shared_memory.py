@@ -1,9 +1,10 @@
 """Takes away the names of MPICH's shared memory in /dev/shm once every rank has its own.
 
-MPICH makes some even for a rank that shares it with nobody. It derives the name from the launcher's, which under Slurm
-is JOB.STEP, or from the process id, and removes it only in MPI_Finalize, which our ranks can't wait for when a peer is
-dead. A requeued job (same id, step 0 again) would find the memory of its last attempt and take it for its own; and
-every end would leave some MiB on the node. Without a name the kernel frees it with the last process that maps it.
+MPICH makes some even for a rank that shares it with nobody. It derives the name from the
+launcher's, which under Slurm is JOB.STEP, or from the process id, and removes it only in
+MPI_Finalize, which our ranks can't wait for when a peer is dead. A requeued job (same id, step 0
+again) would find the memory of its last attempt and take it for its own; and every end would leave
+some MiB on the node. Without a name the kernel frees it with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ PREFIX = "/dev/shm/mpich_"
 
 
 def unname(world: MPI.Comm) -> list[str]:
-    """Collective over `world`, right after MPI's start. The names that this rank found, gone now."""
+    """Collective over `world`, right after MPI's start. The names that this rank found, gone
+    now."""
     world.Barrier()  # all have opened it
     names = {
         line.split(maxsplit=5)[-1]

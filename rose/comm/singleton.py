@@ -19,8 +19,8 @@ def launchers() -> list[str]:
 
 
 def environment(mpi: dict[str, str]) -> dict[str, str]:
-    """This process's variables without those by which MPI would look for a launcher, and with those of
-    cluster.mpi.env."""
+    """This process's variables without those by which MPI would look for a launcher, and with those
+    of cluster.mpi.env."""
     without = launchers()
     kept = {name: value for name, value in os.environ.items() if name not in without}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

@@ -12,7 +12,8 @@ _STDERR = 2
 
 
 class Tasks:
-    """`spawn` starts tasks; `run_until` ends with the first service that returns or any task that raises."""
+    """`spawn` starts tasks; `run_until` ends with the first service that returns or any task that
+    raises."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task] = set()
@@ -30,8 +31,9 @@ class Tasks:
             self._failed.set_exception(task.exception())
 
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
-        """Run `services` beside the spawned tasks until one of them returns; raises what any task raised. A loop that
-        stands still, inside MPI for instance, has its threads' stacks written to standard error."""
+        """Run `services` beside the spawned tasks until one of them returns; raises what any task
+        raised. A loop that stands still, inside MPI for instance, has its threads' stacks written
+        to standard error."""
         running = [self.spawn(service) for service in (_tell_if_hung(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():

@@ -1,8 +1,8 @@
 """Messages <-> bytes: a fixed header, then msgpack by msgspec. Nothing is ever unpickled.
 
-Header, 12 bytes little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32 length of
-the body. A peer of another version, a truncated body or garbage is one `WireError`, never a crash
-further in.
+Header, 12 bytes little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32 length
+of the body. A peer of another version, a truncated body or garbage is one `WireError`, never a
+crash further in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def encode(message: Message) -> bytes:
 
 
 def promised(data: bytes | bytearray | memoryview) -> int:
-    """Bytes of the message that begins with `data`, by its header. Raises `WireError` on what is no header."""
+    """Bytes of the message that begins with `data`, by its header. Raises `WireError` on what is no
+    header."""
     if len(data) < _HEADER.size:
         raise WireError(f"{len(data)} bytes are too few for a message header of {_HEADER.size}")
     magic, version, _, length = _HEADER.unpack_from(data)

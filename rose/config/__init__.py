@@ -1,7 +1,7 @@
 """One typed tree for all of conf/, validated once, before anything starts.
 
-`from_dict` turns the composed Hydra tree into a frozen `Config` or raises `ConfigError`, whose text names the key, its
-value and what would be right. Nothing else reads the YAML of conf/.
+`from_dict` turns the composed Hydra tree into a frozen `Config` or raises `ConfigError`, whose text
+names the key, its value and what would be right. Nothing else reads the YAML of conf/.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 
 def _kind(tree: dict[str, Any]) -> type[Config]:
-    """Of a tree with one environment, or with a mixture. Raises `ConfigError` for a mixture within another."""
+    """Of a tree with one environment, or with a mixture. Raises `ConfigError` for a mixture within
+    another."""
     if errors.value_at(tree, "env.name") != MIXTURE:
         return Config
     members = errors.value_at(tree, "env.members")
@@ -127,7 +128,8 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
 
 
 def _resolved(config: Config) -> Config:
-    """With what a null leaves to the rest of the tree; so a run's stored configuration says what it was."""
+    """With what a null leaves to the rest of the tree; so a run's stored configuration says what it
+    was."""
     if config.transfer.in_flight is not None:
         return config
     in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
@@ -165,7 +167,8 @@ def save(config: Config, path: Path) -> None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Shape from an HF folder's config.json. Raises `ConfigError` when it is absent or unreadable."""
+    """Shape from an HF folder's config.json. Raises `ConfigError` when it is absent or
+    unreadable."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""What the keys of a configuration must be to each other, and to the model. Left out: the machine's own limits
-(rose/launch/plan.py)."""
+"""What the keys of a configuration must be to each other, and to the model. Left out: the machine's
+own limits (rose/launch/plan.py)."""
 
 from __future__ import annotations
 
@@ -227,7 +227,8 @@ def _check_env(c: Config, need: Need) -> None:
 
 
 def _check_batch(c: Config, need: Need) -> None:
-    """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns and passes."""
+    """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns
+    and passes."""
     need(
         c.trainer.batch_size % c.rollout.group_size == 0,
         "trainer.batch_size",
@@ -255,7 +256,8 @@ def _check_batch(c: Config, need: Need) -> None:
 
 
 def _check_machine(c: Config, need: Need) -> None:
-    """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment hosts."""
+    """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment
+    hosts."""
     rolls = c.rollout.replay is None
     engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
     if c.deterministic:
@@ -388,7 +390,8 @@ def _check_mpi(mpi: Mpi, need: Need) -> None:
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:
-    """Ranks divide evenly over the nodes of their component, and nothing in an option can end its line."""
+    """Ranks divide evenly over the nodes of their component, and nothing in an option can end its
+    line."""
     parts = (
         ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
         ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),
@@ -427,7 +430,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_container(container: Container | None, need: Need) -> None:
-    """Paths that are the same on every node; nothing that could be taken for another option or another mount."""
+    """Paths that are the same on every node; nothing that could be taken for another option or
+    another mount."""
     if container is None:
         return
     key = "cluster.slurm.container"

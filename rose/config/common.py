@@ -1,4 +1,5 @@
-"""What the sections of the tree share: bounded numbers, their base, and the scheduler's four policies."""
+"""What the sections of the tree share: bounded numbers, their base, and the scheduler's four
+policies."""
 
 from __future__ import annotations
 
@@ -29,4 +30,5 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    queue_depth: NotNegative  # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
+    # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
+    queue_depth: NotNegative

@@ -1,4 +1,5 @@
-"""What msgspec says of a configuration, in the words of whoever typed it: key, value, what would be right.
+"""What msgspec says of a configuration, in the words of whoever typed it: key, value, what would be
+right.
 
 Knows trees of msgspec structs, none in particular; imports nothing of ROSE.
 """
@@ -29,7 +30,8 @@ def keys(root: Struct, prefix: str = "") -> list[str]:
 
 
 def value_at(tree: Any, dotted: str) -> Any:
-    """What stands in plain containers at a key such as `trainer.optimizer.betas.0`; None if nothing does."""
+    """What stands in plain containers at a key such as `trainer.optimizer.betas.0`; None if nothing
+    does."""
     for part in re.findall(r"[^.\[\]]+", dotted):
         if isinstance(tree, dict) and part in tree:
             tree = tree[part]
@@ -41,8 +43,8 @@ def value_at(tree: Any, dotted: str) -> Any:
 
 
 def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' on converting `tree` to `root` -> key, value and
-    what would be right."""
+    """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' on converting `tree` to `root`
+    -> key, value and what would be right."""
     in_dictionary = message.endswith("[...]`")
     message = _entry_named(message, tree, root)
     found = re.search(r" - at `\$\.?([^`]*)`$", message)
@@ -67,7 +69,8 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 
 def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """msgspec says `$.sim.pool[...].gpu` of an entry of a dictionary; here with the name of the first that is wrong."""
+    """msgspec says `$.sim.pool[...].gpu` of an entry of a dictionary; here with the name of the
+    first that is wrong."""
     found = re.search(r" - at `\$\.?([^`]*?)\[\.\.\.\]", message)
     for name, value in value_at(tree, found[1]).items() if found else ():
         try:

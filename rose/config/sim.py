@@ -1,6 +1,8 @@
-"""The types of `sim`: the cluster that mode=simulate and mode=plan simulate, and the systems compared on it.
+"""The types of `sim`: the cluster that mode=simulate and mode=plan simulate, and the systems
+compared on it.
 
-Left out: what the rest of the tree says of a simulated run as of a live one (model, batch, engines, scheduler).
+Left out: what the rest of the tree says of a simulated run as of a live one (model, batch, engines,
+scheduler).
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ class SimPool(Section):
     )  # engines: all from the start, or the most, of spot and of a pool on request; null
     # (hybrid): as many as the trainer's GPUs make
     tensor_parallel: Count
-    split: bool  # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has nothing
+    # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has
+    # nothing
+    split: bool
     on_request: bool  # each is asked for by the provisioning policy
-    switch_s: NotNegative  # hybrid: from training to rollout and back, each; cooperative: to wake up, weights besides
+    # hybrid: from training to rollout and back, each; cooperative: to wake up, weights besides
+    switch_s: NotNegative
     link: SimLink
     allocation: SimAllocation
 
@@ -59,9 +64,9 @@ class SimSlo(Section):
 
 
 class SimServing(Section):
-    """Online traffic of each cooperative device, and what lending beside the online engine costs either side
-    (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake or BurstGPT; null: made by
-    rose.traces.generate with `args`."""
+    """Online traffic of each cooperative device, and what lending beside the online engine costs
+    either side (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake
+    or BurstGPT; null: made by rose.traces.generate with `args`."""
 
     model: str  # one of rose.sim.hardware's shapes
     slo: SimSlo
@@ -76,7 +81,8 @@ class SimServing(Section):
         str, Any
     ]  # of rose.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
     hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
-    pace: Share  # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
+    # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
+    pace: Share
     overhead: Fraction  # gate: share of the idle time lost to admission
     contention: NotNegative  # memory_only: both take 1 + this times as long while serving computes
     reserve: Fraction  # share of KV memory never lent
@@ -85,14 +91,16 @@ class SimServing(Section):
 
 
 class SimSpot(Section):
-    """When spot machines are there. `trace`: a file in one of Bamboo's formats; null: made with `args`."""
+    """When spot machines are there. `trace`: a file in one of Bamboo's formats; null: made with
+    `args`."""
 
     trace: str | None
     args: dict[str, Any]
 
 
 class SimEnvironment(Section):
-    """How episodes go: of one or more of rose.sim.environments, each prompt of one of them by `weights`."""
+    """How episodes go: of one or more of rose.sim.environments, each prompt of one of them by
+    `weights`."""
 
     domains: list[str]
     weights: list[Positive] | None  # null: alike

@@ -1,7 +1,7 @@
 """The types of conf/: what each key may be. No key has a default outside the YAML of conf/.
 
-Left out: what keys must be to each other (checks.py), and what the arguments of an environment, algorithm, policy or
-recipe may be, which those say themselves.
+Left out: what keys must be to each other (checks.py), and what the arguments of an environment,
+algorithm, policy or recipe may be, which those say themselves.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class ModelShape(Section):
 
 
 class Model(Section):
-    """`path` is an HF folder or hub id. `source` says how to get it if it is absent: `folder` (it must
-    be there), `hub` (the launcher downloads `revision`, a branch, tag or commit), or the name of a recipe in scripts/
-    that makes it in the user's cache (`tiny`, `smollm2`), with `recipe` as its arguments. `snapshot` is the folder
-    that the launcher found for a hub id; it is no key of conf/."""
+    """`path` is an HF folder or hub id. `source` says how to get it if it is absent: `folder` (it
+    must be there), `hub` (the launcher downloads `revision`, a branch, tag or commit), or the name
+    of a recipe in scripts/ that makes it in the user's cache (`tiny`, `smollm2`), with `recipe` as
+    its arguments. `snapshot` is the folder that the launcher found for a hub id; it is no key of
+    conf/."""
 
     name: str
     source: Literal["folder", "hub", "tiny", "smollm2"]
@@ -57,7 +58,8 @@ class Model(Section):
 
 
 class Env(Section):
-    """One environment. It is its own only member, under its own name: nobody need ask which kind a run has."""
+    """One environment. It is its own only member, under its own name: nobody need ask which kind a
+    run has."""
 
     name: str
     args: dict[str, Any]
@@ -86,8 +88,8 @@ class Member(Env):
 
 
 class Mixture(Section):
-    """Several environments; each group of trajectories is of one. A member's name is its domain to scheduling policies
-    and in metrics."""
+    """Several environments; each group of trajectories is of one. A member's name is its domain to
+    scheduling policies and in metrics."""
 
     name: Literal["mixture"]
     members: dict[str, Member]
@@ -196,8 +198,9 @@ class Transfer(Section):
         Count
     ]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
-    # What requests do that run when new weights come. Null only until the tree is checked: keep with asynchronous
-    # batching, as making every context's KV cache anew costs a prefill of all of them per version; else recompute.
+    # What requests do that run when new weights come. Null only until the tree is checked: keep
+    # with asynchronous batching, as making every context's KV cache anew costs a prefill of all of
+    # them per version; else recompute.
     in_flight: Literal["recompute", "keep", "finish"] | None
     relay: (
         str | None
@@ -205,19 +208,23 @@ class Transfer(Section):
     relay_token_file: str | None
     threads: (
         Count | None
-    )  # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
-    mirror_gib: Positive  # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
+        # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
+    )
+    # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
+    mirror_gib: Positive
     stage_gib: (
         NotNegative  # of blocks that change so much that they are staged whole, per engine rank
     )
-    stage_device_gib: Positive  # of a GPU for what a version changes, at most, and within what is free; more waits on the
+    # of a GPU for what a version changes, at most, and within what is free; more waits on the
+    stage_device_gib: Positive
     # host and makes the pause longer
     verify_every: Count  # versions within which each live block is read back and compared whole
     load_timeout_s: Positive
 
 
 class Slo(Section):
-    """Latency targets of one online model: time to first token, and mean time per output token after it; seconds."""
+    """Latency targets of one online model: time to first token, and mean time per output token
+    after it; seconds."""
 
     ttft_p50_s: Positive
     ttft_p99_s: Positive
@@ -251,7 +258,8 @@ class Lending(Section):
         str | None
     )  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
     chunk_tokens: Count  # the most that one step of the rollout engine takes in
-    step_share: Share  # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
+    # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
+    step_share: Share
     priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU
     kv_gib: (
         Positive | None
@@ -288,7 +296,8 @@ class Mpi(Section):
     """How this site starts MPI ranks and what it must find in their environment."""
 
     name: str
-    join: bool  # whether processes of other jobs can join at run time, and the run survives their death
+    # whether processes of other jobs can join at run time, and the run survives their death
+    join: bool
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
     join_env: dict[
@@ -297,7 +306,8 @@ class Mpi(Section):
 
 
 class Component(Section):
-    """One component of a Slurm heterogeneous job: sbatch's options of these names; null leaves one out."""
+    """One component of a Slurm heterogeneous job: sbatch's options of these names; null leaves one
+    out."""
 
     nodes: Count | None  # null: as few as its GPUs need; 1 without GPUs
     gpus_per_node: Count  # that the nodes have; used when cluster.gpus > 0
@@ -327,7 +337,8 @@ class Container(Section):
 class Slurm(Section):
     trainer: Component  # trainer ranks, environment hosts and the coordinator
     rollout: Component  # the engines
-    borrowed: Component  # a job with one more engine, which the run asks for itself (scheduler/provisioning=on_demand)
+    # a job with one more engine, which the run asks for itself (scheduler/provisioning=on_demand)
+    borrowed: Component
     pending_s: Positive  # such a job may wait in the queue for so long; then it counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None
@@ -355,7 +366,8 @@ class Cluster(Section):
 
     @property
     def of_interface(self) -> dict[str, str]:
-        """Variables by which gloo, NCCL (for which a bare name is a prefix) and libfabric's tcp provider take it."""
+        """Variables by which gloo, NCCL (for which a bare name is a prefix) and libfabric's tcp
+        provider take it."""
         if not self.interface:
             return {}
         return {
@@ -398,14 +410,15 @@ class Config(Section):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and engines take turns: a run without engines has nobody to share with, and one GPU of one
-        machine can't be had otherwise."""
+        """Whether trainer and engines take turns: a run without engines has nobody to share with,
+        and one GPU of one machine can't be had otherwise."""
         alone = self.cluster.gpus == 1 and self.cluster.kind == "local"
         return (alone if self.colocate is None else self.colocate) and self.rollout.replay is None
 
     @property
     def borrows(self) -> bool:
-        """Whether serving ranks may join: wanted, possible with this MPI, and not against `deterministic`."""
+        """Whether serving ranks may join: wanted, possible with this MPI, and not against
+        `deterministic`."""
         return self._would_borrow and self.cluster.mpi.join
 
     @property
@@ -414,7 +427,8 @@ class Config(Section):
 
     @property
     def why_not_borrowed(self) -> str:
-        """In words, what is lost when serving ranks are wanted and this MPI can't let them in; else empty."""
+        """In words, what is lost when serving ranks are wanted and this MPI can't let them in; else
+        empty."""
         if self.borrows or not self._would_borrow:
             return ""
         return (
@@ -428,15 +442,16 @@ class Config(Section):
 
 
 class MixedConfig(Config):
-    """The tree of a run on a mixture of environments: a class of its own, as msgspec tells structs in one place apart
-    by a tag only, which a single environment's stored configuration doesn't have."""
+    """The tree of a run on a mixture of environments: a class of its own, as msgspec tells structs
+    in one place apart by a tag only, which a single environment's stored configuration doesn't
+    have."""
 
     env: Mixture
 
 
 def cpus_of(component: Component, rollout: Rollout) -> int:
-    """CPUs of each rank of a component. An engine has its scheduler, its tokens' way out and the threads that stage new
-    weights, and for each GPU a worker process with its copying threads."""
+    """CPUs of each rank of a component. An engine has its scheduler, its tokens' way out and the
+    threads that stage new weights, and for each GPU a worker process with its copying threads."""
     return component.cpus_per_task or 8 + 2 * rollout.tensor_parallel
 
 

@@ -1,10 +1,11 @@
-"""Which blocks of a KV cache hold memory, and which pages of it may therefore go back to the system. Pure.
+"""Which blocks of a KV cache hold memory, and which pages of it may therefore go back to the
+system. Pure.
 
-A block (vLLM's unit, say 16 tokens) owns one span of bytes in every layer's region; a page (4 KiB of the system's,
-2 MiB of CUDA's) can lie in several spans. So each page counts the held spans in it: it is asked of the pool when the
-first comes and given back when the last one goes, whatever the order of the calls. Adjacent blocks released together
-give back most. Left out: KV caches of several groups or layouts whose blocks are not whole spans; `layout_of` refuses
-them.
+A block (vLLM's unit, say 16 tokens) owns one span of bytes in every layer's region; a page (4 KiB
+of the system's, 2 MiB of CUDA's) can lie in several spans. So each page counts the held spans in
+it: it is asked of the pool when the first comes and given back when the last one goes, whatever the
+order of the calls. Adjacent blocks released together give back most. Left out: KV caches of several
+groups or layouts whose blocks are not whole spans; `layout_of` refuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Pool(Protocol):
 
 
 class Layout(NamedTuple):
-    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of a buffer of `nbytes`."""
+    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of a buffer of
+    `nbytes`."""
 
     nbytes: int
     blocks: int
@@ -46,8 +48,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(kv_cache, name: str) -> Layout:
-    """Of vLLM's `KVCacheConfig` and the name of its resolved layout, a permutation of the axes Layer, Block, Head,
-    tokeN, Content. Raises `ValueError` for what can't be lent block by block.
+    """Of vLLM's `KVCacheConfig` and the name of its resolved layout, a permutation of the axes
+    Layer, Block, Head, tokeN, Content. Raises `ValueError` for what can't be lent block by block.
     """
     groups = len(kv_cache.kv_cache_groups)
     if groups != 1:
@@ -92,7 +94,8 @@ def _checked(layout: Layout) -> Layout:
 
 
 class BlockMemory:
-    """Holds no block at first. Ids that are held already, or not held, are passed over by `map` and `release`."""
+    """Holds no block at first. Ids that are held already, or not held, are passed over by `map` and
+    `release`."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
@@ -110,8 +113,8 @@ class BlockMemory:
         return 0 if self._suspended else int((self._spans > 0).sum()) * self.pool.page
 
     def map(self, ids: Iterable[int]) -> int:
-        """These blocks may be used from here on; returns the bytes asked of the pool. What the pool raises leaves
-        everything as it was. Raises `ValueError` for an id that is none."""
+        """These blocks may be used from here on; returns the bytes asked of the pool. What the pool
+        raises leaves everything as it was. Raises `ValueError` for an id that is none."""
         runs = self._runs(ids, held=False)
         fresh = self._count(runs, 1)
         try:
@@ -125,8 +128,8 @@ class BlockMemory:
         return _total(fresh)
 
     def release(self, ids: Iterable[int]) -> int:
-        """Forget what is in these blocks; returns the bytes that went back. Raises `ValueError` for an id that is none,
-        or 0: that is vLLM's null block, which kernels touch for padding."""
+        """Forget what is in these blocks; returns the bytes that went back. Raises `ValueError` for
+        an id that is none, or 0: that is vLLM's null block, which kernels touch for padding."""
         runs = self._runs(ids, held=True)
         if runs and runs[0][0] == 0:
             raise ValueError("block 0 is vLLM's null block and is never given back")
@@ -151,7 +154,8 @@ class BlockMemory:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of it."""
+        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of
+        it."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
@@ -167,7 +171,8 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Count the spans of these runs in or out; the pages that thereby got their first, or lost their last."""
+        """Count the spans of these runs in or out; the pages that thereby got their first, or lost
+        their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides):
             for low, high in runs:

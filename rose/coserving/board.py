@@ -1,9 +1,11 @@
-"""What the two engines of a device tell each other, in shared memory: one writer a board, any number of readers.
+"""What the two engines of a device tell each other, in shared memory: one writer a board, any
+number of readers.
 
-A board is a file of fixed size in /dev/shm: header (magic, layout, sequence number, checksum), then its fields as
-float64. Each write has a number of its own, and the checksum is over that number and the fields: a reader takes a copy
-and checks it. So a torn, damaged, foreign or outdated board is never taken for a state: `read` says None, and `why` says
-what is wrong. Times are CLOCK_MONOTONIC, which all processes of a node share and nobody sets.
+A board is a file of fixed size in /dev/shm: header (magic, layout, sequence number, checksum), then
+its fields as float64. Each write has a number of its own, and the checksum is over that number and
+the fields: a reader takes a copy and checks it. So a torn, damaged, foreign or outdated board is
+never taken for a state: `read` says None, and `why` says what is wrong. Times are CLOCK_MONOTONIC,
+which all processes of a node share and nobody sets.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Online:
     hold_until: float = (
         INFINITE  # the latest time until which every online request meets its target, its own steps
     )
-    # at their P99 time counted, if the device were taken from S until then; infinite without requests
+    # at their P99 time counted, if the device were taken from S until then; infinite without
+    # requests
     prompt_share: float = 1  # of lending.step_share, by how soon first tokens came
     kv_total: float = 0  # bytes of KV cache of this engine's whole pool
     kv_used: float = 0  # bytes, by requests (cached prefixes that nobody uses are free)
@@ -63,7 +66,8 @@ class Online:
 
 @dataclasses.dataclass
 class Rollout:
-    """The rollout engine's state, written by its scheduler each step, and while it waits at the gate."""
+    """The rollout engine's state, written by its scheduler each step, and while it waits at the
+    gate."""
 
     pid: float = 0
     pid_started: float = 0
@@ -132,7 +136,8 @@ class _File(Generic[State]):
         if create:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._size = _HEADER.size + self._fields.size
-        # Read and written by calls, not mapped: whoever maps a file that another cuts is killed by SIGBUS.
+        # Read and written by calls, not mapped: whoever maps a file that another cuts is killed by
+        # SIGBUS.
         self._file = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if not create and (found := os.fstat(self._file).st_size) != self._size:
             os.close(self._file)
@@ -149,7 +154,8 @@ class _File(Generic[State]):
 
 
 class Writer(_File[State]):
-    """Set fields of `state`, then `write`. One writer a board; a new one takes over from a dead one's."""
+    """Set fields of `state`, then `write`. One writer a board; a new one takes over from a dead
+    one's."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -178,7 +184,8 @@ class Reader(_File[State]):
         self.why = ""
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
-        """The state, if it is whole and not older than `stale_after_s`; else None, and `why` says what is wrong."""
+        """The state, if it is whole and not older than `stale_after_s`; else None, and `why` says
+        what is wrong."""
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:
@@ -206,8 +213,8 @@ class Reader(_File[State]):
 
 
 class Peer(Generic[State]):
-    """A board that somebody else writes, and may not have made yet. Only a whole state counts; the last one tells whether
-    its writer lives."""
+    """A board that somebody else writes, and may not have made yet. Only a whole state counts; the
+    last one tells whether its writer lives."""
 
     def __init__(self, path, kind: type[State]) -> None:
         self._path, self._kind = path, kind
@@ -228,7 +235,8 @@ class Peer(Generic[State]):
         return found
 
     def gone(self) -> bool:
-        """Whether there is no such process: none has ever written, or the one that did has ended."""
+        """Whether there is no such process: none has ever written, or the one that did has
+        ended."""
         if (found := self.read()) is not None:
             return not is_alive(found)
         return self.last is None or not is_alive(self.last)
@@ -243,7 +251,8 @@ def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
 
 
 def _started(pid: int) -> float:
-    """When a process began, clock ticks after boot: no clock that is set moves it. Raises `OSError` if it is gone."""
+    """When a process began, clock ticks after boot: no clock that is set moves it. Raises `OSError`
+    if it is gone."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     if fields[0] in (b"Z", b"X"):
         raise ProcessLookupError(f"process {pid} has ended")

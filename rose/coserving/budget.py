@@ -1,9 +1,10 @@
 """The rollout engine's part of the device's one KV budget. Pure.
 
-What it is lent grows to share x (1 - reserve) of all, less what the online engine S uses or wants, or lately did. When
-both together pass the high watermark it is halved at once, again until they are under it, and then stays frozen until
-the next training step (ROSE section 5), so that memory doesn't go to and fro with each burst. It is 0 when nothing is
-lent. While a board is silent for less than revoke_after_s it stays as it is: S uses no more than it was given back.
+What it is lent grows to share x (1 - reserve) of all, less what the online engine S uses or wants,
+or lately did. When both together pass the high watermark it is halved at once, again until they are
+under it, and then stays frozen until the next training step (ROSE section 5), so that memory
+doesn't go to and fro with each burst. It is 0 when nothing is lent. While a board is silent for
+less than revoke_after_s it stays as it is: S uses no more than it was given back.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Budget:
         return self.bytes
 
     def _limit(self, needed: float, share: float) -> int:
-        """What may be lent when S needs so much, by the share of this hour and the reserve; may be negative."""
+        """What may be lent when S needs so much, by the share of this hour and the reserve; may be
+        negative."""
         lendable = (1 - self._lending.reserve) * self._total
         return int(min(min(share, 1.0) * lendable, lendable - needed))
 

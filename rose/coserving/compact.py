@@ -1,9 +1,10 @@
 """Which blocks of a KV cache an engine should use, so that they lie in few pages. Pure.
 
-A page goes back to the system when no block in it is used. On a GPU a page (2 MiB) holds parts of several blocks, so
-that a tenth of the blocks, strewn about, keep a third or all of the pages. So an engine is given the blocks from the
-low end on; above them those that requests hold keep their pages until they end, and what is free in these pages is only
-used when the low end doesn't suffice. Thus what is used moves to the low end as requests come and go.
+A page goes back to the system when no block in it is used. On a GPU a page (2 MiB) holds parts of
+several blocks, so that a tenth of the blocks, strewn about, keep a third or all of the pages. So an
+engine is given the blocks from the low end on; above them those that requests hold keep their pages
+until they end, and what is free in these pages is only used when the low end doesn't suffice. Thus
+what is used moves to the low end as requests come and go.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from rose.coserving.blocks import Layout
 
 
 class Pages:
-    """`page`: bytes. Where blocks share no page with each other, a block counts as one page of its size."""
+    """`page`: bytes. Where blocks share no page with each other, a block counts as one page of its
+    size."""
 
     def __init__(self, layout: Layout, page: int) -> None:
         starts = np.array(layout.starts, np.int64)[:, None]
@@ -39,12 +41,14 @@ class Pages:
         return int((self._last - self._first + 1).sum(axis=0).max()) * self.page
 
     def nbytes(self, used: np.ndarray) -> int:
-        """Bytes of the pages with any of the blocks `used` (bool, one a block) beyond those of the null block."""
+        """Bytes of the pages with any of the blocks `used` (bool, one a block) beyond those of the
+        null block."""
         return int((self._marked(used) & ~self._base).sum()) * self.page
 
     def choose(self, held: np.ndarray, wanted: float, most: float) -> np.ndarray:
-        """The blocks to use, as bool: all `held` (the null block is), and of the others as many as make `wanted` blocks
-        (the null block not counted) while their pages beyond the null block's take at most `most` bytes."""
+        """The blocks to use, as bool: all `held` (the null block is), and of the others as many as
+        make `wanted` blocks (the null block not counted) while their pages beyond the null block's
+        take at most `most` bytes."""
         kept = self._marked(held) | self._base
         fresh = np.concatenate(([0], np.cumsum(~kept)))
         before = np.maximum(

@@ -1,4 +1,5 @@
-"""What an engine process finds of the device that it shares: the configuration, the profile, the boards."""
+"""What an engine process finds of the device that it shares: the configuration, the profile, the
+boards."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Device(NamedTuple):
 
 
 def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
-    """Write what both engines must know into `folder`; returns the environment that leads them there."""
+    """Write what both engines must know into `folder`; returns the environment that leads them
+    there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = folder / f"{names.CONFIG}.part"
     part.write_text(json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile}))

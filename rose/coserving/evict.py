@@ -1,4 +1,5 @@
-"""Requests that a vLLM scheduler hands back by itself: whole, at once, with the tokens made so far."""
+"""Requests that a vLLM scheduler hands back by itself: whole, at once, with the tokens made so
+far."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from rose.coserving import names
 
 
 class Evicting:
-    """Mixin before vLLM's scheduler; `Member`, whose board counts what is handed back, comes after it."""
+    """Mixin before vLLM's scheduler; `Member`, whose board counts what is handed back, comes after
+    it."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -19,7 +21,8 @@ class Evicting:
         return super().has_requests() or bool(self._evicted)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        """vLLM tells a client only of ends that it brings about; of these the output is made here."""
+        """vLLM tells a client only of ends that it brings about; of these the output is made
+        here."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self._evicted:
             group = outputs.setdefault(request.client_index, EngineCoreOutputs())

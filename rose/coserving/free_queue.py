@@ -1,7 +1,9 @@
-"""The order in which vLLM's block pool hands out free blocks, so that what is used stays at the pool's low end.
+"""The order in which vLLM's block pool hands out free blocks, so that what is used stays at the
+pool's low end.
 
-vLLM takes a block without a cached prefix where it was freed last, wherever that is; and the blocks whose prefixes are
-cached after these, least recently used first, which stays as it is. Importing this imports vLLM.
+vLLM takes a block without a cached prefix where it was freed last, wherever that is; and the blocks
+whose prefixes are cached after these, least recently used first, which stays as it is. Importing
+this imports vLLM.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class LowFirst(FreeKVCacheBlockQueue):
-    """Takes the place of a `BlockPool.free_block_queue`, empty. Blocks without a cached prefix go out by their number,
-    the lowest first."""
+    """Takes the place of a `BlockPool.free_block_queue`, empty. Blocks without a cached prefix go
+    out by their number, the lowest first."""
 
     def __init__(self) -> None:
         super().__init__([])

@@ -1,10 +1,11 @@
 """When the rollout engine R may begin a step, and how large a one. Pure.
 
-A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h the interference
-measured by rose.serving.profile. It may begin if S, held up so long, still makes every target (now + h T <=
-hold_until), and if a request that arrives just after loses no more than step_share of its TTFT target, or less of it if
-that is what keeps the median TTFT (slo.Promptness). vLLM plans a step while the one before runs: what is left of those
-that were let through already is part of T. Anything unknown, silent, damaged or not a number shuts the gate.
+A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h
+the interference measured by rose.serving.profile. It may begin if S, held up so long, still makes
+every target (now + h T <= hold_until), and if a request that arrives just after loses no more than
+step_share of its TTFT target, or less of it if that is what keeps the median TTFT (slo.Promptness).
+vLLM plans a step while the one before runs: what is left of those that were let through already is
+part of T. Anything unknown, silent, damaged or not a number shuts the gate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rose.coserving.predictor import Predictor, Work
 CONTROL_STALE_S = (
     2.0  # the operator's process beats twice a second and may be busy starting an engine
 )
-AHEAD_S = 0.001  # a board's beat may be so far in the future: it was written between reading the clock and the board
+# a board's beat may be so far in the future: it was written between reading the clock and the board
+AHEAD_S = 0.001
 
 
 class Reason(enum.IntEnum):
@@ -44,8 +46,8 @@ class Admission(NamedTuple):
 
 
 class Gate:
-    """`profile`: of rose.serving.profile, null without one. `predictor`, of R's steps, is refined by whoever observes
-    them. Raises `ValueError` for a profile that is none."""
+    """`profile`: of rose.serving.profile, null without one. `predictor`, of R's steps, is refined
+    by whoever observes them. Raises `ValueError` for a profile that is none."""
 
     def __init__(self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None) -> None:
         self._lending, self._slo = lending, slo
@@ -71,8 +73,9 @@ class Gate:
         demand: Work,
         ahead: tuple[float, float] = (0.0, 0.0),
     ) -> Admission:
-        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks for one decode.
-        `ahead`: seconds until R's steps in flight have ended, the mean and the P99."""
+        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks
+        for one decode. `ahead`: seconds until R's steps in flight have ended, the mean and the
+        P99."""
         if self.predictor is None:
             return Admission(0, Reason.NO_PROFILE)
         if self._slo is None:

@@ -1,8 +1,10 @@
-"""glibc's heap in an engine on a CPU: what a step frees is kept for the next, and there before a step needs more.
+"""glibc's heap in an engine on a CPU: what a step frees is kept for the next, and there before a
+step needs more.
 
-Activations of changing size come and go among small things that stay, so that the heap grows for as long as an engine
-meets new compositions of steps. The step in which it does pays for it by page fault: a quarter of its time and more on
-virtual machines, whose host has to find the page, too. Other allocators don't listen to any of this.
+Activations of changing size come and go among small things that stay, so that the heap grows for as
+long as an engine meets new compositions of steps. The step in which it does pays for it by page
+fault: a quarter of its time and more on virtual machines, whose host has to find the page, too.
+Other allocators don't listen to any of this.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def keep() -> None:
-    """Let glibc keep what is freed. By default it gives large buffers back and gets them anew in the next step, or not,
-    by how the heap happens to lie (scripts/bench_heap.py)."""
+    """Let glibc keep what is freed. By default it gives large buffers back and gets them anew in
+    the next step, or not, by how the heap happens to lie (scripts/bench_heap.py)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED)
@@ -33,8 +35,8 @@ def keep() -> None:
 
 
 class Ahead:
-    """Makes this process's heap resident up to its end, what no step has used yet included. Nothing happens where the
-    system has no such heap, or can't do that."""
+    """Makes this process's heap resident up to its end, what no step has used yet included. Nothing
+    happens where the system has no such heap, or can't do that."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

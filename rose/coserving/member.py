@@ -1,5 +1,5 @@
-"""What the schedulers of both engines have in common: a board that is kept fresh, the other's board, memory that is
-held or given back, and a loop that can be woken for it."""
+"""What the schedulers of both engines have in common: a board that is kept fresh, the other's
+board, memory that is held or given back, and a loop that can be woken for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LATE = 16  # who waits at a shut gate looks a sixteenth of the time late for whi
 
 
 class Member(Timed):
-    """Mixin before vLLM's scheduler. Without a device in the environment it is vLLM's scheduler, timed."""
+    """Mixin before vLLM's scheduler. Without a device in the environment it is vLLM's scheduler,
+    timed."""
 
     kind: type  # of its board
     board_name: str
@@ -72,7 +73,8 @@ class Member(Timed):
         return self._due or super().has_requests()
 
     def _ends_at(self, predictor: Predictor | None) -> float:
-        """When all steps in flight will have ended at their P99; 0 without any, or without a predictor."""
+        """When all steps in flight will have ended at their P99; 0 without any, or without a
+        predictor."""
         return (
             time.monotonic() + self._in_flight_s(predictor)[1]
             if predictor and self._in_flight
@@ -111,17 +113,20 @@ class Member(Timed):
         """In the beat's thread, each time."""
 
     def _wants_turn(self) -> bool:
-        """In the beat's thread: whether memory should change hands though no request calls for a step."""
+        """In the beat's thread: whether memory should change hands though no request calls for a
+        step."""
         raise NotImplementedError
 
 
 def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
-    """Seconds until the next look at a gate that has been shut for `shut_s`, from `first_s` to `last_s`."""
+    """Seconds until the next look at a gate that has been shut for `shut_s`, from `first_s` to
+    `last_s`."""
     return min(max(first_s, shut_s / LATE), last_s)
 
 
 def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:
-    """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps overlap."""
+    """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps
+    overlap."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

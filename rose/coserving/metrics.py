@@ -1,8 +1,9 @@
 """The boards of a device as Prometheus metrics: what serving kept, what was lent.
 
-In two places: the operator's HTTP server (rose/serving/web.py), and the online engine's own /metrics beside vLLM's
-`vllm:*`, where `register_if_serving` puts them. Read at each scrape; a board that is absent, damaged, or left behind by
-a process that is gone has no samples but `rose_board_up` 0. Counters begin anew with the process that counts.
+In two places: the operator's HTTP server (rose/serving/web.py), and the online engine's own
+/metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. Read at each scrape; a board
+that is absent, damaged, or left behind by a process that is gone has no samples but `rose_board_up`
+0. Counters begin anew with the process that counts.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}, requests; both latencies within their P99 targets."""
+    """{"with" lending: (met, finished), "without": ...}, requests; both latencies within their P99
+    targets."""
     return {
         "with": (o.met_lending, o.finished_lending),
         "without": (o.met - o.met_lending, o.finished - o.finished_lending),

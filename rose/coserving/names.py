@@ -2,5 +2,7 @@
 
 FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
 CONFIG = "config.json"  # in it: what `device.Device` reads
-STEPS = "ROSE_COSERVING_STEPS"  # environment: a file to which an engine appends its steps, one JSON object a line
-EVICTED = "rose-evicted"  # vLLM's stop_reason of a request that was handed back for want of memory or time
+# environment: a file to which an engine appends its steps, one JSON object a line
+STEPS = "ROSE_COSERVING_STEPS"
+# vLLM's stop_reason of a request that was handed back for want of memory or time
+EVICTED = "rose-evicted"

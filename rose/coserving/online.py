@@ -1,9 +1,11 @@
-"""The online engine's scheduler: vLLM's own, which tells the rollout engine of its device when it needs the device.
+"""The online engine's scheduler: vLLM's own, which tells the rollout engine of its device when it
+needs the device.
 
     --scheduler-cls rose.coserving.online.scheduler   (rose.serving starts the server so)
 
-It decides nothing about its own requests but one thing: KV memory that is lent is not in its pool. It asks for it as
-soon as requests need it, and takes it when the rollout engine's board says that it was given back.
+It decides nothing about its own requests but one thing: KV memory that is lent is not in its pool.
+It asks for it as soon as requests need it, and takes it when the rollout engine's board says that
+it was given back.
 """
 
 from __future__ import annotations
@@ -269,8 +271,8 @@ class OnlineScheduler(Member):
     # ------------------------------------------------------------------ memory
 
     def _needed(self) -> float:
-        """Bytes that requests use, or will before their next token; and those of a whole step of prompts, or whoever
-        comes now would wait for memory until the step after."""
+        """Bytes that requests use, or will before their next token; and those of a whole step of
+        prompts, or whoever comes now would wait for memory until the step after."""
         return self.pool.used + max(self._to_come(), self._step_bytes)
 
     def _to_come(self) -> int:
@@ -281,7 +283,8 @@ class OnlineScheduler(Member):
         )
 
     def _soon(self) -> float:
-        """Bytes that requests use, or will in the next step, their prompts whole; and those of any step of prompts."""
+        """Bytes that requests use, or will in the next step, their prompts whole; and those of any
+        step of prompts."""
         tokens = nbytes = 0
         for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
             if tokens >= self.max_num_scheduled_tokens:
@@ -316,9 +319,9 @@ class OnlineScheduler(Member):
         return rollout.kv_budget if board.is_alive(rollout) else 0.0
 
     def _share_memory(self, at_once: bool = False) -> None:
-        """Say what is needed first, and look at what is lent afterwards: the rollout engine does it the same way round,
-        so that the two never count the same bytes. But for what the next step needs, little changes hands before it
-        unless `at_once`: all who run wait for that."""
+        """Say what is needed first, and look at what is lent afterwards: the rollout engine does it
+        the same way round, so that the two never count the same bytes. But for what the next step
+        needs, little changes hands before it unless `at_once`: all who run wait for that."""
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total
         hold = goal if at_once else self.pool.paced(goal, self._soon())
@@ -344,8 +347,8 @@ class OnlineScheduler(Member):
         self._insist()
 
     def _insist(self) -> None:
-        """A rollout engine that keeps what online requests wait for is given the core to let go of it, and ended if it
-        doesn't in time."""
+        """A rollout engine that keeps what online requests wait for is given the core to let go of
+        it, and ended if it doesn't in time."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self.waiting and self._to_come() > self.pool.free:
             wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead

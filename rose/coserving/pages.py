@@ -1,9 +1,10 @@
 """Memory of the CPU that really goes back to the system, seen as resident size.
 
-`HostPages` is the pool behind a KV cache: private anonymous memory, in which `madvise(MADV_DONTNEED)` frees a page at
-once and the next touch brings a zeroed one. Transparent huge pages are kept out: a huge page that is given back in part
-stays whole until memory is short, and khugepaged would fill released pages in again (max_ptes_none is 511 by default).
-`give_back` does the same for memory that others allocated, such as a model's parameters.
+`HostPages` is the pool behind a KV cache: private anonymous memory, in which
+`madvise(MADV_DONTNEED)` frees a page at once and the next touch brings a zeroed one. Transparent
+huge pages are kept out: a huge page that is given back in part stays whole until memory is short,
+and khugepaged would fill released pages in again (max_ptes_none is 511 by default). `give_back`
+does the same for memory that others allocated, such as a model's parameters.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ class HostPages:
 
 
 def give_back(spans: Iterable[tuple[int, int]]) -> int:
-    """Drop the whole pages inside these (address, bytes) of this process; they read as zeros afterwards. Returns the
-    bytes of those pages.
+    """Drop the whole pages inside these (address, bytes) of this process; they read as zeros
+    afterwards. Returns the bytes of those pages.
 
-    Memory mapped from a file or shared is left alone: dropped, it would show the file again. Raises `OSError`.
+    Memory mapped from a file or shared is left alone: dropped, it would show the file again. Raises
+    `OSError`.
     """
     mapped = _anonymous()
     starts = [low for low, _ in mapped]
@@ -72,7 +74,8 @@ def give_back(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """[start, end) of this process's private memory without a file, neighbours joined, ascending."""
+    """[start, end) of this process's private memory without a file, neighbours joined,
+    ascending."""
     joined: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, _, _, inode = line.split(maxsplit=5)[:5]
@@ -85,8 +88,8 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of process `pid` that is in RAM now, shared pages included; exact, unlike /proc/PID/statm. Raises
-    `OSError` when the process is gone or another user's."""
+    """Memory of process `pid` that is in RAM now, shared pages included; exact, unlike
+    /proc/PID/statm. Raises `OSError` when the process is gone or another user's."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024

@@ -1,8 +1,10 @@
-"""vLLM's entry point into ROSE (group `vllm.general_plugins`): loaded in every process of an engine.
+"""vLLM's entry point into ROSE (group `vllm.general_plugins`): loaded in every process of an
+engine.
 
-It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to wake its loop. A
-scheduler of another class is left alone. It tells vLLM the GPU of a MIG slice. And on a CPU it does what vLLM leaves to its environment: it asks Linux for
-AMX, and keeps the memory of one step for the next.
+It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to
+wake its loop. A scheduler of another class is left alone. It tells vLLM the GPU of a MIG slice. And
+on a CPU it does what vLLM leaves to its environment: it asks Linux for AMX, and keeps the memory of
+one step for the next.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from rose.coserving import heap, mig, names
 
 
 def register() -> None:
-    """May be called any number of times in a process. In engines that share no device it only does what is for CPUs
-    and for MIG slices."""
+    """May be called any number of times in a process. In engines that share no device it only does
+    what is for CPUs and for MIG slices."""
     from vllm.platforms import current_platform
 
     ask_for_amx()
@@ -46,7 +48,8 @@ def register() -> None:
         return original(self)
 
     def rose_rest(self, resting):
-        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they do."""
+        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they
+        do."""
         if hasattr(self.scheduler, "rest"):
             self.scheduler.rest(resting)
 
@@ -55,8 +58,9 @@ def register() -> None:
 
 
 def ask_for_amx() -> None:
-    """Linux gives a process the AMX tiles that it asked for (arch_prctl); without, the first attention in bfloat16 on a
-    CPU that has them ends vLLM 0.32's engine by SIGILL. Nothing happens on other CPUs."""
+    """Linux gives a process the AMX tiles that it asked for (arch_prctl); without, the first
+    attention in bfloat16 on a CPU that has them ends vLLM 0.32's engine by SIGILL. Nothing happens
+    on other CPUs."""
     import torch
 
     if torch.cpu._is_amx_tile_supported():

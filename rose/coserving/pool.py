@@ -1,9 +1,9 @@
-"""How much of its KV cache an engine may use: the rest of vLLM's blocks are taken out of its pool, and the memory
-behind them is given back to the system.
+"""How much of its KV cache an engine may use: the rest of vLLM's blocks are taken out of its pool,
+and the memory behind them is given back to the system.
 
-Two measures: of blocks, what requests can use; of pages, what it costs. The second is what both engines of a device
-share, and counts what the workers report as mapped and given back. The pages of vLLM's null block are in neither: every
-engine has them from its start to its end.
+Two measures: of blocks, what requests can use; of pages, what it costs. The second is what both
+engines of a device share, and counts what the workers report as mapped and given back. The pages of
+vLLM's null block are in neither: every engine has them from its start to its end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rose.coserving.free_queue import LowFirst
 RELEASE, MAP = "rose_release_blocks", "rose_map_blocks"  # of the workers
 FAILED = -1  # what they return when the device has no memory
 AGAIN_S = 1.0  # before memory is asked for that the device has just not had
-# Bytes that one call maps, so that of a large wish the first part is there when the rest isn't; and that change hands
-# while a step is planned: about 10 ms on a GPU, during which no request goes on.
+# Bytes that one call maps, so that of a large wish the first part is there when the rest isn't; and
+# that change hands while a step is planned: about 10 ms on a GPU, during which no request goes on.
 AT_ONCE = 2**28
 FEW = 16  # blocks that aren't asked for one by one
 SETTLE = (
@@ -36,9 +36,9 @@ Call = Callable[
 
 
 class Pool:
-    """`manager`: vLLM's KVCacheManager; `kv_cache_config`: what it manages. Blocks that requests hold can't be taken:
-    `limit` takes what is free, and says how far it came. For the thread of vLLM's loop, while it plans a step: see
-    `vmm.PagePool`."""
+    """`manager`: vLLM's KVCacheManager; `kv_cache_config`: what it manages. Blocks that requests
+    hold can't be taken: `limit` takes what is free, and says how far it came. For the thread of
+    vLLM's loop, while it plans a step: see `vmm.PagePool`."""
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:
         self._manager, self._blocks = manager, manager.block_pool
@@ -56,8 +56,8 @@ class Pool:
         self._failed_at = 0.0  # when the device had no memory; 0: it had
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
-        """The workers can be reached: from here on there is `limit`, and until then nothing may be used. `layout`, `page`:
-        of their KV caches; without them blocks share no pages."""
+        """The workers can be reached: from here on there is `limit`, and until then nothing may be
+        used. `layout`, `page`: of their KV caches; without them blocks share no pages."""
         self._call = call
         if layout is None:
             layout, page = (
@@ -79,7 +79,8 @@ class Pool:
 
     @property
     def overhead(self) -> int:
-        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part of them."""
+        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part of
+        them."""
         return max(0, self.mapped - self.limit_bytes)
 
     @property
@@ -93,14 +94,15 @@ class Pool:
 
     @property
     def can_map(self) -> bool:
-        """Whether it is worth asking for more: blocks are withheld, and the device has not just refused."""
+        """Whether it is worth asking for more: blocks are withheld, and the device has not just
+        refused."""
         return not self._usable.all() and (
             not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S
         )
 
     def excess(self, nbytes: float, requests: Sequence[str]) -> int:
-        """How many of these requests, the first ones first, must end so that what the others hold fits into `nbytes` of
-        pages; all of them where that isn't enough."""
+        """How many of these requests, the first ones first, must end so that what the others hold
+        fits into `nbytes` of pages; all of them where that isn't enough."""
         counts = self._counts()
         if self._pages.nbytes(counts > 0) <= nbytes:
             return 0
@@ -117,7 +119,8 @@ class Pool:
         return high
 
     def paced(self, nbytes: float, soon: float = 0.0) -> float:
-        """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon` must be there."""
+        """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon`
+        must be there."""
         return (
             min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
             if nbytes > self.limit_bytes
@@ -125,9 +128,10 @@ class Pool:
         )
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
-        """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of pages. What requests
-        hold stays. Of blocks that go, at most `at_once` bytes go in this call while there is room for all within `most`;
-        the others at later ones. Returns the bytes of pages that this engine has now.
+        """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of
+        pages. What requests hold stays. Of blocks that go, at most `at_once` bytes go in this call
+        while there is room for all within `most`; the others at later ones. Returns the bytes of
+        pages that this engine has now.
 
         Raises nothing for want of memory: those blocks stay withheld.
         """
@@ -148,7 +152,8 @@ class Pool:
         return self.mapped
 
     def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
-        """Where no page is shared it doesn't matter where blocks lie: those go whose cached prefixes are oldest."""
+        """Where no page is shared it doesn't matter where blocks lie: those go whose cached
+        prefixes are oldest."""
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()
@@ -158,7 +163,8 @@ class Pool:
         return usable
 
     def _may_settle(self) -> bool:
-        """Whether to look once more for pages that have become free, in a pool where they aren't full."""
+        """Whether to look once more for pages that have become free, in a pool where they aren't
+        full."""
         if not self.strewn:
             return False
         self._calls += 1
@@ -181,7 +187,8 @@ class Pool:
         return counts
 
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
-        """Memory goes back before any is asked for; where not all of it goes yet, only what is lacking is asked for."""
+        """Memory goes back before any is asked for; where not all of it goes yet, only what is
+        lacking is asked for."""
         gone = np.flatnonzero(self._usable & ~usable)
         some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
         self._withhold(some)

@@ -1,11 +1,12 @@
 """How long a step of an engine takes, from what is in it.
 
-T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens in chunks of P_i,
-each token of a chunk attending to ctx_i before it on average; D decodes. c0 is the floor of reading the weights once,
-which a short prefill shares; c5 is what a step costs whatever is in it, which on a CPU is most of it. Fitted on the
-device (rose.serving.profile), then refined by every step that is observed: a slowly moving scale, which depends on how
-long the step is, and the last residuals, apart for steps with prefill and steps of decodes alone, as noise differs.
-Pure; not safe to share between threads.
+T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens
+in chunks of P_i, each token of a chunk attending to ctx_i before it on average; D decodes. c0 is
+the floor of reading the weights once, which a short prefill shares; c5 is what a step costs
+whatever is in it, which on a CPU is most of it. Fitted on the device (rose.serving.profile), then
+refined by every step that is observed: a slowly moving scale, which depends on how long the step
+is, and the last residuals, apart for steps with prefill and steps of decodes alone, as noise
+differs. Pure; not safe to share between threads.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ LEVELS = tuple(map(math.log, SCALES))  # a scale's logarithm is what is fitted
 SPREAD = (
     0.005  # variance of the steps' log times from which on they say how the scale depends on them
 )
-SLOPE = 0.5  # of the log scale over the log time, at most: longer steps are always expected to take longer
-KEPT = 0.95  # of the samples that the last fits are made from; the rest are taken for page faults and the like
+# of the log scale over the log time, at most: longer steps are always expected to take longer
+SLOPE = 0.5
+# of the samples that the last fits are made from; the rest are taken for page faults and the like
+KEPT = 0.95
 SHORTEST = 1e-6  # seconds: no step takes less
 ROUNDS = (
     20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
@@ -50,9 +53,9 @@ class Work(NamedTuple):
 
 
 class Predictor:
-    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted times to begin with,
-    of steps of decodes alone and of steps with prefill. Raises `ValueError` for coefficients that are not five or
-    six finite numbers >= 0."""
+    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted
+    times to begin with, of steps of decodes alone and of steps with prefill. Raises `ValueError`
+    for coefficients that are not five or six finite numbers >= 0."""
 
     def __init__(
         self,
@@ -88,15 +91,16 @@ class Predictor:
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """One step took so long. What can't be a step's time (not finite, or next to none: a clock was set) is
-        ignored."""
+        """One step took so long. What can't be a step's time (not finite, or next to none: a clock
+        was set) is ignored."""
         bare = self._bare(work) if work.tokens else 0.0
         if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
             self._kinds[bool(work.prefill)].add(bare, seconds)
 
     @property
     def error(self) -> tuple[float, float]:
-        """(mean of |predicted - measured| / measured, 99th percentile of measured / predicted), over the last steps."""
+        """(mean of |predicted - measured| / measured, 99th percentile of measured / predicted),
+        over the last steps."""
         count = sum(len(kind.last) for kind in self._kinds)
         mape = sum(kind.absolute for kind in self._kinds) / count if count else 0.0
         return max(0.0, mape), max(kind.p99 for kind in self._kinds)
@@ -110,8 +114,8 @@ class Predictor:
 
     @classmethod
     def fit(cls, samples: list[tuple[Work, float]]) -> Predictor:
-        """Least squares of the relative error, without the 5% that fit worst. Raises `ValueError` when samples with
-        prefill, or of decodes alone, are missing or too few."""
+        """Least squares of the relative error, without the 5% that fit worst. Raises `ValueError`
+        when samples with prefill, or of decodes alone, are missing or too few."""
         samples = _usable(samples)
         kept, fitted = samples, None
         for _ in range(3):
@@ -122,9 +126,9 @@ class Predictor:
 
     @classmethod
     def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
-        """The mean time of such steps, the worst included: least squares with errors relative to the predicted time.
-        What many steps take together follows from it, where `fit`, relative to the measured time, leans to short ones
-        the more the noisier they are. Raises as `fit`."""
+        """The mean time of such steps, the worst included: least squares with errors relative to
+        the predicted time. What many steps take together follows from it, where `fit`, relative to
+        the measured time, leans to short ones the more the noisier they are. Raises as `fit`."""
         samples = _usable(samples)
         scale = [1.0] * len(samples)
         for _ in range(MEAN_ROUNDS):
@@ -133,8 +137,8 @@ class Predictor:
         return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. What was learnt since the fit goes into the coefficients only as residuals: `from_dict` begins
-        with scales of 1."""
+        """For JSON. What was learnt since the fit goes into the coefficients only as residuals:
+        `from_dict` begins with scales of 1."""
         mape, p99 = self.error
         return {
             "coefficients": list(self.coefficients),
@@ -165,8 +169,9 @@ class Predictor:
 class _Residuals:
     """The last measured / predicted times of one kind of step, and the scale that follows them.
 
-    Its logarithm is a line over that of the fitted time, by least squares with exponential forgetting: where one side
-    of a device makes small steps and the other large ones, one factor for all would be wrong for both."""
+    Its logarithm is a line over that of the fitted time, by least squares with exponential
+    forgetting: where one side of a device makes small steps and the other large ones, one factor
+    for all would be wrong for both."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)
@@ -248,7 +253,8 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
-    """The better KEPT of each kind: dropping over all of them at once could leave one kind without samples."""
+    """The better KEPT of each kind: dropping over all of them at once could leave one kind without
+    samples."""
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]
@@ -257,8 +263,8 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
-    """c0 to c5, by least squares of the errors over `scale`, of each sample in seconds. The maximum is fitted by turns:
-    which of its sides rules each sample, then the coefficients."""
+    """c0 to c5, by least squares of the errors over `scale`, of each sample in seconds. The maximum
+    is fitted by turns: which of its sides rules each sample, then the coefficients."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
@@ -288,8 +294,8 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
 
 
 def _nonnegative(a, b):
-    """argmin |a x - b|^2 over x >= 0, for few columns: the best of all supports whose plain solution is nonnegative.
-    (n, k), (n,) -> (k,)."""
+    """argmin |a x - b|^2 over x >= 0, for few columns: the best of all supports whose plain
+    solution is nonnegative. (n, k), (n,) -> (k,)."""
     import numpy as np
 
     norms = np.linalg.norm(a, axis=0)

@@ -1,10 +1,12 @@
-"""How the rollout engine's threads stand back on a CPU, where nothing ranks two engines as streams on a GPU are ranked.
+"""How the rollout engine's threads stand back on a CPU, where nothing ranks two engines as streams
+on a GPU are ranked.
 
-They run where no other wants the core (Linux's SCHED_IDLE). But behind an online engine that keeps the core a step would
-take any time to end, and memory is given back between steps: so the online engine lifts them to the common priority
-while it waits for memory, where its user may (root, or an RLIMIT_NICE of 20 or more). Where he may not, they are only
-made nice: a sixty-eighth of the core is theirs in any case. Either way counts within one session alone, as Linux's
-autogroups share cores between sessions whatever their threads' priorities; rose.serving keeps both engines in one.
+They run where no other wants the core (Linux's SCHED_IDLE). But behind an online engine that keeps
+the core a step would take any time to end, and memory is given back between steps: so the online
+engine lifts them to the common priority while it waits for memory, where its user may (root, or an
+RLIMIT_NICE of 20 or more). Where he may not, they are only made nice: a sixty-eighth of the core is
+theirs in any case. Either way counts within one session alone, as Linux's autogroups share cores
+between sessions whatever their threads' priorities; rose.serving keeps both engines in one.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def stand_back(pid: int, to_idle: bool, except_for: int | None = None) -> None:
 
 
 def lift(pid: int) -> None:
-    """Another process' threads, to the common priority, until they give way again; nothing where this user may not."""
+    """Another process' threads, to the common priority, until they give way again; nothing where
+    this user may not."""
     with contextlib.suppress(OSError):
         for thread in _threads(pid):
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:

@@ -1,11 +1,12 @@
-"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be taken back at any time.
+"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be taken back at
+any time.
 
     scheduler_cls="rose.coserving.rollout.scheduler"   (rose.serving starts the engine so)
 
-Each step asks the gate (rose/coserving/gate.py) how many tokens it may take in; a shut gate is looked at again and
-again, the less often the longer it is shut. KV memory beyond the budget (rose/coserving/budget.py) is not in vLLM's
-pool; when the budget falls, whole requests end at once with stop reason `names.EVICTED` and the tokens made so far,
-those first that lose least.
+Each step asks the gate (rose/coserving/gate.py) how many tokens it may take in; a shut gate is
+looked at again and again, the less often the longer it is shut. KV memory beyond the budget
+(rose/coserving/budget.py) is not in vLLM's pool; when the budget falls, whole requests end at once
+with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class RolloutScheduler(Evicting, Member):
     # ------------------------------------------------------------------ the gate
 
     def _pass_gate(self) -> int:
-        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is called."""
+        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is
+        called."""
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
@@ -147,7 +149,8 @@ class RolloutScheduler(Evicting, Member):
         self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
 
     def _rotate(self, count: int) -> None:
-        """vLLM serves `running` from its head: with fewer tokens than requests the tail would starve."""
+        """vLLM serves `running` from its head: with fewer tokens than requests the tail would
+        starve."""
         self.running = self.running[count:] + self.running[:count]
 
     def _step_begins(self, work: Work, began: float) -> None:
@@ -163,8 +166,9 @@ class RolloutScheduler(Evicting, Member):
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         idle = self._beside.popleft()
         if self._predictor:
-            # A step that the online engine's interrupted says nothing of the next. At idle priority it takes many times
-            # as long, and with such residuals the gate would never open, nor ever learn that it may.
+            # A step that the online engine's interrupted says nothing of the next. At idle priority
+            # it takes many times as long, and with such residuals the gate would never open, nor
+            # ever learn that it may.
             if idle is not None and idle == self._online_idle():
                 self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
@@ -178,8 +182,9 @@ class RolloutScheduler(Evicting, Member):
     # ------------------------------------------------------------------ memory
 
     def rest(self, resting: bool) -> None:
-        """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor give it back while it
-        reads them. For the thread of the engine's loop, with nothing running."""
+        """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor
+        give it back while it reads them. For the thread of the engine's loop, with nothing
+        running."""
         self._resting = resting
         if self.device is not None:
             self._fit_memory()
@@ -192,7 +197,8 @@ class RolloutScheduler(Evicting, Member):
             target = min(
                 target, held + max(AT_ONCE, self.pool.grain)
             )  # who maps hears of no revocation
-            # Said before it is looked once more whether it is free: the online engine does it the same way round.
+            # Said before it is looked once more whether it is free: the online engine does it the
+            # same way round.
             self._say_budget(target)
             target = max(held, min(target, self._room()))
         else:
@@ -207,7 +213,8 @@ class RolloutScheduler(Evicting, Member):
         self.state.frozen = float(self._budget.frozen)
 
     def _give_up_on_large(self) -> None:
-        """Requests that don't fit into what is lent wait as long as those at a shut gate, and then are handed back."""
+        """Requests that don't fit into what is lent wait as long as those at a shut gate, and then
+        are handed back."""
         blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
         large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
         if not large:

@@ -1,8 +1,10 @@
-"""Latency targets of the online engine S: how long it may be kept waiting, and whether it keeps them. Pure.
+"""Latency targets of the online engine S: how long it may be kept waiting, and whether it keeps
+them. Pure.
 
-TTFT is the time from a request's arrival to its first token, TPOT the mean time per token after that. S serves
-requests in order of arrival in steps of at most `max_batched_tokens`, prompts in chunks beside the running decodes.
-All times are CLOCK_MONOTONIC, in seconds (vLLM's `Request.arrival_time` is not: it is the wall clock's).
+TTFT is the time from a request's arrival to its first token, TPOT the mean time per token after
+that. S serves requests in order of arrival in steps of at most `max_batched_tokens`, prompts in
+chunks beside the running decodes. All times are CLOCK_MONOTONIC, in seconds (vLLM's
+`Request.arrival_time` is not: it is the wall clock's).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from rose.coserving.predictor import Predictor, Work
 
 _ARRIVAL = attrgetter("arrival")
 INFINITE = float("inf")
-CREDIT = 4.0  # times the TPOT target: the longest gap between two tokens that a request ahead of its target may see
+# times the TPOT target: the longest gap between two tokens that a request ahead of its target may
+# see
+CREDIT = 4.0
 WINDOW = 200  # requests by which S is judged
 JUDGED = 50  # of them at least
 MISSES, RECOVERED = (
@@ -57,12 +61,14 @@ def hold_until(
     max_batched_tokens: int = 2048,
     max_sequences: int | None = None,
 ) -> float:
-    """The latest time until which S could be kept from the device with every request's next token still in time, S's
-    own steps at their P99. Before `now` when it is too late already; infinite without requests. With more requests
-    than `max_sequences` some wait for others to finish, which nobody can predict: then it is `now`.
+    """The latest time until which S could be kept from the device with every request's next token
+    still in time, S's own steps at their P99. Before `now` when it is too late already; infinite
+    without requests. With more requests than `max_sequences` some wait for others to finish, which
+    nobody can predict: then it is `now`.
 
-    A waiting request's first token is due at arrival + ttft_p99_s. A running one's next token is due when its mean
-    TPOT would reach tpot_p99_s, but no later than CREDIT x tpot_p99_s after its last.
+    A waiting request's first token is due at arrival + ttft_p99_s. A running one's next token is
+    due when its mean TPOT would reach tpot_p99_s, but no later than CREDIT x tpot_p99_s after its
+    last.
     """
     decodes = context = count = 0
     urgent = INFINITE  # when the first of the decodes is due
@@ -94,7 +100,8 @@ def _prefill(
     slo: Slo,
     max_batched_tokens: int,
 ) -> float:
-    """`hold_until` for a queue of prompts before which `decodes` run; step by step until the last prompt is through."""
+    """`hold_until` for a queue of prompts before which `decodes` run; step by step until the last
+    prompt is through."""
     hold, spent = INFINITE, 0.0  # seconds of the steps before
     chunks: list[tuple[int, int]] = []
     due, joining, joining_context = INFINITE, 0, 0  # of the prompts that end in this step
@@ -133,10 +140,11 @@ def _due(now: float, request: Request, slo: Slo) -> float:
 
 
 class Promptness:
-    """How much of what a rollout step may hold a request up (lending.step_share) leaves the median TTFT at ttft_p50_s:
-    in (0, 1], less after each first token that came later, more after each that came sooner, so that it settles where
-    as many are late as are not (the quantile as a fixed point; Robbins and Monro, 1951). After FORGET_S without a first
-    token it begins anew: an idle device is lent."""
+    """How much of what a rollout step may hold a request up (lending.step_share) leaves the median
+    TTFT at ttft_p50_s: in (0, 1], less after each first token that came later, more after each that
+    came sooner, so that it settles where as many are late as are not (the quantile as a fixed
+    point; Robbins and Monro, 1951). After FORGET_S without a first token it begins anew: an idle
+    device is lent."""
 
     def __init__(self, slo: Slo) -> None:
         self._target = slo.ttft_p50_s
@@ -152,7 +160,8 @@ class Promptness:
 
 
 def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
-    """Why S can't meet its targets even with the device for itself; "" if it can. Then nothing is to be lent."""
+    """Why S can't meet its targets even with the device for itself; "" if it can. Then nothing is
+    to be lent."""
     step = Work((), typical.decodes, typical.decodes * typical.context)
     arrived = [Request(0.0, typical.prompt, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, typical.max_batched_tokens)
@@ -191,9 +200,9 @@ class Attainment:
     def add(
         self, ttft_s: float | None, tpot_s: float | None, lent: bool, aborted: bool = False
     ) -> bool:
-        """A request ended: its TTFT (null: no token came), its TPOT (null: one token), whether anything was lent while
-        it was here, and whether S gave it up. Whether it met the targets. A client that hangs up is not S's miss:
-        leave it out unless it had missed its TTFT already."""
+        """A request ended: its TTFT (null: no token came), its TPOT (null: one token), whether
+        anything was lent while it was here, and whether S gave it up. Whether it met the targets. A
+        client that hangs up is not S's miss: leave it out unless it had missed its TTFT already."""
         met = (
             not aborted
             and ttft_s is not None

@@ -1,7 +1,7 @@
 """What a vLLM scheduler knows of its engine's steps: what each computes, when it began and ended.
 
-A mixin before vLLM's own class. With the environment variable `names.STEPS` every step is appended to that file, from
-which `python -m rose.serving.profile` fits the predictor.
+A mixin before vLLM's own class. With the environment variable `names.STEPS` every step is appended
+to that file, from which `python -m rose.serving.profile` fits the predictor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rose.coserving.predictor import Predictor, Work
 
 
 class Timed:
-    """`_step_begins` and `_step_ended` are for subclasses. A step lasts from its scheduling, or from the end of the one
-    before where that is later (vLLM's async scheduling plans ahead), until its tokens are known."""
+    """`_step_begins` and `_step_ended` are for subclasses. A step lasts from its scheduling, or
+    from the end of the one before where that is later (vLLM's async scheduling plans ahead), until
+    its tokens are known."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +62,8 @@ class Timed:
         return outputs
 
     def _in_flight_s(self, predictor: Predictor) -> tuple[float, float]:
-        """Seconds until the steps in flight have ended, as predicted: on average, and if each takes its P99."""
+        """Seconds until the steps in flight have ended, as predicted: on average, and if each takes
+        its P99."""
         mean = p99 = 0.0
         for _, work, began in self._in_flight:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
@@ -72,7 +74,8 @@ class Timed:
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
     def _tokens_in_flight(self) -> Counter[str]:
-        """Of each request, those that its steps in flight compute; vLLM counts them as computed already."""
+        """Of each request, those that its steps in flight compute; vLLM counts them as computed
+        already."""
         counts: Counter[str] = Counter()
         for output, _, _ in self._in_flight:
             counts.update(output.num_scheduled_tokens)

@@ -1,13 +1,15 @@
-"""GPU memory that really goes back to the system: a pool of pages over CUDA's virtual memory management.
+"""GPU memory that really goes back to the system: a pool of pages over CUDA's virtual memory
+management.
 
-Addresses are reserved once, so that tensors, kernels and captured CUDA graphs keep theirs; the memory behind each page
-(2 MiB on today's GPUs) is created and mapped, unmapped and released on demand (CUDA driver API, section "Virtual Memory
-Management").
+Addresses are reserved once, so that tensors, kernels and captured CUDA graphs keep theirs; the
+memory behind each page (2 MiB on today's GPUs) is created and mapped, unmapped and released on
+demand (CUDA driver API, section "Virtual Memory Management").
 
-Why an own pool: kvcached 0.1.6 does this for vLLM, but replaces vLLM's block pool and decides by itself what to map,
-for vLLM up to 0.24, where here the scheduler decides block by block; vLLM's CuMemAllocator and torch-memory-saver give
-back whole allocations, and torch's expandable segments only what no tensor uses. The driver is called through libcuda's
-stable C interface: the same library that CUDA itself comes with, and no package more.
+Why an own pool: kvcached 0.1.6 does this for vLLM, but replaces vLLM's block pool and decides by
+itself what to map, for vLLM up to 0.24, where here the scheduler decides block by block; vLLM's
+CuMemAllocator and torch-memory-saver give back whole allocations, and torch's expandable segments
+only what no tensor uses. The driver is called through libcuda's stable C interface: the same
+library that CUDA itself comes with, and no package more.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from rose.coserving.blocks import Ranges
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 SPARE = (
     2**28
-)  # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a little
+    # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a
+    # little
+)
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -41,10 +45,11 @@ class CudaError(RuntimeError):
 class Driver(Protocol):
     """The calls of CUDA's driver that the pool needs, on one device. Each raises `CudaError`.
 
-    CUDA's rules: sizes and addresses are multiples of `granularity`; a page of addresses is mapped at most once, and
-    is accessible only after `allow`; one handle may be mapped at several pages, which then show the same bytes; an
-    unmap takes back exactly what one map mapped, with no kernel using it; memory is free once it is unmapped everywhere
-    and its handle released; addresses are freed with nothing mapped in them.
+    CUDA's rules: sizes and addresses are multiples of `granularity`; a page of addresses is mapped
+    at most once, and is accessible only after `allow`; one handle may be mapped at several pages,
+    which then show the same bytes; an unmap takes back exactly what one map mapped, with no kernel
+    using it; memory is free once it is unmapped everywhere and its handle released; addresses are
+    freed with nothing mapped in them.
     """
 
     granularity: int  # bytes
@@ -75,14 +80,15 @@ class Driver(Protocol):
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes of the device that
-    it leaves to others.
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes
+    of the device that it leaves to others.
 
-    When a page may be unmapped: after every kernel that was given its address, which `release` waits for by itself. So
-    whoever calls it must have submitted those kernels. vLLM's scheduler plans a step while the last one runs, and frees
-    the blocks of a request that has ended though that step still writes to them; but it hands each step to the workers
-    before it plans the next, and they do what they are told in that order. A release out of `schedule` is therefore
-    behind all steps planned so far.
+    When a page may be unmapped: after every kernel that was given its address, which `release`
+    waits for by itself. So whoever calls it must have submitted those kernels. vLLM's scheduler
+    plans a step while the last one runs, and frees the blocks of a request that has ended though
+    that step still writes to them; but it hands each step to the workers before it plans the next,
+    and they do what they are told in that order. A release out of `schedule` is therefore behind
+    all steps planned so far.
     """
 
     def __init__(self, driver: Driver, nbytes: int, spare: int = 0) -> None:
@@ -98,8 +104,8 @@ class PagePool:
     def map(self, ranges: Ranges) -> None:
         """Pages that are mapped already stay as they are; fresh ones are zeros.
 
-        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what this call mapped is
-        taken back then.
+        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what
+        this call mapped is taken back then.
         """
         parts = [
             [offset for offset in range(low, high, self.page) if offset not in self._handles]
@@ -120,8 +126,8 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Waits for the device, then gives these pages back; those without memory are passed over. Raises
-        `CudaError`."""
+        """Waits for the device, then gives these pages back; those without memory are passed over.
+        Raises `CudaError`."""
         gone = [
             offset
             for low, high in self._within(ranges)
@@ -133,8 +139,8 @@ class PagePool:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Every page may be touched meanwhile: those without memory share one page of it, and what is written there is
-        lost. Raises `MemoryError`, `CudaError`."""
+        """Every page may be touched meanwhile: those without memory share one page of it, and what
+        is written there is lost. Raises `MemoryError`, `CudaError`."""
         bare = [
             offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles
         ]
@@ -157,7 +163,8 @@ class PagePool:
             self._driver.release(shared)
 
     def tensor(self):
-        """int8, (nbytes,) on the current CUDA device; the pool must outlive it, as must the pages that it touches.
+        """int8, (nbytes,) on the current CUDA device; the pool must outlive it, as must the pages
+        that it touches.
 
         Maps the first page: CUDA can't tell the device of an address without memory.
         """
@@ -284,8 +291,9 @@ _CALLS = {
 
 
 class CudaDriver:
-    """`Driver` over libcuda, in the primary context, which is torch's too: vLLM's note on cumem.py that bindings from
-    Python fail "because of context mismatch" is about calls without one. `device` is CUDA's number among the visible.
+    """`Driver` over libcuda, in the primary context, which is torch's too: vLLM's note on cumem.py
+    that bindings from Python fail "because of context mismatch" is about calls without one.
+    `device` is CUDA's number among the visible.
 
     Raises `OSError` when there is no such library, `CudaError`.
     """

@@ -1,11 +1,13 @@
-"""What of ROSE will work on this machine or cluster, mostly in under a minute: a line per part, ok, warning or failed
-with the remedy.
+"""What of ROSE will work on this machine or cluster, mostly in under a minute: a line per part, ok,
+warning or failed with the remedy.
 
-    python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm cluster/mpi=...]
+    python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm
+    cluster/mpi=...]
 
-Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components of a run, one beside
-it that a third joins (and one with GPUs, if cluster.gpus wants some); leaves nothing behind. Exit code 0 if nothing
-failed. Left out: whether an experiment fits (launch.py with cluster.dry_run=true).
+Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components
+of a run, one beside it that a third joins (and one with GPUs, if cluster.gpus wants some); leaves
+nothing behind. Exit code 0 if nothing failed. Left out: whether an experiment fits (launch.py with
+cluster.dry_run=true).
 """
 
 from __future__ import annotations

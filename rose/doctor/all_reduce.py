@@ -2,8 +2,9 @@
 
     python -m rose.doctor.all_reduce BACKEND RANKS          BACKEND: nccl, a GPU per rank; gloo, in main memory
 
-Says {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes / seconds, so that it
-compares with the links' speed for any number of ranks n. Left out: between nodes.
+Says {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes /
+seconds, so that it compares with the links' speed for any number of ranks n. Left out: between
+nodes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m rose.doctor.devices WANTED SHM_GIB        on a node of a Slurm job; says its findings as events
 
-`nvidia-smi` tells of the driver, a process of its own of what torch makes of it. Left out: whether they compute right
-and how fast (scripts/gpu_check.py), and NCCL (all_reduce.py).
+`nvidia-smi` tells of the driver, a process of its own of what torch makes of it. Left out: whether
+they compute right and how fast (scripts/gpu_check.py), and NCCL (all_reduce.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rose.doctor.finding import IMPORT_S, Ended, Finding, run, say
 from rose.launch import gpus
 
 FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
-# The oldest Linux driver for each major version of CUDA, by its release notes ("minor version compatibility").
+# The oldest Linux driver for each major version of CUDA, by its release notes ("minor version
+# compatibility").
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
 FREE_SHARE = (
@@ -52,7 +53,8 @@ class Gpu:
 
 
 def parse(text: str) -> list[Gpu]:
-    """Lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`; others are left out."""
+    """Lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`; others are left
+    out."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -79,7 +81,8 @@ def _number(cell: str) -> int:
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
-    """The matrix of `nvidia-smi topo -m`: (GPU, GPU) -> NV18, PIX, SYS and the like, each pair once."""
+    """The matrix of `nvidia-smi topo -m`: (GPU, GPU) -> NV18, PIX, SYS and the like, each pair
+    once."""
     found = {}
     for line in matrix.splitlines():
         cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()
@@ -175,7 +178,8 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
 
 
 def named(wanted: int) -> list[Finding]:
-    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants: the launcher hands out no others."""
+    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants: the launcher hands out
+    no others."""
     variable = os.environ.get(gpus.VARIABLE)
     try:
         names = gpus.given(gpus.installed(), variable)
@@ -274,7 +278,8 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
 
 
 def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Finding:
-    """Room for NCCL, vLLM's queues, and the mirrors of new weights; `too_small`: the state when the first two lack it."""
+    """Room for NCCL, vLLM's queues, and the mirrors of new weights; `too_small`: the state when the
+    first two lack it."""
     part = str(folder)
     try:
         size = os.statvfs(folder)

@@ -45,8 +45,8 @@ class Ended(NamedTuple):
     def events(self) -> list[dict[str, Any]]:
         """What it said by `say`, in order; other words are left out.
 
-        An event may begin within a line: a launcher that merges the output of several ranks can put a rank's words
-        between another's and their line break.
+        An event may begin within a line: a launcher that merges the output of several ranks can put
+        a rank's words between another's and their line break.
         """
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
@@ -103,7 +103,8 @@ class Child:
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
-        """Wait until it has said enough: True; False when it ended without, or `deadline_s` went by."""
+        """Wait until it has said enough: True; False when it ended without, or `deadline_s` went
+        by."""
         end = time.monotonic() + deadline_s
         while not enough(self.so_far()):
             if self._process.poll() is not None or time.monotonic() > end:

@@ -1,9 +1,11 @@
-"""The coordinator's side of a join, without a run: its own half for borrowed ranks, with nothing behind it.
+"""The coordinator's side of a join, without a run: its own half for borrowed ranks, with nothing
+behind it.
 
     python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
-Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's would. Says `open`, then
-every join, first word, loss and farewell; ends when one rank was lost and one has left, or after `HOST_S`.
+Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's
+would. Says `open`, then every join, first word, loss and farewell; ends when one rank was lost and
+one has left, or after `HOST_S`.
 """
 
 from __future__ import annotations

@@ -7,13 +7,16 @@ import math
 from rose.config import Component, Config
 from rose.doctor.finding import DEADLINE_S, IMPORT_S
 
-QUEUE_S = 40  # heterogeneous jobs are started by the backfill scheduler alone, every 30 s where nobody changed that
+# heterogeneous jobs are started by the backfill scheduler alone, every 30 s where nobody changed
+# that
+QUEUE_S = 40
 GPUS_S = IMPORT_S + DEADLINE_S  # for torch to be read from a busy file system, and then to compute
 CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread beside it
 
 
 def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
-    """Its own job, of `work_s` seconds at most, in whole minutes; ends if it doesn't start within `queue_s`."""
+    """Its own job, of `work_s` seconds at most, in whole minutes; ends if it doesn't start within
+    `queue_s`."""
     return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
 
 
@@ -31,7 +34,7 @@ def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
-    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory that ranks have, but for
-    all of a node's ("0"), which a node with other jobs hasn't."""
+    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory
+    that ranks have, but for all of a node's ("0"), which a node with other jobs hasn't."""
     memory = [f"--mem={component.mem}"] if component.mem not in (None, "0") else []
     return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

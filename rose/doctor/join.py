@@ -1,6 +1,8 @@
-"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, and the next one joins.
+"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, and the next one
+joins.
 
-What decides is what the coordinator's side (rose/doctor/host.py) saw; the other one (rose/doctor/joiner.py) tells why.
+What decides is what the coordinator's side (rose/doctor/host.py) saw; the other one
+(rose/doctor/joiner.py) tells why.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def _join(
     host: Sequence[str],
     joiners: Callable[[str], Sequence[Sequence[str]]],
 ) -> Finding:
-    """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to try them."""
+    """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to
+    try them."""
     if not c.cluster.mpi.join:
         return Finding(
             "warning",

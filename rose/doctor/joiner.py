@@ -1,8 +1,10 @@
-"""The serving side of a join, without an engine: one rank that joins and is killed, then another that joins and leaves.
+"""The serving side of a join, without an engine: one rank that joins and is killed, then another
+that joins and leaves.
 
     python -m rose.doctor.joiner RUN_DIR          of rose.doctor.host
 
-Each is forked from here, as `rose.serving` does it, and an MPI world of its own. Says why one could not join.
+Each is forked from here, as `rose.serving` does it, and an MPI world of its own. Says why one could
+not join.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Answer the host's heartbeats; at the second be killed, or leave. Raises `JoinError`, or `LinkError`."""
+    """Answer the host's heartbeats; at the second be killed, or leave. Raises `JoinError`, or
+    `LinkError`."""
     answer = application.ask(ANSWER_S)
     from rose.comm.link import Link  # initialises MPI, which reads its environment then
 

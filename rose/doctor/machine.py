@@ -93,8 +93,8 @@ def gpus(c: Config) -> list[Finding]:
 def nccl(
     count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
 ) -> Finding:
-    """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node, or that on which
-    `python` (an srun) starts one."""
+    """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node,
+    or that on which `python` (an srun) starts one."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
     return reduced(run(argv, local.environment(c), deadline_s), count)
 

@@ -1,10 +1,11 @@
-"""What the doctor runs on a node of each component: files that go to the other node and back, then one MPI world.
+"""What the doctor runs on a node of each component: files that go to the other node and back, then
+one MPI world.
 
     python -m rose.doctor.rank                  the world only
     python -m rose.doctor.rank FOLDER SIDE      SIDE: 0 writes first, 1 answers
 
-Says {"what": "files", "round_trips": [seconds]}, or "missing": path, then {"what": "world", "size": ranks}.
-Imports nothing but the standard library before the files are through.
+Says {"what": "files", "round_trips": [seconds]}, or "missing": path, then {"what": "world", "size":
+ranks}. Imports nothing but the standard library before the files are through.
 """
 
 from __future__ import annotations

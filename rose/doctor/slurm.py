@@ -22,7 +22,8 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
         return found
 
     def in_turn() -> list[Finding]:
-        """The small jobs first: one over two components may wait for nodes, and then holds up what comes after it."""
+        """The small jobs first: one over two components may wait for nodes, and then holds up what
+        comes after it."""
         last = join.over_nodes(c, folder)
         return [*over_components(c, folder), last]
 
@@ -115,7 +116,8 @@ def _kinds_of_mpi(c: Config) -> list[Finding]:
 
 
 def over_components(c: Config, folder: Path | None) -> list[Finding]:
-    """One heterogeneous job of a task in each component: files between its nodes, and one MPI world."""
+    """One heterogeneous job of a task in each component: files between its nodes, and one MPI
+    world."""
     argv = srun(*c.cluster.mpi.srun)
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
@@ -143,7 +145,8 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Those of one node of the trainer's component, as many as the run may have there, and NCCL between them."""
+    """Those of one node of the trainer's component, as many as the run may have there, and NCCL
+    between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
     starter = [
         *srun("--mpi=none", work_s=GPUS_S),

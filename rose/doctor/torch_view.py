@@ -1,7 +1,8 @@
 """What torch makes of this machine's GPUs: `python -m rose.doctor.torch_view` says one event.
 
-{"what": "torch", "version", "cuda": what it was built for or null, "count", "error": "" if it computes on each, "no_peer":
-pairs that can't read each other's memory}. A process of its own, since a broken driver can end it.
+{"what": "torch", "version", "cuda": what it was built for or null, "count", "error": "" if it
+computes on each, "no_peer": pairs that can't read each other's memory}. A process of its own, since
+a broken driver can end it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""An engine that gives the memory of its weights and KV cache back and takes it again: mixed into `Engine`.
+"""An engine that gives the memory of its weights and KV cache back and takes it again: mixed into
+`Engine`.
 
-Two ways. `deactivate` forgets the weights: they are read again from the model's folder. `sleep` keeps
-them in host memory, and the version with them: a device is shared in turn with a trainer that way. The
-workers' side is rose/engine/inactive.py.
+Two ways. `deactivate` forgets the weights: they are read again from the model's folder. `sleep`
+keeps them in host memory, and the version with them: a device is shared in turn with a trainer that
+way. The workers' side is rose/engine/inactive.py.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ NOTHING = Moved(0.0, 0.0, 0.0)
 
 
 class Activation:
-    """`active`: whether it serves. `asleep`: it keeps its weights in host memory and has no KV cache; turns wait.
-    `_activations` counts both: what was cached before one never matches after it."""
+    """`active`: whether it serves. `asleep`: it keeps its weights in host memory and has no KV
+    cache; turns wait. `_activations` counts both: what was cached before one never matches after
+    it."""
 
     active, asleep, _activations = True, False, 0
     _weights_here = True  # false from `sleep` to `wake_weights`
 
     async def sleep(self) -> Moved:
-        """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host memory. Turns that run
-        are interrupted, and go on after `wake`.
+        """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host
+        memory. Turns that run are interrupted, and go on after `wake`.
 
-        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`; `EngineDied`.
+        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`;
+        `EngineDied`.
         """
         self._check_sleep_mode()
         async with self._loading:
@@ -83,9 +86,11 @@ class Activation:
             return moved
 
     async def deactivate(self) -> None:
-        """Give back the memory of weights and KV cache; the process stays. Turns that run end with finish ABORT.
+        """Give back the memory of weights and KV cache; the process stays. Turns that run end with
+        finish ABORT.
 
-        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`; `EngineDied`.
+        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`;
+        `EngineDied`.
         """
         core = self._llm.engine_core
         self._check_sleep_mode()
@@ -96,7 +101,8 @@ class Activation:
             self.active, self._activations = False, self._activations + 1
             for turn in self._turns.values():
                 turn.aborted = True
-            # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps it from matching.
+            # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps
+            # it from matching.
             await self._call(
                 core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S
             )

@@ -1,10 +1,12 @@
-"""GPU memory for the activations of a step, which an engine that shares its device keeps for itself.
+"""GPU memory for the activations of a step, which an engine that shares its device keeps for
+itself.
 
-vLLM reserves it by taking less KV cache, but not where it is told how much to take (`kv_cache_memory_bytes`); and when
-it captures CUDA graphs it gives back to the device what its profile run had of it. The other engine's weights or
-either's pages of KV cache would take it, and this engine would end at its next full step. So what the profile run took
-is measured, and when all graphs are captured torch's allocator takes so much as one piece and keeps it, of which it
-cuts what steps want.
+vLLM reserves it by taking less KV cache, but not where it is told how much to take
+(`kv_cache_memory_bytes`); and when it captures CUDA graphs it gives back to the device what its
+profile run had of it. The other engine's weights or either's pages of KV cache would take it, and
+this engine would end at its next full step. So what the profile run took is measured, and when all
+graphs are captured torch's allocator takes so much as one piece and keeps it, of which it cuts what
+steps want.
 
 Left out: what a step takes beyond vLLM's profile run, as of log-probabilities of prompts.
 """
@@ -30,7 +32,8 @@ class Headroom:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where there is too little."""
+        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where there
+        is too little."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
@@ -47,8 +50,8 @@ class Headroom:
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
     def keep(self, spare: int = SPARE) -> None:
-        """From here on this engine has memory for any step. Raises `RuntimeError` when the device hasn't so much, and
-        `spare` bytes beyond it."""
+        """From here on this engine has memory for any step. Raises `RuntimeError` when the device
+        hasn't so much, and `spare` bytes beyond it."""
         torch.cuda.empty_cache()
         try:
             torch.empty(self.nbytes, dtype=torch.int8, device=self.device)

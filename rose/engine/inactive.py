@@ -1,10 +1,11 @@
-"""A worker whose weights and KV cache are given back while its process, kernels and graphs stay: mixed into vLLM's.
+"""A worker whose weights and KV cache are given back while its process, kernels and graphs stay:
+mixed into vLLM's.
 
 Deactivated it forgets the weights, asleep it keeps them in host memory.
 
-On a GPU by vLLM's sleep mode (level 2: nothing is kept), on a CPU, where vLLM's does nothing, by dropping the pages of
-the parameters. Either way every tensor keeps its address, and the weights are read again from the model's folder into
-them by vLLM's loader. Importing this imports vLLM.
+On a GPU by vLLM's sleep mode (level 2: nothing is kept), on a CPU, where vLLM's does nothing, by
+dropping the pages of the parameters. Either way every tensor keeps its address, and the weights are
+read again from the model's folder into them by vLLM's loader. Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class InactiveWorker:
         ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:
-        """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the weights are not
-        those of before, or when the device has too little memory for steps."""
+        """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the
+        weights are not those of before, or when the device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
@@ -79,8 +80,9 @@ class InactiveWorker:
             loader.load_weights(self.model_runner.get_model(), self.model_config)
 
     def rose_sleep(self) -> tuple[float, float, float]:
-        """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory. Returns GiB given back,
-        free on the device afterwards, and in all. Asleep already: nothing happens."""
+        """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory.
+        Returns GiB given back, free on the device afterwards, and in all. Asleep already: nothing
+        happens."""
         before = device_memory.look(self.device)
         if self.device.type != "cpu":
             if self._rose_asleep != SLEEPS:
@@ -92,8 +94,8 @@ class InactiveWorker:
         return self._rose_moved(before)
 
     def rose_wake(self, tag: str) -> tuple[float, float, float]:
-        """Take the memory of "weights" or "kv_cache" again; the figures of `rose_sleep`. On a CPU the weights never
-        went, and the KV cache's pages come as they are touched."""
+        """Take the memory of "weights" or "kv_cache" again; the figures of `rose_sleep`. On a CPU
+        the weights never went, and the KV cache's pages come as they are touched."""
         before = device_memory.look(self.device)
         if tag in self._rose_asleep:
             if self.device.type != "cpu":

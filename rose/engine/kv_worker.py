@@ -1,13 +1,16 @@
-"""KV memory that a worker gives back to the system by block: mixed into vLLM's worker, called by its scheduler.
+"""KV memory that a worker gives back to the system by block: mixed into vLLM's worker, called by
+its scheduler.
 
-In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes from a page pool,
-`rose.coserving.pages` on a CPU and `rose.coserving.vmm` on a GPU. vLLM has a context around that allocation, for its
-sleep mode and for KV connectors; here a `TorchFunctionMode` takes its place, which answers the one `torch.zeros`. At
-first only block 0 has memory, vLLM's null block: the scheduler maps what it means to use. Before there is a scheduler
-vLLM warms up its kernels with real steps on blocks 1, 2, ... (v1/worker/gpu/warmup.py), which share one page of memory
-meanwhile: nobody reads what these steps make. All else that runs without a scheduler - the profile run, the capture of
-CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads block 0. On a GPU the worker also keeps the memory
-that its steps take besides (rose/engine/headroom.py). Importing this imports vLLM.
+In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes
+from a page pool, `rose.coserving.pages` on a CPU and `rose.coserving.vmm` on a GPU. vLLM has a
+context around that allocation, for its sleep mode and for KV connectors; here a `TorchFunctionMode`
+takes its place, which answers the one `torch.zeros`. At first only block 0 has memory, vLLM's null
+block: the scheduler maps what it means to use. Before there is a scheduler vLLM warms up its
+kernels with real steps on blocks 1, 2, ... (v1/worker/gpu/warmup.py), which share one page of
+memory meanwhile: nobody reads what these steps make. All else that runs without a scheduler - the
+profile run, the capture of CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads
+block 0. On a GPU the worker also keeps the memory that its steps take besides
+(rose/engine/headroom.py). Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ logger = init_logger(__name__)
 
 
 class KvAllocation(TorchFunctionMode):
-    """Context in which vLLM allocates the KV cache of `worker`; afterwards `worker.rose_kv` is its `BlockMemory`.
+    """Context in which vLLM allocates the KV cache of `worker`; afterwards `worker.rose_kv` is its
+    `BlockMemory`.
 
-    Raises `ValueError` for a KV cache that can't be lent by block, `RuntimeError` when vLLM allocated it in another way
-    than expected.
+    Raises `ValueError` for a KV cache that can't be lent by block, `RuntimeError` when vLLM
+    allocated it in another way than expected.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -87,7 +91,8 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 
 def _measure_headroom(worker: Worker) -> None:
-    """When vLLM's profile run comes, which follows the model's loading; on the instance as above."""
+    """When vLLM's profile run comes, which follows the model's loading; on the instance as
+    above."""
     profile = worker.determine_available_memory
     worker.rose_headroom = Headroom(worker.device)
 
@@ -117,8 +122,9 @@ class KvWorker:
     rose_headroom: Headroom | None = None  # none on a CPU, where all memory is the system's
 
     def rose_kv_layout(self) -> dict:
-        """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`, `strides` of `blocks.Layout`;
-        `page_bytes` of the system or the GPU; `held` blocks; `mapped_bytes`."""
+        """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`,
+        `strides` of `blocks.Layout`; `page_bytes` of the system or the GPU; `held` blocks;
+        `mapped_bytes`."""
         kv = self._rose_lent()
         return kv.layout._asdict() | {
             "block_bytes": kv.layout.block_bytes,
@@ -128,8 +134,9 @@ class KvWorker:
         }
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
-        """Before these blocks are used. Returns the bytes that this took from the system, see `BlockMemory.map`; FAILED
-        when it has not so many, and then none of them has memory that hadn't before."""
+        """Before these blocks are used. Returns the bytes that this took from the system, see
+        `BlockMemory.map`; FAILED when it has not so many, and then none of them has memory that
+        hadn't before."""
         try:
             return self._rose_lent().map(block_ids)
         except (MemoryError, CudaError) as error:
@@ -137,8 +144,8 @@ class KvWorker:
             return FAILED
 
     def rose_release_blocks(self, block_ids: list[int]) -> int:
-        """What is in these blocks is lost. Returns the bytes that the system got; see `BlockMemory.release`. On a GPU
-        this waits for the steps that were submitted."""
+        """What is in these blocks is lost. Returns the bytes that the system got; see
+        `BlockMemory.release`. On a GPU this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
 
     def _rose_lent(self) -> BlockMemory:

@@ -1,10 +1,10 @@
 """Where a Hugging Face tensor lives in vLLM's parameters, for every tensor-parallel rank. Pure.
 
-Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into `qkv_proj` (with bias in
-Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj` and
-`down_proj` split over ranks, key-value heads replicated where there are fewer of them than ranks, the
-vocabulary padded to a multiple of 64 and split, norms on every rank. Mixture-of-experts and quantized
-layouts are not here.
+Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into `qkv_proj` (with
+bias in Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj`
+and `down_proj` split over ranks, key-value heads replicated where there are fewer of them than
+ranks, the vocabulary padded to a multiple of 64 and split, norms on every rank. Mixture-of-experts
+and quantized layouts are not here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class LocalSlice(NamedTuple):
 def cuts(
     name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """The rows and columns of HF tensor `name` at which some rank's part begins or ends, for servers of any of these
-    tensor-parallel degrees. Degrees that don't divide the model are passed over: no server has them.
+    """The rows and columns of HF tensor `name` at which some rank's part begins or ends, for
+    servers of any of these tensor-parallel degrees. Degrees that don't divide the model are passed
+    over: no server has them.
 
     Raises `ValueError` as `slices` does.
     """
@@ -56,11 +57,11 @@ def cuts(
 def slices(
     name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int
 ) -> LocalSlice | None:
-    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for `lm_head.weight` of a model
-    with tied embeddings, which vLLM doesn't keep twice.
+    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for
+    `lm_head.weight` of a model with tied embeddings, which vLLM doesn't keep twice.
 
-    Raises `ValueError` for a tensor that this family doesn't have, a shape that isn't the model's, or a
-    `tp_size` that doesn't divide what it must.
+    Raises `ValueError` for a tensor that this family doesn't have, a shape that isn't the model's,
+    or a `tp_size` that doesn't divide what it must.
     """
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")

@@ -14,20 +14,24 @@ from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
-TRUST_S = 0.25  # the first comes by then, however long the version before took: a long one was an engine's first, say
-# State in which a thread of a worker uses the live weights -> the status's figure of how long that took.
+# the first comes by then, however long the version before took: a long one was an engine's first,
+# say
+TRUST_S = 0.25
+# State in which a thread of a worker uses the live weights -> the status's figure of how long that
+# took.
 TOOK = {"staging": "stage_s", "checking": "check_s"}
 
 
 class Staging:
-    """`_broke_off`: the workers may still be busy with a version that nobody waits for, or have vLLM's session open."""
+    """`_broke_off`: the workers may still be busy with a version that nobody waits for, or have
+    vLLM's session open."""
 
     _broke_off = False
 
     @asynccontextmanager
     async def _session(self, timeout_s: float) -> AsyncIterator[None]:
-        """Around a load: whatever breaks it off, the workers give up what they stage, and vLLM takes a next version.
-        Raises as `_quiet`."""
+        """Around a load: whatever breaks it off, the workers give up what they stage, and vLLM
+        takes a next version. Raises as `_quiet`."""
         await self._quiet(timeout_s)
         self._broke_off = True  # until it is known to have ended
         try:
@@ -41,8 +45,8 @@ class Staging:
         self._broke_off = False
 
     async def _quiet(self, timeout_s: float) -> None:
-        """Wait until nothing of a load that broke off goes on in the workers, whose threads would read live weights.
-        Raises `EngineError` after `timeout_s` seconds, `EngineDied`."""
+        """Wait until nothing of a load that broke off goes on in the workers, whose threads would
+        read live weights. Raises `EngineError` after `timeout_s` seconds, `EngineDied`."""
         end = time.monotonic() + timeout_s
         while self._broke_off:
             await self._abandon()
@@ -56,18 +60,19 @@ class Staging:
             await asyncio.sleep(LAST_LOOK_S)
 
     async def _abandon(self) -> None:
-        """No version is staged any more, or will be. What a worker is in the middle of it goes on with for a while:
-        `_broke_off` until then."""
+        """No version is staged any more, or will be. What a worker is in the middle of it goes on
+        with for a while: `_broke_off` until then."""
         found = await self._worker("rose_abandon", RPC_TIMEOUT_S)
         self._no_mixture(found)
         self._broke_off = any(status["state"] in TOOK for status in found)
 
     async def _settled(self, state: str, timeout_s: float) -> list[dict]:
-        """What the workers say once none of them is in `state` any more. Raises `TransferError`, `EngineError`.
+        """What the workers say once none of them is in `state` any more. Raises `TransferError`,
+        `EngineError`.
 
-        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile. The first comes
-        after half of the time that the version before took the slowest worker, but within `TRUST_S`, the others in
-        eighths of it, but within half of the time until then.
+        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile.
+        The first comes after half of the time that the version before took the slowest worker, but
+        within `TRUST_S`, the others in eighths of it, but within half of the time until then.
         """
         began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
         pause_s = max(FIRST_LOOK_S, min(expected_s / 2, TRUST_S))
@@ -87,8 +92,8 @@ class Staging:
         return found
 
     async def _flipped(self, timeout_s: float) -> None:
-        """Put what is staged in place. Raises as `_settled`; an engine of which it is not known which weights it has, as
-        where the workers did not answer in time, is ended."""
+        """Put what is staged in place. Raises as `_settled`; an engine of which it is not known
+        which weights it has, as where the workers did not answer in time, is ended."""
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:

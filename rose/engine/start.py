@@ -17,7 +17,8 @@ from rose import hub
 from rose.config import Model, Online, Rollout
 
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
-UNREADABLE = "llvmlite.binding.ffi"  # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
+# its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
+UNREADABLE = "llvmlite.binding.ffi"
 
 _forking = False  # true only while the engine process is being made, and in that process
 
@@ -40,8 +41,8 @@ class Latest:
 
 
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
-    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set. `shares_device`: with
-    another engine, to which it lends KV memory."""
+    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set.
+    `shares_device`: with another engine, to which it lends KV memory."""
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -51,14 +52,16 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         **hub.OFFLINE,
     }
     if gpus:
-        # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can be given back.
+        # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can
+        # be given back.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
         return common | lent
     cpu = {
         "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine sits on core 0
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # worker inside the engine process (which AsyncLLM makes anyway)
+        # worker inside the engine process (which AsyncLLM makes anyway)
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     if threads is not None:
         cpu |= {"OMP_NUM_THREADS": str(threads), "ROSE_ENGINE_THREADS": str(threads)}
@@ -66,7 +69,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
 
 
 def online_folder(online: Online) -> Online:
-    """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises `ConfigError`."""
+    """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises
+    `ConfigError`."""
     if (
         online.model is None
         or Path(online.model).expanduser().is_dir()
@@ -80,15 +84,16 @@ def online_folder(online: Online) -> Online:
 
 
 def local_folder(model: str | Path, key: str = "serving.online.model") -> Path:
-    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging Face cache. Raises
-    `ConfigError`, which names `key`."""
+    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging
+    Face cache. Raises `ConfigError`, which names `key`."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     return hub.snapshot(str(model), key=key)
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """End-of-turn token ids of generation_config.json and config.json. Raises `EngineError` if there is none."""
+    """End-of-turn token ids of generation_config.json and config.json. Raises `EngineError` if
+    there is none."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -105,7 +110,8 @@ def stop_tokens(folder: Path) -> list[int]:
 def engine_args(
     folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int, gpus: bool = False
 ) -> dict:
-    """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its first token."""
+    """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its
+    first token."""
     args = dict(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -136,7 +142,8 @@ def engine_args(
 
 
 def preload() -> None:
-    """Import what `build` needs, so that processes forked from here have it. The environment must be set."""
+    """Import what `build` needs, so that processes forked from here have it. The environment must
+    be set."""
     from vllm import AsyncEngineArgs  # noqa: F401
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
     from vllm.v1.executor import Executor  # noqa: F401
@@ -160,7 +167,8 @@ def build(args: dict, gpus: bool):
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True
-    # vLLM's CPU worker looks into every object of every loaded module as it starts, and chokes on this one of numba's.
+    # vLLM's CPU worker looks into every object of every loaded module as it starts, and chokes on
+    # this one of numba's.
     hidden = sys.modules.pop(UNREADABLE, None)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
@@ -168,8 +176,8 @@ def build(args: dict, gpus: bool):
         _forking = False
         if hidden is not None:
             sys.modules[UNREADABLE] = hidden
-    # The engine process goes on sending its scheduler's statistics; per-token statistics and Prometheus,
-    # which cost a few percent here, stop before the first output.
+    # The engine process goes on sending its scheduler's statistics; per-token statistics and
+    # Prometheus, which cost a few percent here, stop before the first output.
     latest = Latest()
     llm.log_stats, llm.logger_manager = False, None
     llm.output_processor.update_scheduler_stats = latest.update
@@ -177,7 +185,8 @@ def build(args: dict, gpus: bool):
 
 
 def _in_engine_process() -> None:
-    """First thing after the fork: don't outlive the rank, don't write signals into its event loop."""
+    """First thing after the fork: don't outlive the rank, don't write signals into its event
+    loop."""
     if _forking:
         from rose.processes import die_with_parent
 

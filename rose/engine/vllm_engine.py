@@ -7,15 +7,17 @@
 
 What it leaves out: text (token ids in, token ids out; no tokenizer is loaded), routing, restarts.
 
-Start-up on a CPU is kept short by forking the engine from this process after vLLM is imported (3 s instead
-of 20) and by running vLLM's worker inside the engine process. Two rules follow: the owner must not have run
-a multi-threaded torch operation before `start` (libgomp's pool doesn't survive a fork), and the owner's
-`start` runs in a thread that lives as long as the process, because the engine dies with that thread.
+Start-up on a CPU is kept short by forking the engine from this process after vLLM is imported (3 s
+instead of 20) and by running vLLM's worker inside the engine process. Two rules follow: the owner
+must not have run a multi-threaded torch operation before `start` (libgomp's pool doesn't survive a
+fork), and the owner's `start` runs in a thread that lives as long as the process, because the
+engine dies with that thread.
 
-A new version is staged while the old one serves, and put in place during a short pause. Requests in flight meet it as
-`Transfer.in_flight` says: "recompute" stops them, delivers their tokens under the old version and continues them after
-the flip with the KV cache recomputed (as in AReaL); "keep" lets them run on with the KV cache of the old version (as
-in PipelineRL); "finish" waits for their end. Every token carries the version that made it.
+A new version is staged while the old one serves, and put in place during a short pause. Requests in
+flight meet it as `Transfer.in_flight` says: "recompute" stops them, delivers their tokens under the
+old version and continues them after the flip with the KV cache recomputed (as in AReaL); "keep"
+lets them run on with the KV cache of the old version (as in PipelineRL); "finish" waits for their
+end. Every token carries the version that made it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter"
 
 
 class Chunk(NamedTuple):
-    """Tokens since the last chunk. `logprobs` are of the model's own distribution at temperature 1, before
-    top-p and top-k (vLLM's `raw_logprobs`)."""
+    """Tokens since the last chunk. `logprobs` are of the model's own distribution at temperature 1,
+    before top-p and top-k (vLLM's `raw_logprobs`)."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -147,7 +149,8 @@ class Engine(Activation, Staging):
 
         `seed`, of the turns without one; it must differ between engines, or they draw alike.
 
-        Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left then.
+        Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process
+        is left then.
         """
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
@@ -163,8 +166,8 @@ class Engine(Activation, Staging):
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
                 llm, latest = await asyncio.shield(building)
-            # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs anything else,
-            # which `load_version` relies on.
+            # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs
+            # anything else, which `load_version` relies on.
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await llm.get_supported_tasks()
         except BaseException as error:
@@ -193,13 +196,13 @@ class Engine(Activation, Staging):
     async def generate(
         self, turn_id: str, tokens: bytes, sampling: protocol.Sampling
     ) -> AsyncIterator[Chunk]:
-        """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or when a co-serving
-        engine gives the turn back (stop_reason `names.EVICTED`).
+        """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or
+        when a co-serving engine gives the turn back (stop_reason `names.EVICTED`).
 
-        The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn continued
-        from partial tokens doesn't draw the same numbers again.
-        Raises `EngineDied`; `EngineError` if the engine is inactive, or `turn_id` is already running here, or has a
-        seed that would kill this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
+        The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
+        continued from partial tokens doesn't draw the same numbers again. Raises `EngineDied`;
+        `EngineError` if the engine is inactive, or `turn_id` is already running here, or has a seed
+        that would kill this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
         """
         self._check_active()
         if turn_id in self._turns:
@@ -257,7 +260,8 @@ class Engine(Activation, Staging):
         self._serial += 1
         turn.request = f"{turn_id}#{self._serial}"
         version, first, made = self.version, True, 0
-        # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the same again
+        # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the
+        # same again
         seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -300,8 +304,9 @@ class Engine(Activation, Staging):
     def _version_ends(
         self, request: str, part, version: int, made: int, count: int
     ) -> list[tuple[int, int, int]]:
-        """(low, high, version) of the `count` new tokens of an output, after `made` earlier ones of its request: vLLM
-        notes with each step's outputs which weights made them. One entry at least."""
+        """(low, high, version) of the `count` new tokens of an output, after `made` earlier ones of
+        its request: vLLM notes with each step's outputs which weights made them. One entry at
+        least."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i]
@@ -323,7 +328,8 @@ class Engine(Activation, Staging):
         return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
-        """Stop a turn: its iterator ends with what it has and finish ABORT. Unknown turns are ignored: they ended."""
+        """Stop a turn: its iterator ends with what it has and finish ABORT. Unknown turns are
+        ignored: they ended."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.aborted = True
@@ -335,12 +341,13 @@ class Engine(Activation, Staging):
     async def load_version(
         self, version: int, store: str, transfer: Transfer, mirror: str | None = None
     ) -> Loaded:
-        """Put a version of `store` (a folder or a relay's URL) into the live weights and verify it there. `mirror`:
-        folder of what was broadcast to this node.
+        """Put a version of `store` (a folder or a relay's URL) into the live weights and verify it
+        there. `mirror`: folder of what was broadcast to this node.
 
-        Raises `TransferError` naming file or block (the old weights go on serving), `EngineDied`, also when the weights
-        are neither the old nor the new ones: no such engine lives; or `EngineError` after `transfer.load_timeout_s`
-        seconds. After each, and after a cancellation, the next version can be loaded.
+        Raises `TransferError` naming file or block (the old weights go on serving), `EngineDied`,
+        also when the weights are neither the old nor the new ones: no such engine lives; or
+        `EngineError` after `transfer.load_timeout_s` seconds. After each, and after a cancellation,
+        the next version can be loaded.
         """
         start = time.monotonic()
         timeout_s = transfer.load_timeout_s
@@ -383,7 +390,8 @@ class Engine(Activation, Staging):
             paused = time.monotonic() if self.asleep else await self._pause(transfer.in_flight)
             await self._flipped(transfer.load_timeout_s)
             self.version = version
-            # sent before "resume", and done in this order, but not waited for while nothing is generated
+            # sent before "resume", and done in this order, but not waited for while nothing is
+            # generated
             labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))
         finally:
             if self.alive and not self.asleep:
@@ -403,7 +411,8 @@ class Engine(Activation, Staging):
         )
         paused = time.monotonic()
         if mode == "abort":
-            # Requests that reached vLLM after the pause are still queued there, under the old version's label.
+            # Requests that reached vLLM after the pause are still queued there, under the old
+            # version's label.
             await self._abort_requests()
         return paused
 
@@ -413,7 +422,8 @@ class Engine(Activation, Staging):
         )
 
     async def _worker(self, method: str, timeout_s: float, *args) -> list:
-        """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one of them raised."""
+        """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one
+        of them raised."""
         try:
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
@@ -475,7 +485,8 @@ class Engine(Activation, Staging):
         )
 
     async def shutdown(self) -> None:
-        """End the engine process and every iterator; killed if it doesn't leave within `STOP_TIMEOUT_S`."""
+        """End the engine process and every iterator; killed if it doesn't leave within
+        `STOP_TIMEOUT_S`."""
         if self._llm is None:
             return
         if self.alive:
@@ -494,7 +505,8 @@ class Engine(Activation, Staging):
             raise EngineDied(f"engine process {self.pid} is gone")
 
     def _on_death(self) -> None:
-        """The process is gone (its sentinel became readable), or will be: end every iterator now."""
+        """The process is gone (its sentinel became readable), or will be: end every iterator
+        now."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)

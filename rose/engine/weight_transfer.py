@@ -1,8 +1,10 @@
-"""vLLM's weight-transfer engine "rose": runs in each worker, stages versions in a thread, flips them on demand.
+"""vLLM's weight-transfer engine "rose": runs in each worker, stages versions in a thread, flips
+them on demand.
 
-vLLM drives it (`start_weight_update`, `update_weights`, `finish_weight_update`); `update_weights` only begins the
-staging, so that the worker goes on generating, and `finish_weight_update`, with generation paused, only flips. In
-between and afterwards `Engine` asks for the `status`. Importing this module imports vLLM.
+vLLM drives it (`start_weight_update`, `update_weights`, `finish_weight_update`); `update_weights`
+only begins the staging, so that the worker goes on generating, and `finish_weight_update`, with
+generation paused, only flips. In between and afterwards `Engine` asks for the `status`. Importing
+this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             parameter,
         ) in model.named_parameters():  # vLLM constructs this right after the model is loaded
             check_type(name, parameter)
-        # What is free of a device that engines share is KV memory that was given back: who needs it takes it at once. The
-        # allocator keeps the little that staging takes: emptied, it would lose what steps need (rose/engine/headroom.py).
+        # What is free of a device that engines share is KV memory that was given back: who needs it
+        # takes it at once. The allocator keeps the little that staging takes: emptied, it would
+        # lose what steps need (rose/engine/headroom.py).
         self._shares = device.type == "cuda" and names.FOLDER in os.environ
         self._live: Live | None = None
         self._held: tuple[str | None, int | None] = (
@@ -102,13 +105,13 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._stage, name="rose-stage", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """`state`: idle, staging, staged, failed (with `error`, and whether the weights are a `mixture`), checking, or
-        loaded; and figures of the last version."""
+        """`state`: idle, staging, staged, failed (with `error`, and whether the weights are a
+        `mixture`), checking, or loaded; and figures of the last version."""
         return self._status
 
     def abandon(self) -> None:
-        """Whatever is staged, or being staged, won't be flipped: the first is released now, the second ends with the
-        blocks that it is at."""
+        """Whatever is staged, or being staged, won't be flipped: the first is released now, the
+        second ends with the blocks that it is at."""
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
@@ -128,8 +131,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._held, self._status = (None, INITIAL), {"state": "idle"}
 
     def finish_weight_update(self) -> None:
-        """Flip what is staged, if anything; then it is read back and compared, while generation goes on. An error is in
-        `status`: raised, it would leave vLLM's session open for good."""
+        """Flip what is staged, if anything; then it is read back and compared, while generation
+        goes on. An error is in `status`: raised, it would leave vLLM's session open for good."""
         if self._staged is None:
             return
         began = time.perf_counter()
@@ -236,7 +239,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Raises `TransferError` unless the blocks fit the engine's parameters and together fill each of them."""
+        """Raises `TransferError` unless the blocks fit the engine's parameters and together fill
+        each of them."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         places, filled = place_blocks(

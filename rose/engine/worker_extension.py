@@ -1,11 +1,12 @@
 """Runs inside vLLM's worker: what `Engine` asks of it besides vLLM's own calls.
 
-Named in `worker_extension_cls`, so vLLM imports this module in every worker before it builds the model and
-mixes `WorkerExtension` into its worker class; `Engine` calls the methods with `collective_rpc`.
+Named in `worker_extension_cls`, so vLLM imports this module in every worker before it builds the
+model and mixes `WorkerExtension` into its worker class; `Engine` calls the methods with
+`collective_rpc`.
 
-At import: ROSE's weight-transfer engine is registered with vLLM. On a CPU, vLLM's prepacked matrix kernels (oneDNN,
-AMX) are switched off: they empty `layer.weight`, so that an update in place would change nothing while looking like
-a success.
+At import: ROSE's weight-transfer engine is registered with vLLM. On a CPU, vLLM's prepacked matrix
+kernels (oneDNN, AMX) are switched off: they empty `layer.weight`, so that an update in place would
+change nothing while looking like a success.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension(KvWorker, InactiveWorker):
-    """Mixed into vLLM's worker; `self.model_runner` and `self.weight_transfer_engine` are the worker's."""
+    """Mixed into vLLM's worker; `self.model_runner` and `self.weight_transfer_engine` are the
+    worker's."""
 
     def rose_status(self) -> dict:
         """See `RoseWeightTransferEngine.status`."""
@@ -47,8 +49,8 @@ class WorkerExtension(KvWorker, InactiveWorker):
         return self.weight_transfer_engine.status()
 
     def rose_abandon(self) -> dict:
-        """What is staged, or being staged, won't be flipped, and vLLM's session of it is closed, if one is open; the
-        status."""
+        """What is staged, or being staged, won't be flipped, and vLLM's session of it is closed, if
+        one is open; the status."""
         self.weight_transfer_engine.abandon()
         if self._weight_update_active:
             self.finish_weight_update()  # flips nothing

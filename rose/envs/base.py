@@ -1,7 +1,8 @@
 """The environment protocol: everything an agentic task must offer, and nothing of how it is run.
 
-One environment is one file here and one file in conf/env. The agent loop (`rose.rollout.agent_loop`)
-puts a deadline around every call, so an environment may simply await whatever it waits for.
+One environment is one file here and one file in conf/env. The agent loop
+(`rose.rollout.agent_loop`) puts a deadline around every call, so an environment may simply await
+whatever it waits for.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class Environment(Protocol):
     async def reset(self, seed: int) -> Start:
         """Begin the episode that `seed` determines completely.
 
-        Training seeds are even and held-out seeds odd. An environment with so few tasks that different
-        seeds often give the same one should split its tasks by that parity, or "held-out" means little.
+        Training seeds are even and held-out seeds odd. An environment with so few tasks that
+        different seeds often give the same one should split its tasks by that parity, or "held-out"
+        means little.
         """
 
     async def step(self, action: Action) -> Step:

@@ -43,8 +43,8 @@ class Calculator:
 
     Reward 1 in all for the right answer, else 0; of that 1, `shaping` is paid at the first call of
     calculate that shows the right value, whatever is answered later. Success is the right answer.
-    `examples` solved questions of the same kind stand before the question as earlier turns, for models
-    that were never trained to call tools. Raises `ConfigError`.
+    `examples` solved questions of the same kind stand before the question as earlier turns, for
+    models that were never trained to call tools. Raises `ConfigError`.
     """
 
     requires_tool = True
@@ -138,7 +138,8 @@ def ask(question: str) -> dict[str, str]:
 
 
 def example(question: str) -> list[dict[str, str]]:
-    """The four messages of a solved question. Calls and responses are text, as templates that know tools write them."""
+    """The four messages of a solved question. Calls and responses are text, as templates that know
+    tools write them."""
     value = _arithmetic.format_number(_arithmetic.evaluate(question))
     texts = [
         f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',

@@ -1,9 +1,9 @@
 """FrozenLake as a conversation: each turn shows the map, the agent answers with one call of `move`.
 
-The lake is gymnasium's FrozenLake-v1 on a random solvable map which the seed determines. The text is
-kept short on purpose (the default run generates on two CPU cores), and every cell is a word of its
-own, so that any tokenizer sees the grid cell by cell. Left out: memory of earlier maps, since each
-observation is the full state.
+The lake is gymnasium's FrozenLake-v1 on a random solvable map which the seed determines. The text
+is kept short on purpose (the default run generates on two CPU cores), and every cell is a word of
+its own, so that any tokenizer sees the grid cell by cell. Left out: memory of earlier maps, since
+each observation is the full state.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class FrozenLake:
         )
 
     def _draw_map(self, seed: int) -> list[str]:
-        """A random solvable map, drawn again until the parity of its hash is the seed's: small lakes are few
-        (44% of 128 held-out 4x4 maps were among 240 training maps), and so no training map is held out."""
+        """A random solvable map, drawn again until the parity of its hash is the seed's: small
+        lakes are few (44% of 128 held-out 4x4 maps were among 240 training maps), and so no
+        training map is held out."""
         for draw in range(MOST_DRAWS):
             rows = generate_random_map(self.size, 1 - self.hole_probability, seed + 2**32 * draw)
             if xxhash.xxh3_64_intdigest("".join(rows).encode()) % 2 == seed % 2:
@@ -113,8 +114,8 @@ class FrozenLake:
             self._lake = None
 
     def render(self) -> str:
-        """The map, one row a line, cells separated by spaces: P the agent, G goal, H hole, F ice; then
-        a line with the agent's four neighbours, as `left wall down F right H up wall`."""
+        """The map, one row a line, cells separated by spaces: P the agent, G goal, H hole, F ice;
+        then a line with the agent's four neighbours, as `left wall down F right H up wall`."""
         grid = [list(row.replace("S", "F")) for row in self._rows]
         row, column = divmod(self._cell, self.size)
         grid[row][column] = "P"

@@ -1,4 +1,5 @@
-"""MiniGrid (Farama) as a conversation: find the key, open the door, reach the goal, by text and one tool.
+"""MiniGrid (Farama) as a conversation: find the key, open the door, reach the goal, by text and one
+tool.
 
 Any task of the package except the WFC mazes (they need further packages). The whole grid is shown
 as text, one symbol per cell, and one call carries out up to `actions_per_turn` actions. Left out:
@@ -36,9 +37,11 @@ def tasks() -> list[str]:
 
 
 class Minigrid:
-    """`task` is an id of minigrid. The episode also ends after `max_steps` actions (null: the task's own limit).
+    """`task` is an id of minigrid. The episode also ends after `max_steps` actions (null: the
+    task's own limit).
 
-    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. Raises `ConfigError`.
+    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. Raises
+    `ConfigError`.
     """
 
     requires_tool = True

@@ -22,7 +22,8 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Reasoning:
-    """`task` arithmetic: `size` operations on integers 1..`largest`; countdown: `size` numbers 1..`largest`.
+    """`task` arithmetic: `size` operations on integers 1..`largest`; countdown: `size` numbers
+    1..`largest`.
 
     Reward 1 and success for a right answer, else 0. Raises `ConfigError`.
     """
@@ -101,7 +102,8 @@ def final_answer(text: str, fallback: re.Pattern[str]) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """None without a box; '' when the last one was cut off, as an earlier one was not meant to be the answer."""
+    """None without a box; '' when the last one was cut off, as an earlier one was not meant to be
+    the answer."""
     _, mark, rest = text.rpartition(r"\boxed{")
     if not mark:
         return None

@@ -1,7 +1,8 @@
 """Where GPU ranks keep compiled kernels: on a disk of their node.
 
-vLLM, Triton, Inductor and FlashInfer compile at an engine's start and keep the result under $HOME. Under Slurm that is
-one NFS folder for all engines at once, whose file locks and small files make a start minutes longer.
+vLLM, Triton, Inductor and FlashInfer compile at an engine's start and keep the result under $HOME.
+Under Slurm that is one NFS folder for all engines at once, whose file locks and small files make a
+start minutes longer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ FOLDERS = {
 
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
-    """Those of `FOLDERS` that are not `given`, under cluster.cache_dir, or under this node's TMPDIR in a Slurm job;
-    none elsewhere, and none where the folder is somebody else's. Makes the folder, for this user alone."""
+    """Those of `FOLDERS` that are not `given`, under cluster.cache_dir, or under this node's TMPDIR
+    in a Slurm job; none elsewhere, and none where the folder is somebody else's. Makes the folder,
+    for this user alone."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

@@ -1,8 +1,9 @@
-"""The command that starts Python on a compute node: this interpreter, or the one in the container of the job. Pure.
+"""The command that starts Python on a compute node: this interpreter, or the one in the container
+of the job. Pure.
 
-A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE itself is mounted from
-this checkout. What submits and watches stays outside, since it needs Slurm's commands. Left out: one machine without
-Slurm, where launch.py as a whole runs in the container.
+A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE
+itself is mounted from this checkout. What submits and watches stays outside, since it needs Slurm's
+commands. Left out: one machine without Slurm, where launch.py as a whole runs in the container.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from rose.models import REPOSITORY
 
 
 def command(c: Config, folders: Sequence[Path]) -> list[str]:
-    """Behind srun's options: [further options of srun,] program, arguments. `folders`, of or in output_dir, are seen
-    inside under the same path, beside this checkout and the model's folder. Raises `ConfigError` as `check` does."""
+    """Behind srun's options: [further options of srun,] program, arguments. `folders`, of or in
+    output_dir, are seen inside under the same path, beside this checkout and the model's folder.
+    Raises `ConfigError` as `check` does."""
     box = _box(c)
     if box is None:
         return [sys.executable]
@@ -44,7 +46,8 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
 
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
-    """The same where no srun stands before it, as in the batch script of a job with one task of `cpus` CPUs."""
+    """The same where no srun stands before it, as in the batch script of a job with one task of
+    `cpus` CPUs."""
     box = _box(c)
     # from Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job
     starter = ["srun", "--mpi=none", "--ntasks=1", f"--cpus-per-task={cpus}"]
@@ -52,7 +55,8 @@ def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
 
 
 def check(c: Config) -> None:
-    """Raises `ConfigError` for a path of the run that the container's runtime would take for several."""
+    """Raises `ConfigError` for a path of the run that the container's runtime would take for
+    several."""
     if _box(c) is not None:
         _mounts(c, [Path(c.output_dir).resolve()])
 

@@ -1,4 +1,5 @@
-"""Hydra's and OmegaConf's complaints in ROSE's form: key, value, remedy, and what was probably meant.
+"""Hydra's and OmegaConf's complaints in ROSE's form: key, value, remedy, and what was probably
+meant.
 
 Left out: what is wrong with a composed configuration; rose/config/ says that.
 """
@@ -21,7 +22,8 @@ COMPLAINTS = (HydraException, OmegaConfBaseException)
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
-    """One message for what Hydra or OmegaConf raised about `arguments` (the command line without its program)."""
+    """One message for what Hydra or OmegaConf raised about `arguments` (the command line without
+    its program)."""
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):
@@ -58,7 +60,8 @@ def value_of(key: str, arguments: list[str]) -> str:
 
 
 def swept_keys(arguments: list[str]) -> list[str]:
-    """Keys with several values on the command line (`a=1,2`, `range(...)`): those that tell sweep points apart."""
+    """Keys with several values on the command line (`a=1,2`, `range(...)`): those that tell sweep
+    points apart."""
     overrides = OverridesParser.create().parse_overrides(
         [a for a in arguments if "=" in a and not a.startswith("-")]
     )
@@ -101,8 +104,8 @@ def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
 
 
 def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None:
-    """The keys that a section of free keys (env.args, cluster.env) has with the chosen options; None when `key` is in
-    no such section."""
+    """The keys that a section of free keys (env.args, cluster.env) has with the chosen options;
+    None when `key` is in no such section."""
     section = key.rpartition(".")[0]
     if not section or any(known.startswith(f"{section}.") for known in configuration.keys()):
         return None

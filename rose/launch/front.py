@@ -1,4 +1,5 @@
-"""What `python launch.py` does: compose every configuration, check them all, then run them one after the other.
+"""What `python launch.py` does: compose every configuration, check them all, then run them one
+after the other.
 
     0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
 Left out: processes (supervise.py), the run's rules (resume.py), and everything the ranks do.
@@ -78,8 +79,8 @@ def main(conf: Path, arguments: list[str]) -> int:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt(number), which unlocks and ends what was begun. While a job runs,
-    supervise.py handles them instead."""
+    """SIGINT and SIGTERM raise KeyboardInterrupt(number), which unlocks and ends what was begun.
+    While a job runs, supervise.py handles them instead."""
 
     def interrupt(number: int, _) -> None:
         raise KeyboardInterrupt(number)
@@ -118,8 +119,8 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
 
 
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
-    """One resolved tree per point of the sweep; one without -m; none for --help and the like. Raises `ConfigError`
-    for a sweep without points."""
+    """One resolved tree per point of the sweep; one without -m; none for --help and the like.
+    Raises `ConfigError` for a sweep without points."""
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
 
@@ -148,7 +149,8 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
 
 
 def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
-    """Name of a sweep point: the run's name and the swept overrides, as in `frozenlake-seed=2,algorithm=rloo`."""
+    """Name of a sweep point: the run's name and the swept overrides, as in
+    `frozenlake-seed=2,algorithm=rloo`."""
     parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
     if not parts or any(part.startswith("name=") for part in parts):
         return name
@@ -182,8 +184,8 @@ def check(tree: dict) -> plan.Plan:
 
 
 def with_whole_paths(c: Config) -> Config:
-    """What else ranks read, by its path from the root, links followed: in a container they may start in another folder,
-    and that path is mounted."""
+    """What else ranks read, by its path from the root, links followed: in a container they may
+    start in another folder, and that path is mounted."""
     replayed, token = (
         path and str(Path(path).resolve())
         for path in (c.rollout.replay, c.transfer.relay_token_file)
@@ -196,8 +198,8 @@ def with_whole_paths(c: Config) -> Config:
 
 
 def check_domains(c: Config) -> None:
-    """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing would go there. The
-    hardware can't be checked: workers that join tell theirs."""
+    """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing
+    would go there. The hardware can't be checked: workers that join tell theirs."""
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
         if domain not in c.env.members:
@@ -208,8 +210,9 @@ def check_domains(c: Config) -> None:
 
 
 def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects for its age; where
-    training so is a paper's own practice, that is a doubt: one-step-off's (arXiv 2410.18252) loss has no weights."""
+    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
+    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
+    2410.18252) loss has no weights."""
     if not staleness or corrects or c.algorithm.importance_cap is not None:
         return ()
     name = c.scheduler.batching.name

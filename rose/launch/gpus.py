@@ -1,8 +1,10 @@
-"""Which GPUs a process was given, and which of them are a rank's own. Starts nothing but nvidia-smi; imports no torch.
+"""Which GPUs a process was given, and which of them are a rank's own. Starts nothing but
+nvidia-smi; imports no torch.
 
-CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or MIG slices
-(`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs from 0: the numbers are places in
-that list, and a rank gets the names at its places. Left out: whether a GPU works (rose/doctor, scripts/gpu_check.py).
+CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or
+MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs
+from 0: the numbers are places in that list, and a rank gets the names at its places. Left out:
+whether a GPU works (rose/doctor, scripts/gpu_check.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)$")
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as `nvidia-smi -L` lists it; `slices` are the names of its MIG slices, if it is cut into some."""
+    """One GPU as `nvidia-smi -L` lists it; `slices` are the names of its MIG slices, if it is cut
+    into some."""
 
     index: int
     name: str
@@ -50,7 +53,8 @@ def parse(listing: str) -> tuple[Device, ...]:
 
 
 def installed() -> tuple[Device, ...] | None:
-    """This machine's (within a Slurm step with device cgroups: the step's); None where nvidia-smi cannot tell."""
+    """This machine's (within a Slurm step with device cgroups: the step's); None where nvidia-smi
+    cannot tell."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None if DRIVER.exists() else ()
@@ -67,11 +71,11 @@ def installed() -> tuple[Device, ...] | None:
 
 
 def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...]:
-    """The names that CUDA takes for the GPUs of this process, in order. `here`: as `installed` returns it; `variable`:
-    the value of CUDA_VISIBLE_DEVICES, None if unset.
+    """The names that CUDA takes for the GPUs of this process, in order. `here`: as `installed`
+    returns it; `variable`: the value of CUDA_VISIBLE_DEVICES, None if unset.
 
-    Raises `ConfigError` for a name that is none of this machine's, and for one that stands there twice: CUDA would
-    silently end its list there.
+    Raises `ConfigError` for a name that is none of this machine's, and for one that stands there
+    twice: CUDA would silently end its list there.
     """
     if variable is None:
         return tuple(
@@ -117,8 +121,8 @@ def _listed(here: Sequence[Device]) -> str:
 
 
 def for_launcher(c: Config) -> tuple[str, ...]:
-    """What the launcher of a run on this machine may hand out. Raises `ConfigError` when that is fewer than
-    cluster.gpus, or slices of GPUs where several must work together."""
+    """What the launcher of a run on this machine may hand out. Raises `ConfigError` when that is
+    fewer than cluster.gpus, or slices of GPUs where several must work together."""
     if c.cluster.gpus == 0:
         return ()
     here, variable = installed(), os.environ.get(VARIABLE)
@@ -156,8 +160,9 @@ def own(places: Sequence[int], names: Sequence[str]) -> str:
 
 
 def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
-    """The same for a rank that srun started, by the list of its step, where one is set: Slurm may show every task all
-    of the step's GPUs, or has bound it to its own already (as many as it needs).
+    """The same for a rank that srun started, by the list of its step, where one is set: Slurm may
+    show every task all of the step's GPUs, or has bound it to its own already (as many as it
+    needs).
 
     Raises RuntimeError when the list has neither.
     """
@@ -176,8 +181,9 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: those at its place by SLURM_LOCALID if it
-    sees others' too; {} if all that it sees is its own, or as many as it needs. `environ`: as the task found it.
+    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: those at its place by
+    SLURM_LOCALID if it sees others' too; {} if all that it sees is its own, or as many as it needs.
+    `environ`: as the task found it.
 
     Raises `ConfigError` when it sees fewer, or only what tasks before it on the node have.
     """
@@ -200,9 +206,10 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
 
 
 def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
-    """Whether the `count` GPUs that a process sees are no other task's: it is none of Slurm's tasks, or the only one on
-    its node, or Slurm has bound it to fewer than the step has there (SLURM_GPUS_ON_NODE). SLURM_STEP_GPUS doesn't tell:
-    it has a bound task's own, and SLURM_GPUS_PER_TASK is the batch script's."""
+    """Whether the `count` GPUs that a process sees are no other task's: it is none of Slurm's
+    tasks, or the only one on its node, or Slurm has bound it to fewer than the step has there
+    (SLURM_GPUS_ON_NODE). SLURM_STEP_GPUS doesn't tell: it has a bound task's own, and
+    SLURM_GPUS_PER_TASK is the batch script's."""
     if "SLURM_LOCALID" not in environ:
         return True
     total = environ.get("SLURM_GPUS_ON_NODE", "")

@@ -1,8 +1,9 @@
 """The first thing a rank's process does: log, status file, and a guard that sees how it ends.
 
-`run` forks. The parent, a few MB, is the guard: it does nothing but wait, and writes into the status file how
-the rank ended, which nobody else could say of a rank that was killed (mpiexec only tells of its first, and
-without naming it). The child is the rank. Both die with their parents. Left out: what a rank does.
+`run` forks. The parent, a few MB, is the guard: it does nothing but wait, and writes into the
+status file how the rank ended, which nobody else could say of a rank that was killed (mpiexec only
+tells of its first, and without naming it). The child is the rank. Both die with their parents. Left
+out: what a rank does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, 
 
 
 def world_rank() -> int:
-    """This process's rank in MPI_COMM_WORLD, known before MPI starts. Raises RuntimeError outside an MPI launch."""
+    """This process's rank in MPI_COMM_WORLD, known before MPI starts. Raises RuntimeError outside
+    an MPI launch."""
     for name in RANK_VARIABLES:
         if name in os.environ:
             return int(os.environ[name])
@@ -38,10 +40,11 @@ def world_rank() -> int:
 
 
 def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body(rank)` as this rank of the plan and end the process: code 0 when it returns, 1 when it raises.
+    """Run `body(rank)` as this rank of the plan and end the process: code 0 when it returns, 1 when
+    it raises.
 
-    Call it before anything that starts threads. MPI is not finalised here (after a peer's death Finalize
-    can abort): `body` saves what matters and returns.
+    Call it before anything that starts threads. MPI is not finalised here (after a peer's death
+    Finalize can abort): `body` saves what matters and returns.
     """
     number = world_rank()
     config = configuration.load(Path(run_dir) / "config.json")
@@ -60,8 +63,8 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
 
 
 def _use(me: Rank, cluster: Cluster) -> None:
-    """Take what only this rank has in its environment. mpiexec has given it its GPUs; srun gives one list to all ranks
-    of a node."""
+    """Take what only this rank has in its environment. mpiexec has given it its GPUs; srun gives
+    one list to all ranks of a node."""
     os.environ.update(me.environment)
     if me.gpus:
         os.environ.update(caches.variables(cluster, os.environ))
@@ -118,8 +121,8 @@ def _body(
 
 
 def _tell(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
-    """Write the status of a rank that ends. It ends, in order, on a full disk too: the launcher, which finds its
-    process gone, looks at the disk itself."""
+    """Write the status of a rank that ends. It ends, in order, on a full disk too: the launcher,
+    which finds its process gone, looks at the disk itself."""
     try:
         rank_status.write(run_dir, attempt, status)
     except OSError as error:

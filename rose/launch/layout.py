@@ -1,9 +1,11 @@
-"""Which rank plays which role, on which devices, with how many threads. Pure, and light enough for every rank.
+"""Which rank plays which role, on which devices, with how many threads. Pure, and light enough for
+every rank.
 
-On one machine the ranks stand role by role. On Slurm they stand node by node in two components: every node of the
-trainer component has as many trainers and as many other ranks (the coordinator on the first, environment hosts else),
-since one `--ntasks-per-node` goes for them all. Left out: whether it fits (rose/launch/plan.py) and how ranks are
-started (rose/launch/local.py, rose/launch/slurm.py).
+On one machine the ranks stand role by role. On Slurm they stand node by node in two components:
+every node of the trainer component has as many trainers and as many other ranks (the coordinator on
+the first, environment hosts else), since one `--ntasks-per-node` goes for them all. Left out:
+whether it fits (rose/launch/plan.py) and how ranks are started (rose/launch/local.py,
+rose/launch/slurm.py).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Rank:
 
 
 def layout(c: Config) -> tuple[Rank, ...]:
-    """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker; of the same ones, from
-    the first on, where both take turns."""
+    """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker; of
+    the same ones, from the first on, where both take turns."""
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0

@@ -1,7 +1,9 @@
-"""Jobs that lend a run one more engine. `python -m rose.launch.lend RUN_DIR NAME` submits one and prints its id.
+"""Jobs that lend a run one more engine. `python -m rose.launch.lend RUN_DIR NAME` submits one and
+prints its id.
 
-The coordinator's provisioner starts this as a process, so that submitting (seconds, on a busy cluster) holds nobody up
-and the job does not inherit what Slurm and MPI put into the coordinator's environment.
+The coordinator's provisioner starts this as a process, so that submitting (seconds, on a busy
+cluster) holds nobody up and the job does not inherit what Slurm and MPI put into the coordinator's
+environment.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Lend:
         return Lender(self.run_dir, [f"serving.wait_s={WAIT_S:g}"], self._wanted).run()
 
     def _wanted(self) -> bool:
-        """Whether the training job lives. One that Slurm killed in the midst of its end could not cancel this one."""
+        """Whether the training job lives. One that Slurm killed in the midst of its end could not
+        cancel this one."""
         if shutil.which("squeue") is None:
             return True  # a container without Slurm's commands: serving.wait_s ends this job
         try:

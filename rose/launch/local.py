@@ -1,7 +1,9 @@
 """Runs a plan on this machine: run folder, lock, one mpiexec for all ranks, and their supervision.
 
-The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD and finds its own variables:
-    mpiexec -n 2 -env OMP_NUM_THREADS 1 python -m rose.main --run DIR --attempt N : -n 1 -env OMP_NUM_THREADS 2 ...
+The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD and finds its own
+variables:
+    mpiexec -n 2 -env OMP_NUM_THREADS 1 python -m rose.main --run DIR --attempt N : -n 1 -env
+    OMP_NUM_THREADS 2 ...
 Left out: other machines (Slurm) and what ranks do (rose/main.py).
 """
 
@@ -28,7 +30,8 @@ from rose.launch.layout import Rank
 from rose.models import REPOSITORY
 
 RANK_COMMAND = (sys.executable, "-m", "rose.main")
-# Ours decides what a dead rank means, on this host only, even when started inside a Slurm allocation.
+# Ours decides what a dead rank means, on this host only, even when started inside a Slurm
+# allocation.
 MPIEXEC_OPTIONS = (
     "-disable-auto-cleanup",
     "-launcher",
@@ -48,7 +51,8 @@ def mpiexec_argv(
     rank_command: Sequence[str] = RANK_COMMAND,
     given: Sequence[str] = (),
 ) -> list[str]:
-    """One block per stretch of ranks with the same environment; `given` names the GPUs to hand out. Pure."""
+    """One block per stretch of ranks with the same environment; `given` names the GPUs to hand out.
+    Pure."""
 
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
@@ -65,7 +69,8 @@ def mpiexec_argv(
 
 
 def find_mpiexec() -> str:
-    """That of this Python's environment (PyPI mpich), else the one on PATH. Raises `ConfigError`."""
+    """That of this Python's environment (PyPI mpich), else the one on PATH. Raises
+    `ConfigError`."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -77,7 +82,8 @@ def find_mpiexec() -> str:
 
 
 def environment(c: Config) -> dict[str, str]:
-    """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which win."""
+    """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which
+    win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     threads = {
         "OPENBLAS_NUM_THREADS": "1"
@@ -95,8 +101,8 @@ def environment(c: Config) -> dict[str, str]:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or when it can't
-    be made, locked or written."""
+    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or
+    when it can't be made, locked or written."""
     with _lock_file(run_dir) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,8 +151,8 @@ def start(
     attempt: int,
     rank_command: Sequence[str] = RANK_COMMAND,
 ) -> subprocess.Popen:
-    """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone; it dies with
-    this process. Its own words go to mpiexec.log beside the ranks' logs."""
+    """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone;
+    it dies with this process. Its own words go to mpiexec.log beside the ranks' logs."""
     argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:

@@ -21,7 +21,8 @@ def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
 
 
 def new_attempt(run_dir: Path) -> int:
-    """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, return its number."""
+    """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, return
+    its number."""
     done = [
         int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()
     ]
@@ -37,8 +38,8 @@ def new_attempt(run_dir: Path) -> int:
 
 
 def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
-    """Send this process's stdout and stderr, and those of its children, to its log, a line at a time. Printing never
-    fails: words that a full disk refuses are lost."""
+    """Send this process's stdout and stderr, and those of its children, to its log, a line at a
+    time. Printing never fails: words that a full disk refuses are lost."""
     path = rank_log(run_dir, attempt, role, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

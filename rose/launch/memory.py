@@ -1,33 +1,41 @@
 """How much memory each role needs on one device, item by item, in GiB. Pure.
 
-P parameters, N trainer ranks, b bytes per element of the role's dtype, T = trainer.micro_batch_tokens, E = vocab x
-hidden, the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by scripts/check_memory.py (with
-bfloat16; in float32 stages 1 and 2 need up to 8 P more).
+P parameters, N trainer ranks, b bytes per element of the role's dtype, T =
+trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What is said of DeepSpeed was
+read in 0.19.8 and measured by scripts/check_memory.py (with bfloat16; in float32 stages 1 and 2
+need up to 8 P more).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
-- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 P, shared from stage 2 (which frees them after the
-  update); on the host with offload_optimizer, from stage 2
-- optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared from stage 1; on the host
-  with offload_optimizer
-- reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET); stage 3 keeps it
+- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 P, shared from stage 2 (which frees
+  them after the update); on the host with offload_optimizer, from stage 2
+- optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared
+  from stage 1; on the host with offload_optimizer
+- reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
+  stage 3 keeps it
 Trainer, at the worst moment of a pass, more:
-- gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's stage3_max_live_parameters)
-- activations: kept for the backward pass. With e elements per token and layer (the two norms' inputs in fp32 and outputs,
-  q, k, v, attention output, the gated MLP's four; attention matrices are never stored), b T e layers; with
-  gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block)
-- and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being reduced; a chunk of logits
-  (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are there three times), with the output matrix's
-  gradient twice, since chunks are added up; that gradient as it is reduced, in the dtype and in fp32
-Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 elements of this rank's.
-The larger of both moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex attention).
-Rollout (vLLM), per device of a tensor-parallel group of size tp:
+- gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's
+  stage3_max_live_parameters)
+- activations: kept for the backward pass. With e elements per token and layer (the two norms'
+  inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
+  are never stored), b T e layers; with gradient_checkpointing b T h layers (arXiv 2205.05198,
+  section 5, for this block)
+- and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
+  reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
+  there three times), with the output matrix's gradient twice, since chunks are added up; that
+  gradient as it is reduced, in the dtype and in fp32
+Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9
+elements of this rank's. The larger of both moments counts. Prefix trees need nothing more: their
+mask is a table of blocks (flex attention). Rollout (vLLM), per device of a tensor-parallel group of
+size tp:
 - weights: b P / tp
-- activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the dtype, in fp32 and sorted
+- activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the
+  dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
-- KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at least
-  one device, so tp > kv_heads replicates
-Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's context.
+- KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
+  least one device, so tp > kv_heads replicates
+Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
+context.
 """
 
 from __future__ import annotations
@@ -40,20 +48,22 @@ from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
 GRAPHS_GIB = 0.5  # of an engine's CUDA graphs; vLLM says at its start what they took
-ASLEEP_GIB = 1.5  # that a process keeps on a GPU in the other's turn: CUDA's context, NCCL, an engine's graphs
+# that a process keeps on a GPU in the other's turn: CUDA's context, NCCL, an engine's graphs
+ASLEEP_GIB = 1.5
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default stage3_max_live_parameters
 GROUP_PARAMETERS = 10**9  # and sub_group_size
 BUCKET_ELEMENTS = 2 * 10**8  # rose/trainer/deepspeed_engine.py's LARGEST_BUCKET
 BYTES = {"float32": 4, "bfloat16": 2}
-LOGIT_COPIES = 3  # in fp32, of the chunk at work: log-probabilities, their exponentials, and gradient or product
+# in fp32, of the chunk at work: log-probabilities, their exponentials, and gradient or product
+LOGIT_COPIES = 3
 
 Items = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB on one device by item; `firm` is the part that no batch size changes; `host`: GiB of the rank's host memory,
-    without what every Python process takes."""
+    """GiB on one device by item; `firm` is the part that no batch size changes; `host`: GiB of the
+    rank's host memory, without what every Python process takes."""
 
     items: Items
     firm: float
@@ -112,7 +122,8 @@ def _resting(c: Config, shape: ModelShape) -> Items:
 
 
 def _offloaded(c: Config, shape: ModelShape) -> float:
-    """Bytes of the host's: the optimizer's states, and fp32 gradients, which stage 3 keeps twice."""
+    """Bytes of the host's: the optimizer's states, and fp32 gradients, which stage 3 keeps
+    twice."""
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
@@ -191,8 +202,8 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
-    """Of all ranks together, in host memory where devices are shared: the trainer's states in the engines' turn, and
-    the engines' weights in the trainer's; on CPUs these never move."""
+    """Of all ranks together, in host memory where devices are shared: the trainer's states in the
+    engines' turn, and the engines' weights in the trainer's; on CPUs these never move."""
     engines = c.rollout.workers * c.rollout.tensor_parallel if c.cluster.gpus else 0
     return c.trainer.ranks * trainer.firm, engines * rollout.items["weights"]
 

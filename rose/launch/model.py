@@ -15,9 +15,9 @@ from rose.config import Config, ConfigError, ModelShape, read_shape
 
 
 def shape(c: Config) -> ModelShape | None:
-    """The model's shape: from its folder, else model.shape; None if only making the model will tell. Makes and
-    loads nothing. Raises `ConfigError` when the folder should be there and isn't (a dry run with model.shape does
-    without it), and for a recipe's unknown option."""
+    """The model's shape: from its folder, else model.shape; None if only making the model will
+    tell. Makes and loads nothing. Raises `ConfigError` when the folder should be there and isn't (a
+    dry run with model.shape does without it), and for a recipe's unknown option."""
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
@@ -39,7 +39,8 @@ def shape(c: Config) -> ModelShape | None:
 
 
 def known(c: Config) -> Config:
-    """With the model's shape if that can be told without making it. Raises `ConfigError` as `shape` does."""
+    """With the model's shape if that can be told without making it. Raises `ConfigError` as `shape`
+    does."""
     found = c.model.shape or shape(c)
     return msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=found))
 
@@ -55,8 +56,9 @@ def _in_cache(c: Config) -> Path | None:
 
 
 def fetch(c: Config, stored: Path) -> Config:
-    """A hub's model is found or downloaded now, once, on the machine that has the network; any other model is left
-    as it is. A run that continues (`stored`, its config.json, is there) takes the commit that it began with.
+    """A hub's model is found or downloaded now, once, on the machine that has the network; any
+    other model is left as it is. A run that continues (`stored`, its config.json, is there) takes
+    the commit that it began with.
 
     Raises `ConfigError` when the hub can't give it, or it can't be trained.
     """
@@ -78,8 +80,8 @@ def _commit_of(stored: Path, c: Config) -> str | None:
 
 
 def prepare(c: Config) -> Config:
-    """Make the model if a recipe has to; the configuration with its absolute path and its shape. Raises
-    `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
+    """Make the model if a recipe has to; the configuration with its absolute path and its shape.
+    Raises `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
     folder = models.resolve(c.model)
     if c.model.source == "hub":
         found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))

@@ -1,6 +1,8 @@
-"""The layout of a configuration together with memory per role, and whether it fits. Pure; prints on request.
+"""The layout of a configuration together with memory per role, and whether it fits. Pure; prints on
+request.
 
-Left out: how memory is estimated (rose/launch/memory.py) and where the ranks run (rose/launch/local.py).
+Left out: how memory is estimated (rose/launch/memory.py) and where the ranks run
+(rose/launch/local.py).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Plan:
 
 
 def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
-    """Raises `ConfigError` when the plan can't run; doubts, and those given, become `Plan.warnings`."""
+    """Raises `ConfigError` when the plan can't run; doubts, and those given, become
+    `Plan.warnings`."""
     container.check(c)
     doubts = (*doubts, *_check_container(c), *_check_threads(c))
     if shape is None:

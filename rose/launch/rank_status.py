@@ -1,7 +1,8 @@
-"""One small JSON file per rank, status/attempt-NNN/rank-<k>.json: is it running, done, or how did it end.
+"""One small JSON file per rank, status/attempt-NNN/rank-<k>.json: is it running, done, or how did
+it end.
 
-Written by the rank and by its guard, read by the launcher (and on a cluster by anybody who sees the run's
-folder). Left out: progress, which is in metrics.jsonl.
+Written by the rank and by its guard, read by the launcher (and on a cluster by anybody who sees the
+run's folder). Left out: progress, which is in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     state: Literal["running", "done", "failed"]
-    joined: bool = False  # the MPI world: its first collectives, which have no deadline of their own, are behind it
+    # the MPI world: its first collectives, which have no deadline of their own, are behind it
+    joined: bool = False
     error: str = ""  # the exception, in the rank's own words
     exit_code: int | None = None  # negative: minus the signal that killed it, as in subprocess
     since: float = 0.0  # wall clock, seconds: when this state was entered
@@ -45,7 +47,8 @@ def folder(run_dir: Path, attempt: int) -> Path:
 
 
 def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
-    """Atomic: a reader sees the old file or the new one. Sets `since` to now. Raises OSError on a full disk."""
+    """Atomic: a reader sees the old file or the new one. Sets `since` to now. Raises OSError on a
+    full disk."""
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     storage.write_whole(

@@ -1,4 +1,5 @@
-"""The same name continues: what may differ from the run's stored configuration, and what is finished.
+"""The same name continues: what may differ from the run's stored configuration, and what is
+finished.
 
 Left out: which checkpoint is the last complete one; the roles decide that when they start.
 """
@@ -15,7 +16,8 @@ from rose import config as configuration
 from rose import models, storage
 from rose.config import Cluster, Config, ConfigError, Slurm
 
-# What leaves the trajectories and updates of the remaining steps what they are, or was asked for to be changed.
+# What leaves the trajectories and updates of the remaining steps what they are, or was asked for to
+# be changed.
 MAY_CHANGE = (
     "trainer.steps",
     "trainer.threads",
@@ -47,8 +49,9 @@ MAY_CHANGE = (
     "sim",
     "sim.*",
 )
-# A save may have begun when a run is stopped, and the last step is saved after it: twice what the last one took, and a
-# quarter more on a busy file system. Half of the time to stop is the limit for both.
+# A save may have begun when a run is stopped, and the last step is saved after it: twice what the
+# last one took, and a quarter more on a busy file system. Half of the time to stop is the limit for
+# both.
 SAVE_SHARE = 1 / 5
 WARNING_SAVES = 3.0
 RECIPES_MAY_CHANGE = (
@@ -57,7 +60,8 @@ RECIPES_MAY_CHANGE = (
 
 
 def check(stored: Path, new: Config) -> None:
-    """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued with `new`."""
+    """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued
+    with `new`."""
     before, now = (
         _flatten(json.loads(Path(stored).read_text())),
         _flatten(configuration.to_dict(new)),
@@ -82,7 +86,8 @@ def check(stored: Path, new: Config) -> None:
 
 
 def mark_finished(run_dir: Path, steps: int) -> None:
-    """The coordinator's last word: all `steps` training steps and the last evaluation are done and saved."""
+    """The coordinator's last word: all `steps` training steps and the last evaluation are done and
+    saved."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     storage.write_whole(path, json.dumps({"steps": steps}).encode() + b"\n", sync=True)
@@ -110,18 +115,20 @@ def last_save_s(run_dir: Path) -> float:
 
 
 def stop_s(run_dir: Path, cluster: Cluster) -> float:
-    """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE` of it needs."""
+    """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE`
+    of it needs."""
     return max(cluster.stop_timeout_s, last_save_s(run_dir) / SAVE_SHARE)
 
 
 def warning_s(run_dir: Path, slurm: Slurm) -> int:
-    """Seconds before its time limit at which a job must be warned to save its last step: cluster.slurm.warning_s, or
-    `WARNING_SAVES` times what the last checkpoint took."""
+    """Seconds before its time limit at which a job must be warned to save its last step:
+    cluster.slurm.warning_s, or `WARNING_SAVES` times what the last checkpoint took."""
     return max(slurm.warning_s, math.ceil(WARNING_SAVES * last_save_s(run_dir)))
 
 
 def move_aside(run_dir: Path) -> Path:
-    """Rename a run's folder to <name>.old-<n>, the first n that is free, and return the new path."""
+    """Rename a run's folder to <name>.old-<n>, the first n that is free, and return the new
+    path."""
     n = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.old-{n}")).exists():
         n += 1

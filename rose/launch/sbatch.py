@@ -1,7 +1,7 @@
 """The text that a run is to Slurm: sbatch's script, and srun's command line inside it. Pure.
 
-The script's only command starts one process on the first node (rose/launch/slurm.py), which starts the ranks of all
-components as one MPI world with one srun, and watches them. Left out: submitting.
+The script's only command starts one process on the first node (rose/launch/slurm.py), which starts
+the ranks of all components as one MPI world with one srun, and watches them. Left out: submitting.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def folder(run_dir: Path) -> Path:
 
 
 def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | None = None) -> str:
-    """The batch script; `run_dir` absolute. `warning_s`: seconds before the time limit at which Slurm warns the job, at
-    least cluster.slurm.warning_s, which null takes."""
+    """The batch script; `run_dir` absolute. `warning_s`: seconds before the time limit at which
+    Slurm warns the job, at least cluster.slurm.warning_s, which null takes."""
     first, *others = _by_component(ranks)
     lines = []
     for members in others:
@@ -56,7 +56,8 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
-    """The batch script of a job that lends the run one more engine (rose/launch/lend.py); `run_dir` absolute."""
+    """The batch script of a job that lends the run one more engine (rose/launch/lend.py); `run_dir`
+    absolute."""
     options = _component_options(c, c.cluster.slurm.borrowed, 1, 1, c.rollout.tensor_parallel)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
@@ -86,7 +87,8 @@ def srun_argv(
     c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int, rank_command: Sequence[str] = ()
 ) -> list[str]:
     """One srun over all components, whose ranks find their roles by their number."""
-    # not the run's folder, which may have commas in its name (a point of a sweep): they part mounts from each other
+    # not the run's folder, which may have commas in its name (a point of a sweep): they part mounts
+    # from each other
     rank_command = rank_command or (*container.command(c, [run_dir.parent]), "-m", "rose.main")
     components = _by_component(ranks)
     argv = ["srun", *c.cluster.mpi.srun]
@@ -149,7 +151,8 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
 def _component_options(
     c: Config, component: Component, nodes: int, ranks_per_node: int, gpus: int
 ) -> dict[str, Any]:
-    """`gpus`: that ranks use on a node, the fullest one. No more are asked for: others may have the rest, or its price."""
+    """`gpus`: that ranks use on a node, the fullest one. No more are asked for: others may have the
+    rest, or its price."""
     options: dict[str, Any] = {
         "nodes": nodes,
         "ntasks-per-node": ranks_per_node,

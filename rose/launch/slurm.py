@@ -1,4 +1,5 @@
-"""A run as a Slurm job: `submit` sends it and returns; `Run`, inside the job, starts the ranks and watches them.
+"""A run as a Slurm job: `submit` sends it and returns; `Run`, inside the job, starts the ranks and
+watches them.
 
 Left out: the texts that Slurm gets (sbatch.py) and the state of a job afterwards (state.py).
 """
@@ -46,7 +47,8 @@ OF_THE_SITE = (
     "SLURM_CLUSTERS",
     "SLURM_JWT",
 )  # by which its commands find it
-# srun would apply these to all components: what sbatch set for the first one, or what the shell had that submitted
+# srun would apply these to all components: what sbatch set for the first one, or what the shell had
+# that submitted
 OF_ONE_COMPONENT = (
     "SLURM_CPU_BIND",
     "SLURM_MEM_BIND",
@@ -92,8 +94,9 @@ class Executor(submitit.SlurmExecutor):
 
 @contextmanager
 def _as_outside_a_job() -> Iterator[None]:
-    """sbatch hands this process's variables on to the job. Those of another job, in whose shell somebody submits, would
-    there bind the ranks to the CPUs and GPUs of that one. Outside a job they are the user's or the site's own."""
+    """sbatch hands this process's variables on to the job. Those of another job, in whose shell
+    somebody submits, would there bind the ranks to the CPUs and GPUs of that one. Outside a job
+    they are the user's or the site's own."""
     inside = "SLURM_JOB_ID" in os.environ
     theirs = {
         name: value
@@ -109,8 +112,8 @@ def _as_outside_a_job() -> Iterator[None]:
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
-    """Send the run to Slurm; say its id and how to follow it. Raises `ConfigError` with sbatch's own words when it
-    refuses."""
+    """Send the run to Slurm; say its id and how to follow it. Raises `ConfigError` with sbatch's
+    own words when it refuses."""
     run_dir = c.run_dir.resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
@@ -187,7 +190,8 @@ class Run:
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
-        """Ask Slurm for another go, which continues from the last checkpoint; it ends this process."""
+        """Ask Slurm for another go, which continues from the last checkpoint; it ends this
+        process."""
         why = (
             "Slurm's warning: preempted, or near the time limit"
             if not outcome.failure
@@ -216,8 +220,8 @@ class Run:
 
 @contextmanager
 def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
-    """Slurm's warning before the time limit comes as early as the job asked for when it was submitted. Where saving has
-    turned out to take longer, this process warns itself."""
+    """Slurm's warning before the time limit comes as early as the job asked for when it was
+    submitted. Where saving has turned out to take longer, this process warns itself."""
     over = threading.Event()
 
     def watch() -> None:
@@ -246,7 +250,8 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
 
 
 def _end_time() -> float | None:
-    """When Slurm will end this job, seconds of the epoch; inf without a limit, None while Slurm does not say."""
+    """When Slurm will end this job, seconds of the epoch; inf without a limit, None while Slurm
+    does not say."""
     if said := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
         return float(said)
     try:
@@ -267,8 +272,8 @@ def _end_time() -> float | None:
 
 
 def _refuse_shared_nodes() -> None:
-    """Raises `RunFailed` when a node is in two components of this job: srun then starts no rank and never ends (its
-    PMI has one socket per job and node)."""
+    """Raises `RunFailed` when a node is in two components of this job: srun then starts no rank and
+    never ends (its PMI has one socket per job and node)."""
     nodes: dict[str, str] = {}
     for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
         listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
@@ -291,8 +296,9 @@ def _refuse_shared_nodes() -> None:
 
 
 def _end_old_steps() -> None:
-    """When the first node is lost, Slurm requeues its component only: on the others the last attempt's step lives on,
-    and srun can't start ours beside it. Raises `RunFailed` when it won't end."""
+    """When the first node is lost, Slurm requeues its component only: on the others the last
+    attempt's step lives on, and srun can't start ours beside it. Raises `RunFailed` when it won't
+    end."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))

@@ -1,4 +1,5 @@
-"""What became of a run's Slurm job: every component's state and exit reason, and the ranks that failed.
+"""What became of a run's Slurm job: every component's state and exit reason, and the ranks that
+failed.
 
     python -m rose.launch.state outputs/NAME
 Asks squeue, and sacct for jobs that ended some time ago.
@@ -62,11 +63,11 @@ def submitted(run_dir: Path) -> str | None:
 
 
 def components(job: str) -> list[JobState]:
-    """Every component's state; empty when Slurm no longer knows the job. Raises RuntimeError when Slurm doesn't
-    answer.
+    """Every component's state; empty when Slurm no longer knows the job. Raises RuntimeError when
+    Slurm doesn't answer.
 
-    The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment later but knows
-    it for longer.
+    The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment
+    later but knows it for longer.
     """
     found = {
         row.job: row
@@ -97,8 +98,9 @@ def is_active(job: str) -> bool:
 
 
 def cannot_start(job: str) -> str:
-    """Why a job that waits will wait for ever; '' for any other. Slurm (22.05) leaves a heterogeneous job so when the
-    node of its first component was set DOWN by hand while its slurmd lived on."""
+    """Why a job that waits will wait for ever; '' for any other. Slurm (22.05) leaves a
+    heterogeneous job so when the node of its first component was set DOWN by hand while its slurmd
+    lived on."""
     states = {component.job: component.state for component in components(job)}
     over = [name for name, found in states.items() if found not in ACTIVE]
     if "PENDING" not in states.values() or not over:

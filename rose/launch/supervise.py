@@ -1,11 +1,12 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job, and so does a run folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's
-warning) asks the coordinator to stop, which it does at once: during a rollout or an evaluation it saves the last
-finished step first; during training or weight sync nothing is saved, and the run continues from its last checkpoint.
-From the signal on it has cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is
-killed, as after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run; that is
-the coordinator's.
+A dead rank ends the job, and so does a run folder that takes no more files. SIGINT, SIGTERM or
+SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at once: during a rollout or
+an evaluation it saves the last finished step first; during training or weight sync nothing is
+saved, and the run continues from its last checkpoint. From the signal on it has
+cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is killed, as
+after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run;
+that is the coordinator's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rose.launch.rank_status import RankStatus
 
 POLL_S = 0.2  # between two looks at the ranks and their files
 POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, too
-SETTLE_S = 0.6  # after a first dead rank: others may have died before it, and their guards are still writing
+# after a first dead rank: others may have died before it, and their guards are still writing
+SETTLE_S = 0.6
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
@@ -53,7 +55,8 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A running mpiexec or srun. This process must be a subreaper (`processes.adopt_orphans`) before it starts."""
+    """A running mpiexec or srun. This process must be a subreaper (`processes.adopt_orphans`)
+    before it starts."""
 
     process: subprocess.Popen
     ranks: Sequence[Rank]
@@ -119,8 +122,9 @@ class Job:
         return self.signals[0] if self.signals else 0
 
     def _stopped(self) -> bool:
-        """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could handle it and had
-        anything to save. How the others end no longer matters: they may be slow, or miss it."""
+        """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could
+        handle it and had anything to save. How the others end no longer matters: they may be slow,
+        or miss it."""
         coordinator = self.statuses().get(0)
         return (
             bool(self.signals)
@@ -152,7 +156,8 @@ class Job:
         return ""
 
     def _late(self, states: dict[int, RankStatus]) -> str:
-        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever, the first one too."""
+        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever,
+        the first one too."""
         within = f"within cluster.start_timeout_s={self.cluster.start_timeout_s:g}"
         missing = [
             f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states
@@ -173,7 +178,8 @@ class Job:
         )
 
     def _explained(self, failure: str) -> Outcome:
-        """A rank that dies of a disk that takes no more may not be able to say so: it then looks lost, and isn't."""
+        """A rank that dies of a disk that takes no more may not be able to say so: it then looks
+        lost, and isn't."""
         refused = storage.refusal(self.run_dir)
         if refused and self.lost:
             failure = f"what the ranks could still write is in {logs.attempt_folder(self.run_dir, self.attempt)}"
@@ -193,9 +199,9 @@ class Job:
             return  # `end_all` ends it
 
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
-        """Ranks that failed, and ranks whose process is gone without a word (their guard died too), once they
-        have been so at two looks in a row: a guard needs a moment to write. Those on other hosts are believed
-        while the starter, which watches them, lives."""
+        """Ranks that failed, and ranks whose process is gone without a word (their guard died too),
+        once they have been so at two looks in a row: a guard needs a moment to write. Those on
+        other hosts are believed while the starter, which watches them, lives."""
         gone = {
             s.rank
             for s in states.values()
@@ -235,8 +241,8 @@ class Job:
         )
 
     def _end_ranks(self, grace_s: float) -> None:
-        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then `grace_s`. To
-        ranks on other hosts through srun."""
+        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then
+        `grace_s`. To ranks on other hosts through srun."""
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
@@ -253,8 +259,8 @@ def _is_here(status: RankStatus) -> bool:
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """SIGKILL every descendant of this process that stems from the job, adopted orphans too, until none is left.
-    Raises RuntimeError if one survives (it hangs in the kernel)."""
+    """SIGKILL every descendant of this process that stems from the job, adopted orphans too, until
+    none is left. Raises RuntimeError if one survives (it hangs in the kernel)."""
     deadline = time.monotonic() + KILL_S
     while left := psutil.Process().children(recursive=True):
         for child in left:

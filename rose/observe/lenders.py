@@ -1,7 +1,9 @@
-"""The serving side of a run's report: what each device that lent to it kept for its own users, and what it lent.
+"""The serving side of a run's report: what each device that lent to it kept for its own users, and
+what it lent.
 
-The operator's process beside an online server (rose/serving/operate.py) leaves `lent.json` and a page of its own in
-OUTPUT_DIR/serving/RUN-HOST-N; here they are found and told. Left out: ranks without an online server beside them.
+The operator's process beside an online server (rose/serving/operate.py) leaves `lent.json` and a
+page of its own in OUTPUT_DIR/serving/RUN-HOST-N; here they are found and told. Left out: ranks
+without an online server beside them.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ LATENCIES = (
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(folder, what `rose.serving.report.summary` said) of each device that served a run of this name."""
+    """(folder, what `rose.serving.report.summary` said) of each device that served a run of this
+    name."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
         try:
             found.append((path.parent, json.loads(path.read_text())))
         except (OSError, ValueError):
-            continue  # it is being written, or is somebody else's: a report is made of what there is
+            # it is being written, or is somebody else's: a report is made of what there is
+            continue
     return found
 
 

@@ -1,4 +1,5 @@
-"""The report's table of a mixture: what each environment learned. A run with one environment has none."""
+"""The report's table of a mixture: what each environment learned. A run with one environment has
+none."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TITLES = (
 
 
 def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """`evals` and `steps` are rows of metrics.jsonl. Means are over the last fifth of the steps, each counted alike."""
+    """`evals` and `steps` are rows of metrics.jsonl. Means are over the last fifth of the steps,
+    each counted alike."""
     names = sorted(
         {
             key.split("/", 1)[1]

@@ -1,7 +1,9 @@
-"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the same for TensorBoard.
+"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the
+same for TensorBoard.
 
-A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its values.
-metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of it. Never imports torch.
+A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its
+values. metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of
+it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class MetricsWriter:
         self._file = self.path.open("ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row, on disk when this returns. `values` may override `kind` and `time`; NaN becomes null."""
+        """One row, on disk when this returns. `values` may override `kind` and `time`; NaN becomes
+        null."""
         row = {"kind": "step", "step": step, "time": time.time(), **values}
         self._file.write(_encode(row))
         self._file.flush()
@@ -48,7 +51,8 @@ class MetricsWriter:
     def truncate(self, after_step: int) -> None:
         """Forget steps and evaluations later than `after_step`, which a resumed run makes again.
 
-        Faults and what befell borrowed ranks stay: they happened. Atomic: a crash leaves the old file or the new one.
+        Faults and what befell borrowed ranks stay: they happened. Atomic: a crash leaves the old
+        file or the new one.
         """
         self._file.close()
         rows = read_metrics(self.path.parent)
@@ -66,7 +70,8 @@ class MetricsWriter:
 
 
 class TensorBoard:
-    """Numbers as TensorBoard scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
+    """Numbers as TensorBoard scalars through TensorBoard's own writer: `train/loss`,
+    `eval/success`, ..."""
 
     def __init__(self, folder: Path):
         from tensorboard.compat.proto import (

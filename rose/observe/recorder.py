@@ -1,8 +1,9 @@
-"""Spans, instants and counters of one rank, as JSON lines in `<run>/events/<attempt>/<role>-<rank>.jsonl`.
+"""Spans, instants and counters of one rank, as JSON lines in
+`<run>/events/<attempt>/<role>-<rank>.jsonl`.
 
-Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks that differ
-between machines. Lines are flushed about each second and at `close`: a crash loses at most that, and a full disk what
-it refuses; who must keep something tells of it.
+Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks
+that differ between machines. Lines are flushed about each second and at `close`: a crash loses at
+most that, and a full disk what it refuses; who must keep something tells of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class NullRecorder:
 
     @contextmanager
     def timed(self, name: str, /, **args: Any) -> Iterator[dict[str, Any]]:
-        """Records the block as a span, also when it raises; yields the args, to be added to inside."""
+        """Records the block as a span, also when it raises; yields the args, to be added to
+        inside."""
         start = time.time()
         try:
             yield args
@@ -97,7 +99,8 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """Everything that one rank recorded in one attempt. `events` are the lines, in the order written."""
+    """Everything that one rank recorded in one attempt. `events` are the lines, in the order
+    written."""
 
     rank: int
     role: str

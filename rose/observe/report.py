@@ -1,5 +1,5 @@
-"""`<run_dir>/report.html`: the run in one file. Its text, tables and configuration are written here as HTML, its figures
-are drawn by the scripts in page/."""
+"""`<run_dir>/report.html`: the run in one file. Its text, tables and configuration are written here
+as HTML, its figures are drawn by the scripts in page/."""
 
 from __future__ import annotations
 

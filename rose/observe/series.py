@@ -39,7 +39,8 @@ def buckets(rows: list[dict[str, Any]], limit: int) -> list[list[dict[str, Any]]
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every curve over the steps: {"x": [...], name: [number or null, ...]}; long runs as means of neighbours."""
+    """Every curve over the steps: {"x": [...], name: [number or null, ...]}; long runs as means of
+    neighbours."""
     parts = buckets(steps, MAX_POINTS)
     found = {key: [mean_of(part, key) for part in parts] for key in CURVES}
     return {"x": [mean_of(part, "step") for part in parts]} | {
@@ -48,8 +49,8 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine, success of each member of
-    a mixture."""
+    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine,
+    success of each member of a mixture."""
     names = sorted(
         {each for row in steps for each in row if each.startswith(f"{key}/")}, key=_natural
     )
@@ -62,7 +63,8 @@ def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds per phase and step (means of neighbours in long runs); `other` is what no phase accounts for."""
+    """Seconds per phase and step (means of neighbours in long runs); `other` is what no phase
+    accounts for."""
     bars = []
     for part in buckets(steps, MAX_BARS):
         bar = {phase: mean_of(part, f"time_{phase}") or 0.0 for phase in PHASES}
@@ -72,7 +74,8 @@ def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out evaluations with rate and Wilson 95% interval; those without episodes are left out."""
+    """Held-out evaluations with rate and Wilson 95% interval; those without episodes are left
+    out."""
     result = []
     for row in rows:
         n = int(row.get("eval_n") or 0)
@@ -95,7 +98,8 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Shares of responses per length bin, first fifth of the steps against the last fifth (of one step: that)."""
+    """Shares of responses per length bin, first fifth of the steps against the last fifth (of one
+    step: that)."""
     rows = [row for row in steps if row.get("response_hist")]
     if not rows:
         return None

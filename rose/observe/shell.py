@@ -1,7 +1,8 @@
-"""What every report page is around its sections: one HTML file that opens offline, in any browser, in light and dark.
+"""What every report page is around its sections: one HTML file that opens offline, in any browser,
+in light and dark.
 
-Text and tables come as HTML; the figures are drawn by the page's scripts from numbers embedded in the file. A content
-security policy forbids the page every network access.
+Text and tables come as HTML; the figures are drawn by the page's scripts from numbers embedded in
+the file. A content security policy forbids the page every network access.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def page(
 ) -> str:
     """The file's content.
 
-    `kind`: of report, such as "training". `title` and `facts` (name, value) are plain text; `subtitle` and `body` are
-    HTML. `data`: what the scripts find as DATA. `scripts`: JavaScript sources, of which one defines drawAll(); they
-    find what charts.js defines.
+    `kind`: of report, such as "training". `title` and `facts` (name, value) are plain text;
+    `subtitle` and `body` are HTML. `data`: what the scripts find as DATA. `scripts`: JavaScript
+    sources, of which one defines drawAll(); they find what charts.js defines.
     """
     own = files("rose.observe") / "page"
     listed = "".join(

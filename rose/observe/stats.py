@@ -26,7 +26,8 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
 def difference_interval(
     before: tuple[int, int], after: tuple[int, int], z: float = Z_95
 ) -> tuple[float, float]:
-    """Interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998, method 10)."""
+    """Interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998, method
+    10)."""
     p1, p2 = before[0] / before[1], after[0] / after[1]
     (l1, u1), (l2, u2) = wilson_interval(*before, z), wilson_interval(*after, z)
     gain = p2 - p1

@@ -1,4 +1,5 @@
-"""What the run does right now, in `<run_dir>/live.json`: written by the coordinator, read by the terminal."""
+"""What the run does right now, in `<run_dir>/live.json`: written by the coordinator, read by the
+terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ FILE = "live.json"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One rollout engine: tokens per second lately, requests running and waiting, policy version."""
+    """One rollout engine: tokens per second lately, requests running and waiting, policy
+    version."""
 
     tokens_per_s: float = 0.0
     running: int = 0
@@ -23,7 +25,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """`phase` is one of starting, evaluating, rollout, train, sync, done; times are wall clock, seconds."""
+    """`phase` is one of starting, evaluating, rollout, train, sync, done; times are wall clock,
+    seconds."""
 
     phase: str = "starting"
     step: int = 0

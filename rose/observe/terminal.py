@@ -1,6 +1,8 @@
-"""The run in the terminal, from its files alone: live while it runs, a table and a curve when it has ended.
+"""The run in the terminal, from its files alone: live while it runs, a table and a curve when it
+has ended.
 
-Follows metrics.jsonl and live.json, so it may start late, die and start again without the run noticing.
+Follows metrics.jsonl and live.json, so it may start late, die and start again without the run
+noticing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ BRAILLE = (
 
 
 def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
-    """Show the run until `stop()`: a live display on a terminal, else one line per step, evaluation or fault.
+    """Show the run until `stop()`: a live display on a terminal, else one line per step, evaluation
+    or fault.
 
     `stop` is asked about four times a second; what was written before it says yes is still shown.
     """
@@ -46,7 +49,8 @@ def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> N
 
 
 def say(console: Console, text: str, label: str = "", style: str | None = None) -> None:
-    """Print `text` as it stands, whatever brackets and however long lines it has, after `label` (rich markup)."""
+    """Print `text` as it stands, whatever brackets and however long lines it has, after `label`
+    (rich markup)."""
     if label:
         console.print(label, end=" ")
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
@@ -216,7 +220,8 @@ def _clock(seconds: float) -> str:
 
 
 def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
-    """Rates in [0, 1] over their index as `height` lines with an axis; braille dots, or `*` if not `dots`.
+    """Rates in [0, 1] over their index as `height` lines with an axis; braille dots, or `*` if not
+    `dots`.
 
     `width` and `height` are in characters, each of 2 by 4 dots.
     """
@@ -241,7 +246,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after with 95% intervals, success over the steps, and where the report is."""
+    """Held-out success before and after with 95% intervals, success over the steps, and where the
+    report is."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:

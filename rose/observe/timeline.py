@@ -1,7 +1,8 @@
 """The run's events as the report's timeline: who did what when, small enough for one HTML file.
 
-Rows are the coordinator's phases, the trainers and the engines. How many turns each engine ran is kept for the
-whole run; single turns only of as many whole steps as fit the budget (the Perfetto trace has all of them).
+Rows are the coordinator's phases, the trainers and the engines. How many turns each engine ran is
+kept for the whole run; single turns only of as many whole steps as fit the budget (the Perfetto
+trace has all of them).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Row:
 
 
 def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
-    """The timeline as the page reads it (times in ms from `t0`, wall clock seconds); None without spans."""
+    """The timeline as the page reads it (times in ms from `t0`, wall clock seconds); None without
+    spans."""
     rows: dict[str, Row] = {}
     steps: list[dict[str, Any]] = []
     for rank in read_events(run_dir):
@@ -91,7 +93,8 @@ def _row_order(row: Row) -> tuple:
 
 
 def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
-    """None if all marks fit; else windows of whole steps, spread evenly over the run, first and last included."""
+    """None if all marks fit; else windows of whole steps, spread evenly over the run, first and
+    last included."""
     starts = np.sort(np.array([span.start for row in rows for span in row.spans]))
     if len(starts) <= MAX_MARKS:
         return None

@@ -1,8 +1,9 @@
 """The run as a Chrome trace for ui.perfetto.dev: `<run_dir>/trace.json.gz`.
 
-One process per rank. Spans that overlap in time go to different threads ("lanes"), except those that belong
-inside one another (an env_step in its trajectory, forward_backward in train_step). An arrow leads from each
-trajectory on its environment host through its turns, on whichever engines made them.
+One process per rank. Spans that overlap in time go to different threads ("lanes"), except those
+that belong inside one another (an env_step in its trajectory, forward_backward in train_step). An
+arrow leads from each trajectory on its environment host through its turns, on whichever engines
+made them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FILE = "trace.json.gz"
 
 
 class Span(NamedTuple):
-    """Whole microseconds, so that rounding cannot make nested spans cross. `key`: the trajectory, or None."""
+    """Whole microseconds, so that rounding cannot make nested spans cross. `key`: the trajectory,
+    or None."""
 
     start: int
     end: int
@@ -50,8 +52,9 @@ def spans_of(rank: RankEvents) -> list[Span]:
 def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
     """A lane for each span (sorted as by `spans_of`), the lowest free one: O(n log n).
 
-    With `nest`, a span shares the lane of the open one of its trajectory (or, without a trajectory, of the
-    latest open one without) if it has another name and fits inside. Otherwise spans of a lane never overlap.
+    With `nest`, a span shares the lane of the open one of its trajectory (or, without a trajectory,
+    of the latest open one without) if it has another name and fits inside. Otherwise spans of a
+    lane never overlap.
     """
     lanes: list[int] = []
     stacks: list[list[Span]] = []  # open spans per lane, outermost first
@@ -162,7 +165,8 @@ def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable
 
 
 def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    """trajectory -> turn -> turn ...; trajectories of which only one of the two was recorded have no arrow."""
+    """trajectory -> turn -> turn ...; trajectories of which only one of the two was recorded have
+    no arrow."""
     for number, (key, stops) in enumerate(flows.items(), 1):
         if {name for _, name, _, _ in stops} != {"trajectory", "turn"}:
             continue

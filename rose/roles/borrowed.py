@@ -1,8 +1,9 @@
-"""The coordinator's half that deals with borrowed ranks: lets them in, hears them, notices that they are gone.
+"""The coordinator's half that deals with borrowed ranks: lets them in, hears them, notices that
+they are gone.
 
-Nothing that such a rank does, says or leaves undone may stop the run: what it says is checked before anybody acts on
-it, and a rank that says nonsense is shown out. Left out: the way to it (rose/comm/guest.py) and turns
-(rose/roles/turn_hub.py).
+Nothing that such a rank does, says or leaves undone may stop the run: what it says is checked
+before anybody acts on it, and a rank that says nonsense is shown out. Left out: the way to it
+(rose/comm/guest.py) and turns (rose/roles/turn_hub.py).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class _Rank:
 
 
 class Borrowed:
-    """`world_size`: the ranks' addresses begin there. `on_change(what, detail)`: one came or went in order."""
+    """`world_size`: the ranks' addresses begin there. `on_change(what, detail)`: one came or went
+    in order."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class Borrowed:
         self._tasks: Tasks | None = None
 
     async def run(self) -> None:
-        """For ever. The door's files may lie on a slow file system, so another thread looks at them."""
+        """For ever. The door's files may lie on a slow file system, so another thread looks at
+        them."""
         self._tasks = Tasks()
         self._launcher = (
             local.find_mpiexec(),
@@ -235,7 +238,8 @@ class Borrowed:
             self._on_change("left", f"{rank.worker}: {message.reason}")
 
     def _check(self, message: p.Message) -> None:
-        """Raises `ValueError` on values that no engine of this run sends, and that would stop somebody further on."""
+        """Raises `ValueError` on values that no engine of this run sends, and that would stop
+        somebody further on."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(
                 f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens"

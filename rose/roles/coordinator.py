@@ -1,9 +1,9 @@
 """The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
 
 `run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. Messages
-arrive in one task and only change state; the step loop waits for states. Rollouts don't wait for it:
-an asynchronous batching policy admits groups during training and sync, and the next step's batch may
-be there when it is asked for.
+arrive in one task and only change state; the step loop waits for states. Rollouts don't wait for
+it: an asynchronous batching policy admits groups during training and sync, and the next step's
+batch may be there when it is asked for.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class Coordinator:
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
-        """Every engine holds, and has verified, the step's weights. Turns that run meanwhile go on, as
-        `transfer.in_flight` says; new ones wait for the engine that has them."""
+        """Every engine holds, and has verified, the step's weights. Turns that run meanwhile go on,
+        as `transfer.in_flight` says; new ones wait for the engine that has them."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
@@ -281,8 +281,8 @@ class Coordinator:
         }
 
     def _evaluation_due(self) -> bool:
-        """Before the first step, after the last, and each `eval.every`; not if a run that was interrupted
-        right afterwards has it already."""
+        """Before the first step, after the last, and each `eval.every`; not if a run that was
+        interrupted right afterwards has it already."""
         every = self.config.eval.every
         due = (
             self.step == 0
@@ -315,15 +315,16 @@ class Coordinator:
         return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
 
     async def _checkpoint(self, deadline_s: float) -> None:
-        """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed beside what comes
-        next. Where devices are shared the ranks have begun it in their turn, before the step's end."""
+        """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed
+        beside what comes next. Where devices are shared the ranks have begun it in their turn,
+        before the step's end."""
         await self._save(self.step, deadline_s)
         saving, self.saving = self.saving, None
         self._committing = asyncio.create_task(self._commit(saving, self.boundary, deadline_s))
 
     async def _save(self, step: int, deadline_s: float) -> None:
-        """Tell every trainer rank to save; each copies its state before it takes the next message. There is one
-        checkpoint at a time."""
+        """Tell every trainer rank to save; each copies its state before it takes the next message.
+        There is one checkpoint at a time."""
         if self.saving is not None:
             return
         await self._committed()
@@ -334,7 +335,8 @@ class Coordinator:
     async def _commit(
         self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
     ) -> None:
-        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after `deadline_s`."""
+        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after
+        `deadline_s`."""
         wanted = self.config.trainer.ranks
         with self.recorder.timed("checkpoint", step=saving.step):
             while (found := checkpoint.saved(saving.folder)) < wanted:
@@ -349,7 +351,8 @@ class Coordinator:
         resume.note_save(self.run_dir, time.monotonic() - saving.began)
 
     async def _committed(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from the disk."""
+        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
+        the disk."""
         while (task := self._committing) is not None:
             await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
             if self._committing is task:  # the steps and a stop may both wait here
@@ -423,7 +426,8 @@ class Coordinator:
         raise Stopped("asked to end by a signal")
 
     async def _save_if_idle(self, deadline_s: float) -> None:
-        """Between training steps the trainer can still save the last one, within half of the time to stop."""
+        """Between training steps the trainer can still save the last one, within half of the time
+        to stop."""
         await self._committed()
         newest = checkpoint.latest(self.run_dir)
         saved = checkpoint.step_of(newest) if newest else 0
@@ -529,7 +533,8 @@ class Coordinator:
 
 
 async def drive(coordinator: Coordinator) -> None:
-    """Run to the end, whichever it is, and dismiss the other ranks. Raises the cause of a failure."""
+    """Run to the end, whichever it is, and dismiss the other ranks. Raises the cause of a
+    failure."""
     try:
         await coordinator.run()
     except Stopped as stopped:

@@ -18,7 +18,8 @@ ANSWER_S = 60.0  # for a word to get through, beside what the work itself may ta
 
 
 class DeviceTurns:
-    """`ranks`: role -> index -> rank. `until(ready, deadline_s, what)` waits, see `Changes.until`."""
+    """`ranks`: role -> index -> rank. `until(ready, deadline_s, what)` waits, see
+    `Changes.until`."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class DeviceTurns:
 
     async def to(self, role: p.Role) -> None:
         """The devices are `role`'s when this returns, and nobody else's before. Broken off by a
-        cancellation it can be asked again, for either role. Raises `RunFailed` with the ranks that did
-        not answer."""
+        cancellation it can be asked again, for either role. Raises `RunFailed` with the ranks that
+        did not answer."""
         if not self.shared or self.holder is role:
             return
         other = p.Role.ROLLOUT if role is p.Role.TRAINER else p.Role.TRAINER
@@ -58,8 +59,8 @@ class DeviceTurns:
             self._answers[answer.rank] = answer
 
     def take_figures(self) -> dict[str, float]:
-        """For the step's row: seconds that the orders took, and the least memory that a rank of each role
-        moved and had free afterwards; empty unless devices are shared."""
+        """For the step's row: seconds that the orders took, and the least memory that a rank of
+        each role moved and had free afterwards; empty unless devices are shared."""
         taken, self._figures = self._figures, {}
         return taken
 

@@ -1,6 +1,8 @@
-"""The scheduler's journal: its state at the start, then every event and what it answered, a JSON line each.
+"""The scheduler's journal: its state at the start, then every event and what it answered, a JSON
+line each.
 
-`replay` feeds the events to a fresh scheduler; anything but the same actions is a bug in its purity.
+`replay` feeds the events to a fresh scheduler; anything but the same actions is a bug in its
+purity.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def read(path: Path) -> Iterator[Any]:
 
 
 def replay(path: Path, scheduler: Scheduler) -> int:
-    """Drive `scheduler` by the journal; how many events. Raises `ValueError` at the first difference."""
+    """Drive `scheduler` by the journal; how many events. Raises `ValueError` at the first
+    difference."""
     entries = read(path)
     scheduler.restore(next(entries))
     count = 0

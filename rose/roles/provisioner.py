@@ -1,6 +1,8 @@
-"""Carries out the scheduler's wishes for capacity: submits jobs that lend a worker, watches them, cancels them.
+"""Carries out the scheduler's wishes for capacity: submits jobs that lend a worker, watches them,
+cancels them.
 
-Left out: when to wish for one (rose/scheduler/provisioning.py), and the job's text (rose/launch/sbatch.py).
+Left out: when to wish for one (rose/scheduler/provisioning.py), and the job's text
+(rose/launch/sbatch.py).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class _Job:
 
 
 class Provisioner:
-    """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt finds them."""
+    """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt
+    finds them."""
 
     def __init__(
         self,
@@ -54,8 +57,8 @@ class Provisioner:
         self._wishes.put_nowait(action)
 
     async def run(self) -> None:
-        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not requeued cancels
-        them (rose/launch/slurm.py)."""
+        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not
+        requeued cancels them (rose/launch/slurm.py)."""
         self._tasks = Tasks()
         try:
             await self._adopt()

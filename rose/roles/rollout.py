@@ -1,9 +1,9 @@
 """A rollout worker: a token server around one engine, without state worth losing.
 
-Tokens go to the coordinator as they are made. When the engine process dies the worker says so at once,
-starts another with the newest weights, and is ready again; the coordinator has sent the turns elsewhere
-meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is started, woken
-and put to sleep when the coordinator says so.
+Tokens go to the coordinator as they are made. When the engine process dies the worker says so at
+once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
+elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is
+started, woken and put to sleep when the coordinator says so.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Word:
 
 
 class RolloutWorker:
-    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that. `broadcast`, where the rank
-    is part of one, fills `mirror`."""
+    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
+    `broadcast`, where the rank is part of one, fills `mirror`."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -96,7 +96,8 @@ class RolloutWorker:
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
-        """Until the coordinator says `Shutdown`. Raises when the engine died more often than allowed."""
+        """Until the coordinator says `Shutdown`. Raises when the engine died more often than
+        allowed."""
         self._tasks = Tasks()
         try:
             await self._tasks.run_until(*self._services())
@@ -143,7 +144,8 @@ class RolloutWorker:
             self._up.set()
             await asyncio.shield(self.engine.died)
             self._up.clear()
-            # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just ended it
+            # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just
+            # ended it
             if self._hands_back or self._ends:
                 await asyncio.Event().wait()
             self._send(
@@ -171,7 +173,8 @@ class RolloutWorker:
                     await self.start_engine()
                 return
 
-    # ----------------------------------------------------------------- a device shared with a trainer rank
+    # ----------------------------------------------------------------- a device shared with a
+    # trainer rank
 
     async def _share_device(self) -> None:
         """One order after the other, each answered when it is done."""
@@ -196,7 +199,8 @@ class RolloutWorker:
             )
 
     async def _sleep(self) -> Moved:
-        """An engine that is being started gets up first; one that is dead has given everything back."""
+        """An engine that is being started gets up first; one that is dead has given everything
+        back."""
         async with self._device:
             self._has_device.clear()
             engine = self.engine
@@ -209,7 +213,8 @@ class RolloutWorker:
         return NOTHING
 
     async def _wake(self) -> Moved:
-        """Weights, the version that came meanwhile, then the KV cache: while a version is staged there is room."""
+        """Weights, the version that came meanwhile, then the KV cache: while a version is staged
+        there is room."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -288,12 +293,14 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """Whether an error of `engine` was its death: vLLM's own threads may notice that before we do."""
+        """Whether an error of `engine` was its death: vLLM's own threads may notice that before we
+        do."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:
-        """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says all)."""
+        """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says
+        all)."""
         engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
         word, told = _Word(engine.version), began
         try:

@@ -1,8 +1,10 @@
-"""The coordinator's half that runs groups: starts trajectories on the environment hosts, collects them, drops them.
+"""The coordinator's half that runs groups: starts trajectories on the environment hosts, collects
+them, drops them.
 
-Groups are admitted, finish and are dropped at any time, also while the trainer trains or weights are on their way; what
-a training step has not consumed stays. Which groups, and when, the scheduler's batching policy says. Left out: turns
-(rose/roles/turn_hub.py) and who counts as a member of a group (rose/rollout/control.py).
+Groups are admitted, finish and are dropped at any time, also while the trainer trains or weights
+are on their way; what a training step has not consumed stays. Which groups, and when, the
+scheduler's batching policy says. Left out: turns (rose/roles/turn_hub.py) and who counts as a
+member of a group (rose/rollout/control.py).
 """
 
 from __future__ import annotations
@@ -160,7 +162,8 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed) -> None:
-        """Another member takes its place. Raises `RunFailed` when environments fail one after the other."""
+        """Another member takes its place. Raises `RunFailed` when environments fail one after the
+        other."""
         del self._host_of[m.id]
         self._hub.heard_at = time.time()
         self._on_fault("environment failed", f"{m.id}: {m.error}")

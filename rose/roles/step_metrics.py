@@ -20,12 +20,14 @@ def step_row(
     rollouts: Rollouts,
     at: float,
 ) -> dict[str, Any]:
-    """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are in tokens/s of the
-    rollout phase, or of the time up to the step's last token where rollouts go on while the trainer trains. `time_idle`
-    is the part of the rollout phase in which an engine, on average, had no turn; `time_rollout` is the rest of it.
+    """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are
+    in tokens/s of the rollout phase, or of the time up to the step's last token where rollouts go
+    on while the trainer trains. `time_idle` is the part of the rollout phase in which an engine, on
+    average, had no turn; `time_rollout` is the rest of it.
 
-    `staleness`, per token, is the number of versions between the weights that made it and those that it trained;
-    `group_staleness_max` counts from the version at which a group was admitted, which batching policies bound.
+    `staleness`, per token, is the number of versions between the weights that made it and those
+    that it trained; `group_staleness_max` counts from the version at which a group was admitted,
+    which batching policies bound.
     """
     all_of = [t for group in groups for t in group]
     lengths = np.array([t.response_tokens for t in all_of])
@@ -81,8 +83,8 @@ def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
 
 
 def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Values of a step for each member of a mixture, as `success/<member>`. A step may have no trajectory of one, which
-    then has only their number."""
+    """Values of a step for each member of a mixture, as `success/<member>`. A step may have no
+    trajectory of one, which then has only their number."""
     row: dict[str, Any] = {}
     for name in members:
         own = [t for t in trajectories if t.domain == name]
@@ -100,7 +102,8 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
 
 
 def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
-    """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as `eval_success/<member>`."""
+    """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as
+    `eval_success/<member>`."""
     return {
         f"{key}/{name}": value
         for name in members
@@ -118,7 +121,8 @@ def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
 
 
 def _histogram(lengths: np.ndarray) -> list[list[int]]:
-    """[upper edge, count] pairs; edges grow by a quarter, so that short and long responses both show."""
+    """[upper edge, count] pairs; edges grow by a quarter, so that short and long responses both
+    show."""
     edges = [8]
     while edges[-1] < lengths.max():
         edges.append(int(edges[-1] * 1.25) + 1)

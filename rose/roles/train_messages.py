@@ -15,7 +15,8 @@ def train_messages(
     trees: bool,
     trajectories: list[p.Trajectory],
 ) -> list[p.Message]:
-    """`TrainStep`, then the trajectories of the rank's rows in as many `TrainPart`s as their size asks for."""
+    """`TrainStep`, then the trajectories of the rank's rows in as many `TrainPart`s as their size
+    asks for."""
     rows = [row for update in micro_batches for batch in update for row in batch]
     parts: list[list[int]] = [[]]
     size = 0

@@ -34,10 +34,11 @@ def run(
     recorder: NullRecorder,
     resume_from: Path | None,
 ) -> None:
-    """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets a port of
-    its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
+    """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
+    a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
-    # Imports from a cold file system take minutes on one node and seconds on another: no fault of the network's.
+    # Imports from a cold file system take minutes on one node and seconds on another: no fault of
+    # the network's.
     gather_texts(
         peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)"
     )

@@ -1,7 +1,9 @@
-"""The coordinator's half that moves turns: between environment hosts, the scheduler and the workers.
+"""The coordinator's half that moves turns: between environment hosts, the scheduler and the
+workers.
 
-Every event that the scheduler hears is made here and journaled; every action about turns and weights
-is carried out here. Actions about groups and batches go to `on_action`: they belong to the step loop.
+Every event that the scheduler hears is made here and journaled; every action about turns and
+weights is carried out here. Actions about groups and batches go to `on_action`: they belong to the
+step loop.
 """
 
 from __future__ import annotations
@@ -120,18 +122,19 @@ class TurnHub:
 
     @property
     def generating_s(self) -> float:
-        """From the last `begin_step` to the last token since then: beyond the rollout phase when trajectories run on
-        while the trainer trains."""
+        """From the last `begin_step` to the last token since then: beyond the rollout phase when
+        trajectories run on while the trainer trains."""
         return self._token_at - self._begun_at
 
     def busy_s(self, at: float) -> float:
-        """Of a dedicated engine on average, seconds with at least one turn since `begin_step`; 0 without engines."""
+        """Of a dedicated engine on average, seconds with at least one turn since `begin_step`; 0
+        without engines."""
         busy = [w.busy_s(at) for _, w in self.dedicated()]
         return sum(busy) / len(busy) if busy else 0.0
 
     def stale_workers(self) -> list[str]:
-        """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a borrowed one, nor for
-        one that rests."""
+        """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a
+        borrowed one, nor for one that rests."""
         resting = {w.worker for w in self._scheduler.cluster.workers.values() if w.resting}
         return [
             name
@@ -153,7 +156,8 @@ class TurnHub:
         )
 
     def cancel(self, trajectory: str) -> int:
-        """Forget a trajectory's turns and stop the engines that work on them; how many tokens it had."""
+        """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
+        had."""
         for turn in self.ledger.of_trajectory(trajectory):
             state = self._scheduler.cluster.turns[turn]
             if state.worker is not None:
@@ -171,7 +175,8 @@ class TurnHub:
         actions = self._scheduler.handle(event)
         self._journal.write(event, actions)
         resting = [action.worker for action in actions if isinstance(action, ev.RestWorker)]
-        # Assignments first: what drops a group must find its turns where the scheduler believes them.
+        # Assignments first: what drops a group must find its turns where the scheduler believes
+        # them.
         for action in sorted(actions, key=lambda a: not isinstance(a, ev.AssignTurn)):
             match action:
                 case ev.AssignTurn(turn, worker, attempt, max_tokens):
@@ -314,7 +319,8 @@ class TurnHub:
         self.lose(m.worker, m.reason)
 
     def lose(self, name: str, why: str) -> int:
-        """A worker is gone for good: its turns go on elsewhere from the tokens received; how many these are."""
+        """A worker is gone for good: its turns go on elsewhere from the tokens received; how many
+        these are."""
         if name not in self.workers:
             return 0
         held = self._take_turns(name, why)

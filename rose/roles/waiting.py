@@ -1,4 +1,5 @@
-"""Waits of a task for states that other tasks change: each has a deadline and the name of what it waits for."""
+"""Waits of a task for states that other tasks change: each has a deadline and the name of what it
+waits for."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Changes:
         patience_s: float,
         what: Callable[[], str],
     ) -> None:
-        """Wait while there is progress of any kind; only silence has a deadline. Raises `RunFailed`."""
+        """Wait while there is progress of any kind; only silence has a deadline. Raises
+        `RunFailed`."""
         while not ready():
             silent = silent_s()
             if silent > patience_s:

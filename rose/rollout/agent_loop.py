@@ -59,10 +59,10 @@ async def run_trajectory(
 ) -> Trajectory:
     """Run one episode on a fresh `env`, which is closed afterwards, whatever happens.
 
-    `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens, or
-    what is left of `max_context` (tokens of prompt and answers together). `clock` gives wall-clock seconds.
-    `key` is where `limits` stand in the configuration: failures name it.
-    Raises `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
+    `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
+    or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
+    wall-clock seconds. `key` is where `limits` stand in the configuration: failures name it. Raises
+    `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
     """
     guard = _Guard(env, start.id, limits.step_timeout_s, key)
     try:
@@ -202,7 +202,8 @@ class _Episode:
         return self._trajectory(started, clock())
 
     async def _turn(self) -> tuple[str, bool]:
-        """Have one turn generated and append it: its text, and whether an end-of-turn token closed it."""
+        """Have one turn generated and append it: its text, and whether an end-of-turn token closed
+        it."""
         turn = f"{self.start.id}.t{self.turns}"
         sampling = msgspec.structs.replace(
             self.sampling,
@@ -242,7 +243,8 @@ class _Episode:
         return await self.guard.step(action), "user" if action.call is None else "tool"
 
     def _prepare_next(self, observation: list[int]) -> None:
-        """Append the observation if another turn can follow, else end the trajectory as truncated."""
+        """Append the observation if another turn can follow, else end the trajectory as
+        truncated."""
         if self.turns >= self.limits.max_turns or len(observation) >= self.room:
             self.truncated = True
         else:
@@ -278,7 +280,8 @@ class _Episode:
 
 
 def _checked(result: TurnResult, turn: str, most: int):
-    """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the sender."""
+    """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the
+    sender."""
     tokens = unpack_tokens(result.tokens)
     lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
     if (

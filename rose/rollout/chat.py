@@ -3,7 +3,8 @@
 A conversation's first prompt is rendered by the template as usual. After that only the text between
 the end of the policy's turn and its next generation prompt is encoded and appended: a template may
 rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
-template's rendering of a dummy conversation, after the dummy answer. Left out: images, parallel calls.
+template's rendering of a dummy conversation, after the dummy answer. Left out: images, parallel
+calls.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ChatFormat:
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(self._find_eos())
-        # marks of turns and responses must not act as such in what an environment says; those of calls, which
-        # the loop's own messages show to the model, begin nothing there
+        # marks of turns and responses must not act as such in what an environment says; those of
+        # calls, which the loop's own messages show to the model, begin nothing there
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self.native_tools = self._has_tools()

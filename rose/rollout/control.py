@@ -1,9 +1,10 @@
-"""Control: the stream of tasks, and the groups in progress. Every trajectory is counted exactly once.
+"""Control: the stream of tasks, and the groups in progress. Every trajectory is counted exactly
+once.
 
-Group k of the stream is determined by the run's seed, the weights of its environments and k alone, so a
-resumed run meets the same tasks, and so does every batching policy. A trajectory whose environment
-failed is replaced by another member of the same group, with a name and sampling seed of its own; too
-many failures of one environment in a row stop the run.
+Group k of the stream is determined by the run's seed, the weights of its environments and k alone,
+so a resumed run meets the same tasks, and so does every batching policy. A trajectory whose
+environment failed is replaced by another member of the same group, with a name and sampling seed of
+its own; too many failures of one environment in a row stop the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import xxhash
 
 from rose.protocol import Phase, StartTrajectory, Trajectory
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
+# 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TooManyFailures(RuntimeError):
@@ -31,7 +33,8 @@ def seed_of(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """What all trajectories of a group do: an environment, by its name among the run's, and its seed."""
+    """What all trajectories of a group do: an environment, by its name among the run's, and its
+    seed."""
 
     domain: str
     seed: int
@@ -48,8 +51,9 @@ class _Group:
 
 
 class Groups:
-    """Groups in progress: which trajectories run, which are in. `limits`: of each domain, how many failures in a row
-    are too many, and the key that says so. `seeded`: the trajectories' turns get sampling seeds."""
+    """Groups in progress: which trajectories run, which are in. `limits`: of each domain, how many
+    failures in a row are too many, and the key that says so. `seeded`: the trajectories' turns get
+    sampling seeds."""
 
     def __init__(self, run_seed: int, limits: Mapping[str, tuple[int, str]], seeded: bool) -> None:
         self._run_seed, self._limits, self._seeded = run_seed, limits, seeded
@@ -65,8 +69,8 @@ class Groups:
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group; the messages that start its members. `spare` more are started: the first `size` that are in
-        make the group, and `late` names the others."""
+        """Begin a group; the messages that start its members. `spare` more are started: the first
+        `size` that are in make the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size)
         return [self._start(name, group, f"{name}.{member}") for member in range(size + spare)]
 
@@ -136,19 +140,22 @@ class Groups:
 
 
 def train_task(run_seed: int, index: int, weights: Mapping[str, float]) -> Task:
-    """Of training group `index`. Its seed is even, as no held-out task's is (see `rose.envs.base`)."""
+    """Of training group `index`. Its seed is even, as no held-out task's is (see
+    `rose.envs.base`)."""
     return Task(chosen(weights, run_seed, index), seed_of(run_seed, "train", index) & ~1)
 
 
 def eval_task(seed: int, index: int, weights: Mapping[str, float]) -> Task:
-    """Held-out task `index`, its seed odd: the same in every run with the same eval.seed and weights."""
+    """Held-out task `index`, its seed odd: the same in every run with the same eval.seed and
+    weights."""
     return Task(chosen(weights, seed, index), seed_of(seed, "eval", index) | 1)
 
 
 def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
-    """The name that `index` falls to: names by their weights, whatever their order. Steps of the golden ratio round a
-    circle of weights, so that also a few neighbouring indices, as a batch has, have each name about as often as they
-    should (64 of them within three, 16 within two), where independent draws would leave it to chance."""
+    """The name that `index` falls to: names by their weights, whatever their order. Steps of the
+    golden ratio round a circle of weights, so that also a few neighbouring indices, as a batch has,
+    have each name about as often as they should (64 of them within three, 16 within two), where
+    independent draws would leave it to chance."""
     names = sorted(weights)
     largest = max(weights.values())
     edges = list(accumulate(weights[name] / largest for name in names))

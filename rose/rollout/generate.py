@@ -1,4 +1,5 @@
-"""Generate: an environment host's trajectories, each an asyncio task that asks for one turn at a time.
+"""Generate: an environment host's trajectories, each an asyncio task that asks for one turn at a
+time.
 
 The host owns its trajectories to their end. Engines come and go behind `TurnResult`; the host never
 hears of them.
@@ -19,7 +20,8 @@ from rose.rollout.chat import ChatFormat
 
 
 class TrajectoryHost:
-    """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the coordinator."""
+    """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the
+    coordinator."""
 
     def __init__(
         self,

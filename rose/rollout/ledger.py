@@ -36,8 +36,8 @@ class Ledger:
         self._turns[request.turn] = _Entry(request, host)
 
     def dispatch(self, turn: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
-        """The message for the worker that takes attempt `attempt`: context, then the tokens received. `max_tokens`: new
-        ones of this attempt, 0 for all that are left."""
+        """The message for the worker that takes attempt `attempt`: context, then the tokens
+        received. `max_tokens`: new ones of this attempt, 0 for all that are left."""
         entry = self._turns[turn]
         chunk_ended = 0 < entry.chunk_ends <= entry.made
         entry.chunks += chunk_ended
@@ -59,8 +59,8 @@ class Ledger:
         )
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
-        """Take the tokens of a word on the current attempt; how many, or None for a late word. Raises `ValueError`, and
-        takes nothing, when it can't be true."""
+        """Take the tokens of a word on the current attempt; how many, or None for a late word.
+        Raises `ValueError`, and takes nothing, when it can't be true."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
             self.stale_words += 1
@@ -94,7 +94,8 @@ class Ledger:
         return self._turns[turn].made
 
     def complete(self, turn: str) -> bool:
-        """True when every token asked for is here although no worker said the end (it died first)."""
+        """True when every token asked for is here although no worker said the end (it died
+        first)."""
         entry = self._turns[turn]
         return entry.made >= entry.request.sampling.max_new_tokens
 

@@ -1,4 +1,5 @@
-"""Replay: what a training step consumes, kept so that either half of the system runs without the other.
+"""Replay: what a training step consumes, kept so that either half of the system runs without the
+other.
 
 Each step's trajectories are saved as ``rollouts/step-000012.msgpack`` (msgspec, a list of
 `Trajectory`); ``rollout.replay=<run folder>`` trains from such files and starts no rollout.

@@ -1,4 +1,5 @@
-"""How much a trajectory still has to make, told by what its tools returned (Libra, arXiv 2606.03077, C-MLFQ)."""
+"""How much a trajectory still has to make, told by what its tools returned (Libra, arXiv
+2606.03077, C-MLFQ)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from rose.scheduler.state import Cluster, TurnState
 
 SMALL, LARGE = 500, 5000  # tokens that a tool returned: the classes of Libra's code
 WINDOW = 200  # lengths that a node remembers; Libra's code has the same
-GENERATION = 5000  # trajectories after which the older half is forgotten, as the policy drifts; Libra keeps as many
+# trajectories after which the older half is forgotten, as the policy drifts; Libra keeps as many
+GENERATION = 5000
 DEPTH = 16  # of a path; ours, it bounds the tree
 
 
@@ -34,15 +36,16 @@ class _Node:
 
 
 class CausalTree:
-    """A prefix tree over sequences of tool outcomes. A node knows the tokens that finished trajectories still made
-    after that sequence."""
+    """A prefix tree over sequences of tool outcomes. A node knows the tokens that finished
+    trajectories still made after that sequence."""
 
     def __init__(self) -> None:
         self._young, self._old = _Node(), _Node()
         self._count = 0
 
     def add(self, outcomes: Sequence[Hashable], made_at: Sequence[int], made: int) -> None:
-        """A finished trajectory: what its tools returned, the tokens that it had made at each, and in the end."""
+        """A finished trajectory: what its tools returned, the tokens that it had made at each, and
+        in the end."""
         if self._count == GENERATION:
             self._young, self._old, self._count = _Node(), self._young, 0
         self._count += 1
@@ -53,8 +56,8 @@ class CausalTree:
             node.add(made - before)
 
     def left(self, outcomes: Sequence[Hashable]) -> tuple[float, int] | None:
-        """(mean, 90th percentile) of the tokens left after the longest known beginning of `outcomes`; None: nothing is
-        known."""
+        """(mean, 90th percentile) of the tokens left after the longest known beginning of
+        `outcomes`; None: nothing is known."""
         young, depth = self._find(self._young, outcomes)
         old, deeper = self._find(self._old, outcomes)
         node = old if deeper > depth or not young.lengths else young
@@ -86,12 +89,13 @@ class _Trajectory:
 class Levels:
     """The level of each trajectory, by the tokens that it probably has left.
 
-    Every trajectory begins on the first level. When a tool returns, what the tools of this trajectory returned so far
-    (tool, success, size class of the result) is looked up in the tree: if the mean and the 90th percentile of the tokens
-    that finished trajectories had left fall on the same level, the trajectory moves there, up or down; else it stays.
-    Libra's code has a tree for each prompt besides, which it meets again in the next epoch; here is one for all.
-    `limits`: tokens of each level but the last. `sinks`: without evidence, one that has made more tokens than its level
-    allows moves one down, as in any feedback queue; Libra's code leaves it.
+    Every trajectory begins on the first level. When a tool returns, what the tools of this
+    trajectory returned so far (tool, success, size class of the result) is looked up in the tree:
+    if the mean and the 90th percentile of the tokens that finished trajectories had left fall on
+    the same level, the trajectory moves there, up or down; else it stays. Libra's code has a tree
+    for each prompt besides, which it meets again in the next epoch; here is one for all. `limits`:
+    tokens of each level but the last. `sinks`: without evidence, one that has made more tokens than
+    its level allows moves one down, as in any feedback queue; Libra's code leaves it.
 
     Raises `ValueError` for limits that aren't ascending.
     """

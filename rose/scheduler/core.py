@@ -1,8 +1,8 @@
 """The scheduler: one state machine, four replaceable policies.
 
-`handle(event) -> actions` is a pure function of the events so far. The policies (policies.py) decide: routing
-which worker takes a turn, order which waiting turn goes first, batching what a training step
-consumes, provisioning which capacity to hold.
+`handle(event) -> actions` is a pure function of the events so far. The policies (policies.py)
+decide: routing which worker takes a turn, order which waiting turn goes first, batching what a
+training step consumes, provisioning which capacity to hold.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Scheduler:
 
     @property
     def staleness(self) -> int:
-        """The most versions that a group may be behind when it is trained; 0: training is on-policy."""
+        """The most versions that a group may be behind when it is trained; 0: training is
+        on-policy."""
         return self._batching.staleness
 
     @property
@@ -100,7 +101,8 @@ class Scheduler:
         return self.cluster.waiting
 
     def _hear(self, event: Event) -> list[Action]:
-        """Policies hear of what is true only: no word on a turn or worker that is gone, or on a late attempt."""
+        """Policies hear of what is true only: no word on a turn or worker that is gone, or on a
+        late attempt."""
         if not self._listeners or not self._is_true(event):
             return []
         actions: list[Action] = []
@@ -301,9 +303,9 @@ class Scheduler:
         return []
 
     def _on_TurnReturned(self, e: ev.TurnReturned) -> list[Action]:
-        """No stall: however often that happens, the run goes on. The worker gets nothing before it has said what it can
-        take now, or it would give the next turn back at once; and this one only if no other worker has room. None of
-        that after a chunk."""
+        """No stall: however often that happens, the run goes on. The worker gets nothing before it
+        has said what it can take now, or it would give the next turn back at once; and this one
+        only if no other worker has room. None of that after a chunk."""
         turn = self.cluster.turns.get(e.turn)
         if turn is None or turn.worker is None or turn.attempt != e.attempt:
             return []

@@ -1,12 +1,13 @@
 """Waiting turns, and running ones that may go elsewhere, and the rounds in which they find workers.
 
-What a round costs doesn't grow with the turns that wait. Policies are asked about turns that a worker has room for; of
-these LOOK_AHEAD of each lane may find no place. Turns that need more than any worker's room are passed over together;
-the workers that could hold the smallest of them are kept, whatever their kind.
+What a round costs doesn't grow with the turns that wait. Policies are asked about turns that a
+worker has room for; of these LOOK_AHEAD of each lane may find no place. Turns that need more than
+any worker's room are passed over together; the workers that could hold the smallest of them are
+kept, whatever their kind.
 
-A running turn that the policy watches stands in line at its old place as well: when a worker gets free that is worth
-moving to, it is asked about before turns that came later. So a turn on a slow worker loses nothing against one that
-waited.
+A running turn that the policy watches stands in line at its old place as well: when a worker gets
+free that is worth moving to, it is asked about before turns that came later. So a turn on a slow
+worker loses nothing against one that waited.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rose.scheduler.policies import Order, Routing, optional
 from rose.scheduler.state import UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
-LOOK_AHEAD = 32  # turns of a lane that may find no place before the others of the lane aren't asked about either
+# turns of a lane that may find no place before the others of the lane aren't asked about either
+LOOK_AHEAD = 32
 MAX_MOVES = 2  # of one turn that is slow where it is
 LOOKS, TICK_LOOKS = (
     1,
@@ -81,8 +83,9 @@ class Dispatch:
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Turns that find a place now, in order. One that finds none keeps what it asked for. A few running ones are
-        asked about too: the first, for a worker that got free, or at a tick those after the last tick's, for any."""
+        """Turns that find a place now, in order. One that finds none keeps what it asked for. A few
+        running ones are asked about too: the first, for a worker that got free, or at a tick those
+        after the last tick's, for any."""
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
@@ -143,7 +146,8 @@ class Dispatch:
         return lane.first(min(bound, holds), after)[0] if holds > 0 else None
 
     def _pass_over(self, lane: TurnQueue, entry: Entry) -> Entry | None:
-        """Nobody has room for this turn, nor for those behind it that need as much: they keep who could hold them."""
+        """Nobody has room for this turn, nor for those behind it that need as much: they keep who
+        could hold them."""
         self._fleet.keep_all(entry[2].kv_need)
         if self._fleet.holds() <= 0:
             return None
@@ -187,7 +191,8 @@ class Dispatch:
         )
 
     def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
-        """Its prefix is cached where it runs, its group's prompt where the first of the group ran."""
+        """Its prefix is cached where it runs, its group's prompt where the first of the group
+        ran."""
         home, workers = self._cluster.home, self._cluster.workers
         old = home.get(turn.trajectory)
         if old != worker.worker:

@@ -1,4 +1,5 @@
-"""What the scheduler hears (events) and what it says (actions). Both go into the journal as they are.
+"""What the scheduler hears (events) and what it says (actions). Both go into the journal as they
+are.
 
 Times are seconds of whatever clock the driver has: the wall's in a live run, the simulation's in a
 simulated one.
@@ -118,8 +119,9 @@ class TurnEnded(Event):
 
 
 class TurnReturned(Event):
-    """Its worker gave it back before its end: nothing is wrong with it, and it goes elsewhere. `chunk`: it has made the
-    `max_tokens` of its attempt, and nothing is wrong with the worker either."""
+    """Its worker gave it back before its end: nothing is wrong with it, and it goes elsewhere.
+    `chunk`: it has made the `max_tokens` of its attempt, and nothing is wrong with the worker
+    either."""
 
     turn: str
     attempt: int
@@ -174,8 +176,8 @@ AnyEvent = (
 
 
 class AssignTurn(Action):
-    """With `max_tokens` the engine ends the attempt after so many new tokens, and the driver feeds `TurnReturned` with
-    `chunk`; 0: the turn's own limit."""
+    """With `max_tokens` the engine ends the attempt after so many new tokens, and the driver feeds
+    `TurnReturned` with `chunk`; 0: the turn's own limit."""
 
     turn: str
     worker: str
@@ -184,7 +186,8 @@ class AssignTurn(Action):
 
 
 class AbortTurn(Action):
-    """`slow`: nothing is wrong with it there; it ends sooner elsewhere (the `AssignTurn` that follows)."""
+    """`slow`: nothing is wrong with it there; it ends sooner elsewhere (the `AssignTurn` that
+    follows)."""
 
     turn: str
     worker: str
@@ -198,10 +201,11 @@ class LoadWeights(Action):
 
 
 class AdmitGroup(Action):
-    """Start the group with this index of the prompt stream. `rose.scheduler.groups` makes the names.
+    """Start the group with this index of the prompt stream. `rose.scheduler.groups` makes the
+    names.
 
-    `spare`: trajectories started beyond the group's size, as a share of it, rounded up. The first of all that are in
-    make the group; the driver cancels the others."""
+    `spare`: trajectories started beyond the group's size, as a share of it, rounded up. The first
+    of all that are in make the group; the driver cancels the others."""
 
     index: int
     group: str
@@ -238,8 +242,8 @@ class UseWorker(Action):
 
 
 class RestWorker(Action):
-    """It takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that follow). Carried out inside
-    the scheduler; a driver may ignore it."""
+    """It takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that
+    follow). Carried out inside the scheduler; a driver may ignore it."""
 
     worker: str
 

@@ -1,11 +1,13 @@
 """Workers that can take turns now, indexed: each question of a routing policy costs O(log workers).
 
-Ready are those with the newest weights that take turns and neither load, drain nor rest. They lie in pools of one kind,
-hardware and label, which a routing policy may give them; apart are those from which memory was taken back, and those of
-which only a part is lent, by its size. A pool knows its workers with room by load and by room.
+Ready are those with the newest weights that take turns and neither load, drain nor rest. They lie
+in pools of one kind, hardware and label, which a routing policy may give them; apart are those from
+which memory was taken back, and those of which only a part is lent, by its size. A pool knows its
+workers with room by load and by room.
 
-A turn that can't be placed keeps its place: the workers that could hold it are kept for it until the end of the round,
-or small turns would starve a large one. These are the workers that the policy asked for in vain.
+A turn that can't be placed keeps its place: the workers that could hold it are kept for it until
+the end of the round, or small turns would starve a large one. These are the workers that the policy
+asked for in vain.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LOOK = 16  # workers seen in order of load before those with most room are: boun
 
 
 class Fleet:
-    """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see `policies.Routing`."""
+    """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see
+    `policies.Routing`."""
 
     def __init__(
         self,
@@ -66,8 +69,9 @@ class Fleet:
         hardware: str | None = None,
         label: Hashable | None = None,
     ) -> WorkerState | None:
-        """The least loaded with room for it, by name where loads are equal; those from which memory was taken back come
-        last. After LOOK that have no room it may be the one with most room instead."""
+        """The least loaded with room for it, by name where loads are equal; those from which memory
+        was taken back come last. After LOOK that have no room it may be the one with most room
+        instead."""
         if self._changed:
             self._settle()
         best = None
@@ -91,7 +95,8 @@ class Fleet:
         return None
 
     def least_of_each(self, turn: TurnState) -> list[WorkerState]:
-        """Of each kind and hardware the least loaded with room for it, by name where loads are equal."""
+        """Of each kind and hardware the least loaded with room for it, by name where loads are
+        equal."""
         if self._changed:
             self._settle()
         best: dict[tuple[str, str], tuple[float, str]] = {}
@@ -145,7 +150,8 @@ class Fleet:
         self._asked.clear()
 
     def keep(self, turn: TurnState) -> None:
-        """The turn waits: what it asked for in vain is kept for it, as far as it could hold the turn."""
+        """The turn waits: what it asked for in vain is kept for it, as far as it could hold the
+        turn."""
         for asked in self._asked:
             if isinstance(asked, str):
                 self._kept[asked] = min(self._kept.get(asked, FREE), turn.kv_need)
@@ -167,8 +173,8 @@ class Fleet:
                 pool.floor = min(pool.floor, need)
 
     def holds(self) -> int:
-        """KV tokens of the largest turn that one of the workers with room could hold if it had no other, and isn't kept
-        from; 0 or less: no turn need be looked at."""
+        """KV tokens of the largest turn that one of the workers with room could hold if it had no
+        other, and isn't kept from; 0 or less: no turn need be looked at."""
         if self._changed:
             self._settle()
         most = 0
@@ -246,8 +252,8 @@ class _Place:
 
 
 class _Pool:
-    """Workers of one sort. `part`: 0 if they are lent whole, else the bits of the KV tokens that one holds. `floor`:
-    those that hold a turn of so much need are kept for one."""
+    """Workers of one sort. `part`: 0 if they are lent whole, else the bits of the KV tokens that
+    one holds. `floor`: those that hold a turn of so much need are kept for one."""
 
     def __init__(
         self,

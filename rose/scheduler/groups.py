@@ -1,4 +1,5 @@
-"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try. Unique for ever."""
+"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try. Unique for
+ever."""
 
 from __future__ import annotations
 

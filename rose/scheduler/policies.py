@@ -1,7 +1,7 @@
 """What the four policies must offer, and what they may.
 
-Any policy may also define `heard(event, cluster) -> list[Action] | None`: it hears of the events in HEARD and
-HEARD_BEFORE, and what it answers is done.
+Any policy may also define `heard(event, cluster) -> list[Action] | None`: it hears of the events in
+HEARD and HEARD_BEFORE, and what it answers is done.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from rose.scheduler.events import Action
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# Heard when the cluster shows it already. The other four while the cluster still shows what ends: so that the group of
-# `cluster.turns[event.turn]` or `cluster.group_of[event.trajectory]` can be told.
+# Heard when the cluster shows it already. The other four while the cluster still shows what ends:
+# so that the group of `cluster.turns[event.turn]` or `cluster.group_of[event.trajectory]` can be
+# told.
 HEARD = frozenset(
     {
         ev.StepBegun,
@@ -40,37 +41,42 @@ def optional(policy: Any, method: str, otherwise: Callable) -> Callable:
 class Routing(Protocol):
     """Optional, too:
 
-    `chunk(turn, worker) -> int`: new tokens of this attempt, then the turn goes back to the queue; 0: all.
-    `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters the queue; without it
-    context + max_new_tokens. A policy that cuts turns into chunks counts less.
-    `lane(turn) -> Hashable`: where `choose` says None for a turn, it would for those of the same lane that need no
-    less. One lane by default, in which LOOK_AHEAD waiting turns hold up the rest: with lanes they hold up their own.
-    `closed() -> bool`: after `choose` said None, whether it would in this round for all of the lane, whatever they need.
-    `label(worker) -> Hashable`: of a worker's name, from when it is heard that it joined and as long as it is there; the
-    least loaded of a label is what `fleet.least(turn, label=...)` finds.
-    `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run
-    on workers it watches are asked about, a few at each tick and the first whenever another worker gets free; where it
-    names one of the workers `among`, the turn is aborted and goes there from the tokens that it has (MAX_MOVES times).
+    `chunk(turn, worker) -> int`: new tokens of this attempt, then the turn goes back to the queue;
+    0: all. `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn
+    enters the queue; without it context + max_new_tokens. A policy that cuts turns into chunks
+    counts less. `lane(turn) -> Hashable`: where `choose` says None for a turn, it would for those
+    of the same lane that need no less. One lane by default, in which LOOK_AHEAD waiting turns hold
+    up the rest: with lanes they hold up their own. `closed() -> bool`: after `choose` said None,
+    whether it would in this round for all of the lane, whatever they need. `label(worker) ->
+    Hashable`: of a worker's name, from when it is heard that it joined and as long as it is there;
+    the least loaded of a label is what `fleet.least(turn, label=...)` finds. `watches(worker) ->
+    bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run
+    on workers it watches are asked about, a few at each tick and the first whenever another worker
+    gets free; where it names one of the workers `among`, the turn is aborted and goes there from
+    the tokens that it has (MAX_MOVES times).
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        """A worker that the fleet gave for this turn, or None: it waits, and what it asked the fleet for in vain is
-        kept for it."""
+        """A worker that the fleet gave for this turn, or None: it waits, and what it asked the
+        fleet for in vain is kept for it."""
 
 
 class Order(Protocol):
-    """Optional, too: `changed(event, cluster) -> Iterable[str]`: turns whose key this event has changed; those that
-    don't wait are ignored."""
+    """Optional, too: `changed(event, cluster) -> Iterable[str]`: turns whose key this event has
+    changed; those that don't wait are ignored."""
 
     def key(self, turn: TurnState, cluster: Cluster) -> Any:
-        """Sort key: the smallest goes first; computed when the turn enters the queue. Ties go by arrival."""
+        """Sort key: the smallest goes first; computed when the turn enters the queue. Ties go by
+        arrival."""
 
 
 class Batching(Protocol):
     """Optional, too: `published(version) -> list[Action]`: weights of the version are out, and
-    `trajectory_ended(trajectory, group) -> list[Action]`; the group is "" if the trajectory had no turn."""
+    `trajectory_ended(trajectory, group) -> list[Action]`; the group is "" if the trajectory had no
+    turn."""
 
-    staleness: int  # the most versions from a group's admission to the step that trains it; 0: groups are on-policy
+    # the most versions from a group's admission to the step that trains it; 0: groups are on-policy
+    staleness: int
 
     def begin(self, step: int, groups: int) -> list[Action]: ...
 

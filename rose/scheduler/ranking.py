@@ -10,8 +10,9 @@ CLEAR_AT = 3  # entries per name before the heap is made anew
 
 
 class Ranking:
-    """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as many as names: cheaper
-    to change than a sorted list (docs/measured.md, "Scheduler and simulator"). Names with equal keys go by name."""
+    """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as
+    many as names: cheaper to change than a sorted list (docs/measured.md, "Scheduler and
+    simulator"). Names with equal keys go by name."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, ...]] = []  # (*key, name)

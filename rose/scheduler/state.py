@@ -69,20 +69,22 @@ class WorkerState:
 
     @property
     def load(self) -> float:
-        """Share of the tighter of its two capacities that is assigned; infinite while it takes nothing."""
+        """Share of the tighter of its two capacities that is assigned; infinite while it takes
+        nothing."""
         if not self.takes:
             return float("inf")
         return max(len(self.turns) / self.max_sequences, self.kv_assigned / self.kv_tokens)
 
     @property
     def holds(self) -> int:
-        """The largest turn that it takes when it has no other, in KV tokens. One larger than the whole cache may run
-        alone: the engine preempts and recomputes. While a part is not lent, it would only be given back."""
+        """The largest turn that it takes when it has no other, in KV tokens. One larger than the
+        whole cache may run alone: the engine preempts and recomputes. While a part is not lent, it
+        would only be given back."""
         return UNBOUNDED if self.kv_tokens >= self.whole_kv_tokens else self.kv_tokens
 
     def room(self, queue_depth: float) -> int:
-        """The largest turn that it takes now, in KV tokens, by its caps: sequences (plus a few to hide the
-        coordinator's latency) and KV need. 0 or less: none."""
+        """The largest turn that it takes now, in KV tokens, by its caps: sequences (plus a few to
+        hide the coordinator's latency) and KV need. 0 or less: none."""
         if not self.turns:
             return self.holds
         return (

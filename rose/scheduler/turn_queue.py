@@ -1,8 +1,9 @@
 """Waiting turns, sorted: the first that fits into so much room is found without a look at each.
 
-A sorted list cut into blocks, each with the smallest KV need of its turns. Adding and removing cost a binary search and
-a move within one block; finding costs a look at each block and at the turns of one. Left out: a balanced tree, which is
-asymptotically better and slower at any size that a run has.
+A sorted list cut into blocks, each with the smallest KV need of its turns. Adding and removing cost
+a binary search and a move within one block; finding costs a look at each block and at the turns of
+one. Left out: a balanced tree, which is asymptotically better and slower at any size that a run
+has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from rose.scheduler.state import FREE, UNBOUNDED, TurnState
 
-BLOCK = 256  # turns of a block; at twice that it is cut. Near the square root of the largest queue expected, 50,000
+# turns of a block; at twice that it is cut. Near the square root of the largest queue expected,
+# 50,000
+BLOCK = 256
 
 Entry = tuple[
     Any, int, TurnState
@@ -61,8 +64,8 @@ class TurnQueue:
             self._least[at] = _least(block)
 
     def first(self, room: int = UNBOUNDED, after: Entry | None = None) -> tuple[Entry | None, int]:
-        """The first, behind `after`, that needs at most `room` KV tokens; and the smallest need of those before it, FREE
-        if there are none."""
+        """The first, behind `after`, that needs at most `room` KV tokens; and the smallest need of
+        those before it, FREE if there are none."""
         start = bisect_right(self._last, after) if after else 0
         passed = FREE
         for at in range(start, len(self._blocks)):

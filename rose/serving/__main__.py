@@ -2,18 +2,21 @@
 
     python -m rose.serving name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
 
-Finds the run by its name, joins it over MPI, takes turns with an engine of its own, and leaves: at once on SIGTERM or
-SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or vanishes is waited for
-(serving.wait_s); one that is finished ends this command too. Keys of rollout, serving and cluster may differ from
-the run's. Start one per engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server.
+Finds the run by its name, joins it over MPI, takes turns with an engine of its own, and leaves: at
+once on SIGTERM or SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or
+vanishes is waited for (serving.wait_s); one that is finished ends this command too. Keys of
+rollout, serving and cluster may differ from the run's. Start one per engine: alone, by srun in a
+serving job (slurm/serving.sbatch), or beside a server.
 
 With an online server of its own on the same device, whose users come first (docs/serving.md):
 
-    python -m rose.serving name=frozenlake serving.online.model=FOLDER serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
+    python -m rose.serving name=frozenlake serving.online.model=FOLDER
+    serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
            serving.lending.profile=FILE
 
-That server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without profile or targets it
-serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34) starts it again.
+That server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without
+profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
+starts it again.
 
     0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
 """

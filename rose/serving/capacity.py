@@ -1,7 +1,8 @@
-"""What a co-serving rollout engine can take now, read from its scheduler's board, and when that is worth a word.
+"""What a co-serving rollout engine can take now, read from its scheduler's board, and when that is
+worth a word.
 
-Left out: the rules by which the engine lets tokens in and holds memory (rose.coserving.gate, budget), and who listens
-(rose.scheduler). Nothing is written here.
+Left out: the rules by which the engine lets tokens in and holds memory (rose.coserving.gate,
+budget), and who listens (rose.scheduler). Nothing is written here.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import NamedTuple
 
 from rose.coserving.board import Reader, Rollout
 
-SHUT_S = 1.0  # a gate that is shut for longer is worth a word: shorter, the turns there gain nothing by a move
-PROBE_S = 2.0  # an idle engine's scheduler may sleep, and a gate that it found shut stays so: then one turn may try
+# a gate that is shut for longer is worth a word: shorter, the turns there gain nothing by a move
+SHUT_S = 1.0
+# an idle engine's scheduler may sleep, and a gate that it found shut stays so: then one turn may
+# try
+PROBE_S = 2.0
 MATERIAL = 0.05  # of the whole cache: a smaller change of the budget is not worth a word
 SPELLS = 16  # the last times that the gate was shut, from which the next opening is expected
 
@@ -39,7 +43,8 @@ class CapacityWatch:
         self._spells: deque[float] = deque(maxlen=SPELLS)
 
     def look(self, now: float, state: Rollout | None) -> Capacity | None:
-        """`now`: CLOCK_MONOTONIC; `state`: None for a board that can't be trusted. What is to be said, if anything."""
+        """`now`: CLOCK_MONOTONIC; `state`: None for a board that can't be trusted. What is to be
+        said, if anything."""
         found = self._capacity(now, state)
         if self._said is not None and not self._material(self._said, found):
             return None
@@ -64,7 +69,8 @@ class CapacityWatch:
         )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
-        """Seconds for which the gate is shut without a break; a step means that it was open in between."""
+        """Seconds for which the gate is shut without a break; a step means that it was open in
+        between."""
         shut = not state.open
         if self._shut_since is not None and (not shut or state.steps != self._steps):
             if now - self._shut_since > SHUT_S:
@@ -84,7 +90,8 @@ class CapacityWatch:
         return now - self._idle_since
 
     def _expected(self, shut_s: float) -> float:
-        """Seconds until the gate opens, by the mean of the last times; -1 without any, or when this one is longer."""
+        """Seconds until the gate opens, by the mean of the last times; -1 without any, or when this
+        one is longer."""
         left = sum(self._spells) / len(self._spells) - shut_s if self._spells else -1.0
         return left if left > 0 else -1.0
 
@@ -95,7 +102,8 @@ class CapacityWatch:
 
 
 class EngineBoard:
-    """The board of the engine process `pid`. It may be there only later; what is wrong with it is printed once."""
+    """The board of the engine process `pid`. It may be there only later; what is wrong with it is
+    printed once."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self._pid = path, pid

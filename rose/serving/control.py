@@ -1,8 +1,8 @@
 """The operator's word about lending: the owner of the Control board.
 
-Whether anything is lent is asked anew at each beat, from four sources: a standing reason not to (no profile), a stop by
-hand (signal or HTTP, until the same way says otherwise), the stop file, and the hour of the day. Nothing is remembered
-of the clock, so one that is set does no harm.
+Whether anything is lent is asked anew at each beat, from four sources: a standing reason not to (no
+profile), a stop by hand (signal or HTTP, until the same way says otherwise), the stop file, and the
+hour of the day. Nothing is remembered of the clock, so one that is set does no harm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the boards said over time, for the report: a row a second, thinned when they are many.
 
-Counters go on over the restarts of an engine, whose board begins anew with each. Nothing here knows of HTML.
+Counters go on over the restarts of an engine, whose board begins anew with each. Nothing here knows
+of HTML.
 """
 
 from __future__ import annotations

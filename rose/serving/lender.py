@@ -30,7 +30,8 @@ BACK_OFF_S = (1.0, 60.0)
 
 
 class Lender:
-    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that is not there."""
+    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that
+    is not there."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -138,9 +139,9 @@ class Lender:
             return False
 
     def _prepare(self, config: Config) -> None:
-        """Import vLLM, which takes longer than all the rest of a start, once: each membership is forked from here. What
-        it reads at its import must be as this run wants it, so for another run this process begins anew. Raises
-        `ConfigError` when this task sees too few GPUs."""
+        """Import vLLM, which takes longer than all the rest of a start, once: each membership is
+        forked from here. What it reads at its import must be as this run wants it, so for another
+        run this process begins anew. Raises `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
         shares = names.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
@@ -160,7 +161,8 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run one; pass signals on. Its exit code, negative for a signal, and whether it had joined."""
+        """Run one; pass signals on. Its exit code, negative for a signal, and whether it had
+        joined."""
         here = os.getpid()
         told, tells = os.pipe()
         sys.stdout.flush()

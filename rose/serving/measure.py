@@ -1,8 +1,10 @@
-"""How long the steps of two engines take on this device, alone and beside each other, under made traffic.
+"""How long the steps of two engines take on this device, alone and beside each other, under made
+traffic.
 
-Clients in a closed loop send prompts of random tokens, lengths log-uniform, and take a few tokens of each, so that
-steps of every mixture of prefill and decodes come by themselves. The engines' own schedulers write down each step
-(rose/coserving/steps.py). Left out: HTTP, and tokens that mean something: neither is part of a step.
+Clients in a closed loop send prompts of random tokens, lengths log-uniform, and take a few tokens
+of each, so that steps of every mixture of prefill and decodes come by themselves. The engines' own
+schedulers write down each step (rose/coserving/steps.py). Left out: HTTP, and tokens that mean
+something: neither is part of a step.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ PROBE_SHARE = 0.06
 ANSWER = (
     4,
     24,
-)  # tokens made per request: about a tenth of the steps then have prefill with one client, half with 8
-SLICES = 12  # of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
+    # tokens made per request: about a tenth of the steps then have prefill with one client, half with 8
+)
+# of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
+SLICES = 12
 BESIDE, ALONE = (
     0.5,
     0.01,
@@ -47,7 +51,9 @@ FEWEST = 20  # steps of both kinds, or nothing can be said of a P99
 STEP_SHARE = 0.125  # of a slice, that a step in it may take
 LEAST_HOLD = 0.01  # less can't be told from none with so few steps
 CLIENTS = 4  # of each engine while both run
-REST = 3.0  # times a request's own time between a client's requests then: an online engine that is never idle would
+# times a request's own time between a client's requests then: an online engine that is never idle
+# would
+REST = 3.0
 # leave an engine of idle priority on the same core no step to be measured beside
 STOP_S = 10.0
 
@@ -73,7 +79,8 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """One engine process; its steps land in the file `log`. Blocks until it serves. Raises `EngineError`."""
+    """One engine process; its steps land in the file `log`. Blocks until it serves. Raises
+    `EngineError`."""
 
     def __init__(self, side: Side, gpus: bool, log: Path, seed: int = 0) -> None:
         self.side, self._log, self._read = side, log, 0
@@ -101,8 +108,9 @@ class Measured:
         return self._llm.engine_core.resources.engine_manager.processes[0]
 
     async def warm_up(self, seconds: float) -> None:
-        """One prompt after the other, each longer, until one takes longer than PROBE_SHARE of `seconds`: no longer
-        ones are sent from then on. The first is not judged, as much is made at first use. Raises `EngineError`."""
+        """One prompt after the other, each longer, until one takes longer than PROBE_SHARE of
+        `seconds`: no longer ones are sent from then on. The first is not judged, as much is made at
+        first use. Raises `EngineError`."""
         longest, tokens, took = max(2, min(self._longest, self._kv_tokens // 2)), 0, 0.0
         for probe in PROBES:
             if tokens == longest or tokens > PROBES[0] and took > PROBE_SHARE * seconds:
@@ -112,7 +120,8 @@ class Measured:
         self._longest = tokens
 
     async def sweep(self, seconds: float) -> None:
-        """Traffic of 1, 2, 4, ... clients, up to as many as the engine has sequences. Raises `EngineError`."""
+        """Traffic of 1, 2, 4, ... clients, up to as many as the engine has sequences. Raises
+        `EngineError`."""
         levels = [2**n for n in range(self._most.bit_length()) if 2**n < self._most] + [self._most]
         for clients in levels:
             await self.traffic(clients, seconds / len(levels))
@@ -120,8 +129,8 @@ class Measured:
     async def traffic(
         self, clients: int, seconds: float, longest: int | None = None, rest: float = 0.0
     ) -> None:
-        """For so long, with prompts up to `longest`; what runs then is aborted. `rest`: of each client after a request,
-        times the request's own time. Raises `EngineError`."""
+        """For so long, with prompts up to `longest`; what runs then is aborted. `rest`: of each
+        client after a request, times the request's own time. Raises `EngineError`."""
         longest = max(
             2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
         )
@@ -137,8 +146,8 @@ class Measured:
             raise task.exception()
 
     async def through(self) -> None:
-        """Until a short request went through: the step of what was aborted before has ended, which beside others may
-        take an engine of low priority any time. Raises `EngineError`."""
+        """Until a short request went through: the step of what was aborted before has ended, which
+        beside others may take an engine of low priority any time. Raises `EngineError`."""
         await self._timed(2, 1)
 
     async def _timed(self, prompt: int, answer: int) -> float:
@@ -237,8 +246,8 @@ async def together(
     rollout_predictor: Predictor,
     seconds: float,
 ) -> dict[str, float]:
-    """`interference` of steady online traffic with and without rollouts beside it. Takes up to twice the time when
-    steps are too few. Raises `EngineError`."""
+    """`interference` of steady online traffic with and without rollouts beside it. Takes up to
+    twice the time when steps are too few. Raises `EngineError`."""
     slice_s = seconds / SLICES / 2
     longest, rollout_longest = (
         _longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor)
@@ -261,8 +270,8 @@ async def together(
 
 
 def _longest_within(seconds: float, predictor: Predictor) -> int:
-    """Tokens of the longest prompt, a power of 2, that CLIENTS may send at once for a step of so long: an aborted
-    request's step runs on into the next slice."""
+    """Tokens of the longest prompt, a power of 2, that CLIENTS may send at once for a step of so
+    long: an aborted request's step runs on into the next slice."""
     tokens = 2
     while (
         tokens < PROBES[-1]
@@ -275,12 +284,14 @@ def _longest_within(seconds: float, predictor: Predictor) -> int:
 def interference(
     online: list[Step], rollout: list[Step], predictor: Predictor, rollout_predictor: Predictor
 ) -> dict[str, float]:
-    """hold_p99, hold_mean: the share of the time spent beside a rollout step by which an online step is longer than
-    alone, (r' - r) / (r' x overlap) with r and r' the measured / predicted times of online steps alone and beside
-    rollouts, at their P99 and on average. progress: what rollouts did meanwhile, as a share of what they do alone.
+    """hold_p99, hold_mean: the share of the time spent beside a rollout step by which an online
+    step is longer than alone, (r' - r) / (r' x overlap) with r and r' the measured / predicted
+    times of online steps alone and beside rollouts, at their P99 and on average. progress: what
+    rollouts did meanwhile, as a share of what they do alone.
 
-    Comparing the two distributions at the same quantile leaves out the noise that both have, which is in the
-    predictor's margin already. Raises `EngineError` with fewer than FEWEST steps of either kind.
+    Comparing the two distributions at the same quantile leaves out the noise that both have, which
+    is in the predictor's margin already. Raises `EngineError` with fewer than FEWEST steps of
+    either kind.
     """
     steps_apart, steps_beside = _apart_and_beside(online, rollout)
     apart, beside = (
@@ -311,7 +322,8 @@ def interference(
 def _apart_and_beside(
     online: list[Step], rollout: list[Step]
 ) -> tuple[list[tuple[float, Step]], ...]:
-    """(share, step) of online steps with hardly any rollout step during them, and with one for most of their time."""
+    """(share, step) of online steps with hardly any rollout step during them, and with one for most
+    of their time."""
     begins = [step.began for step in rollout]
     shares = [(_overlap(step, rollout, begins), step) for step in online]
     return [(s, step) for s, step in shares if s <= ALONE], [

@@ -1,7 +1,9 @@
-"""One membership of a borrowed rank, for which `python -m rose.serving` forks: ask, start the engine, join, leave.
+"""One membership of a borrowed rank, for which `python -m rose.serving` forks: ask, start the
+engine, join, leave.
 
-A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its death touches nobody
-else): after a run has vanished the next membership begins with a fresh MPI. Exit codes are `Ended`.
+A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its
+death touches nobody else): after a run has vanished the next membership begins with a fresh MPI.
+Exit codes are `Ended`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from rose.models import resolve
 from rose.observe.recorder import NullRecorder, Recorder
 from rose.serving import settings
 
-ANSWER_S = 20.0  # the coordinator answers in 0.2 s, unless it writes a checkpoint or its file system is slow
+# the coordinator answers in 0.2 s, unless it writes a checkpoint or its file system is slow
+ANSWER_S = 20.0
 FIRST_RANK = 10000  # of borrowed ranks in the trace
 
 
@@ -127,7 +130,8 @@ async def _take_part(
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:
-    """(where the engine publishes its state, if it shares its device; what tells it of a new version)."""
+    """(where the engine publishes its state, if it shares its device; what tells it of a new
+    version)."""
     folder = os.environ.get(names.FOLDER)
     if folder is None:
         return None, lambda version: None

@@ -3,10 +3,12 @@
     operate process (this one)      owner of the Control board, HTTP, report; imports no vLLM
       |- online server S            vLLM's API server (rose/serving/server.py), started again when it dies
       '- lender                     python -m rose.serving as without a server (rose/serving/lender.py), with the
-                                    boards' folder in its environment: its memberships' engine R joins the run
+                                    boards' folder in its environment: its memberships' engine R
+                                    joins the run
 
-S serves before there is a run and after it, with R or without. A lender that leaves by itself (the run is finished, or
-took none) ends lending, one that was killed is started again. Both children die with this process.
+S serves before there is a run and after it, with R or without. A lender that leaves by itself (the
+run is finished, or took none) ends lending, one that was killed is started again. Both children die
+with this process.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ def has_gpus(arguments: list[str]) -> bool:
 
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
-    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as many as the larger
-    engine of the two spreads over, where other tasks of the node see the same ones. Raises `ConfigError` when this task
-    sees fewer."""
+    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as
+    many as the larger engine of the two spreads over, where other tasks of the node see the same
+    ones. Raises `ConfigError` when this task sees fewer."""
     if not has_gpus(overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
@@ -86,8 +88,8 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
 
 
 def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
-    """What the rollout engine's settings are beside an online engine on its device, where the command line, `overrides`,
-    leaves them open."""
+    """What the rollout engine's settings are beside an online engine on its device, where the
+    command line, `overrides`, leaves them open."""
     own = {
         "rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib
     }  # the most that is ever lent
@@ -240,7 +242,8 @@ class Operator:
         ]
 
     async def _leave(self) -> None:
-        """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2 after its turns."""
+        """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2
+        after its turns."""
         number = await self._told.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, told by {signal.Signals(number).name}")
@@ -260,7 +263,8 @@ class Operator:
             lender.kill()
 
     async def _close(self, tasks: Tasks) -> None:
-        """The lender has left, or is killed; then the report, for which the server is asked; then the server."""
+        """The lender has left, or is killed; then the report, for which the server is asked; then
+        the server."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
         self.history.add(
@@ -369,8 +373,8 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """The folder of this device's boards, which no living process has, and the lock that says so. Raises
-    `ConfigError`."""
+    """The folder of this device's boards, which no living process has, and the lock that says so.
+    Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
-"""Measure this device for co-serving: how long steps of both engines take, and how they disturb each other.
+"""Measure this device for co-serving: how long steps of both engines take, and how they disturb
+each other.
 
-    python -m rose.serving.profile out=profile.json serving.online.model=FOLDER name=RUN [A.B=VALUE ...]
-    python -m rose.serving.profile out=profile.json serving.online.model=FOLDER model=FOLDER [A.B=VALUE ...]
+    python -m rose.serving.profile out=profile.json serving.online.model=FOLDER name=RUN [A.B=VALUE
+    ...] python -m rose.serving.profile out=profile.json serving.online.model=FOLDER model=FOLDER
+    [A.B=VALUE ...]
 
-The rollout engine is that of the run (in output_dir=outputs), or one of the model in FOLDER with the settings of conf/
-and the command line. Takes seconds= (60) and the start of both engines; run it on the device as it will be, without
-other work on it. What it writes goes into serving.lending.profile: without it nothing is lent.
+The rollout engine is that of the run (in output_dir=outputs), or one of the model in FOLDER with
+the settings of conf/ and the command line. Takes seconds= (60) and the start of both engines; run
+it on the device as it will be, without other work on it. What it writes goes into
+serving.lending.profile: without it nothing is lent.
 
     0 written   1 an engine failed, or too few steps   2 bad arguments
 """
@@ -41,7 +44,8 @@ FORMAT = 1
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
 ALONE = 0.3  # of them for each engine; the rest for both together
-SPARE = 2.2  # times one request's KV cache at 2 bytes an element: for blocks that are not full, and float32
+# times one request's KV cache at 2 bytes an element: for blocks that are not full, and float32
+SPARE = 2.2
 STOLEN = 0.05  # of the time: more is said
 AGAIN = "measure again with python -m rose.serving.profile"
 
@@ -76,8 +80,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, model: Path) -> dict[str, Any]:
-    """What step times depend on, of the device and of both engines as `config` has them; `model`: the rollout
-    engine's folder. Raises `ConfigError` when a model has no config.json."""
+    """What step times depend on, of the device and of both engines as `config` has them; `model`:
+    the rollout engine's folder. Raises `ConfigError` when a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
     return {
         "device": _device(gpus),
@@ -96,8 +100,9 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
-    """Raises `ConfigError` that names everything in which profile `found`, of file `path`, was measured otherwise than
-    the engines that `config` and `model` (the rollout engine's folder) would start here."""
+    """Raises `ConfigError` that names everything in which profile `found`, of file `path`, was
+    measured otherwise than the engines that `config` and `model` (the rollout engine's folder)
+    would start here."""
     wanted = fingerprint(config, model)
     differ = [
         f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)
@@ -157,7 +162,8 @@ def main(arguments: list[str]) -> int:
         given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
         out, seconds = _out(given), _seconds(given)
         config, model = configured(arguments, given)
-        # the operator's online server has the threads that its command line says; else as many as cores
+        # the operator's online server has the threads that its command line says; else as many as
+        # cores
         written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
         written["seconds"] = round(time.monotonic() - began, 1)
         write_whole(out, (json.dumps(written, indent=1) + "\n").encode())
@@ -245,8 +251,8 @@ def _composed(overrides: list[str]) -> Config:
 def measure(
     config: Config, model: Path, seconds: float, threads: int | None = None
 ) -> dict[str, Any]:
-    """The profile, without the time that it took; `threads`: of the online engine, null: as many as there are cores.
-    Raises `EngineError`."""
+    """The profile, without the time that it took; `threads`: of the online engine, null: as many as
+    there are cores. Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
     # both as on a shared device: KV caches of that layout, though here each keeps its own
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
@@ -339,8 +345,9 @@ def rollout_side(config: Config, model: Path):
 
 
 def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_context: int) -> int:
-    """Bytes of KV cache for one of the engines while a GPU is measured, whose memory both take for good: half of the
-    budget that they will share, but what one request needs; never more than its `own`."""
+    """Bytes of KV cache for one of the engines while a GPU is measured, whose memory both take for
+    good: half of the budget that they will share, but what one request needs; never more than its
+    `own`."""
     lending, online = config.serving.lending, config.serving.online
     half = int((lending.kv_gib or online.kv_cache_gib) * 2**30) // 2
     one = SPARE * shape.kv_bytes_per_token * max_context

@@ -1,7 +1,8 @@
 """The lending report: what serving kept, what training gained, in one page that opens offline.
 
-Made of the history of the boards and, for latencies, the online server's own histograms, which know nothing of lending:
-they are of all its requests since its last start. Style and charts are those of the training report (rose/observe).
+Made of the history of the boards and, for latencies, the online server's own histograms, which know
+nothing of lending: they are of all its requests since its last start. Style and charts are those of
+the training report (rose/observe).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Event(NamedTuple):
 
 
 def quantiles(metrics: str) -> dict[str, float]:
-    """{"ttft_p50_s": seconds, ...} of vLLM's /metrics text, interpolated within a bucket as Prometheus does; without
-    those that nothing was counted in."""
+    """{"ttft_p50_s": seconds, ...} of vLLM's /metrics text, interpolated within a bucket as
+    Prometheus does; without those that nothing was counted in."""
     buckets: dict[str, dict[float, float]] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -107,8 +108,9 @@ def page(
 def summary(
     title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
 ) -> dict[str, Any]:
-    """For the training run's own report, which shows both sides (rose/observe/lenders.py): attained (met, finished)
-    with and without lending, latencies measured and wanted (seconds), tokens lent and wasted."""
+    """For the training run's own report, which shows both sides (rose/observe/lenders.py): attained
+    (met, finished) with and without lending, latencies measured and wanted (seconds), tokens lent
+    and wasted."""
     totals = history.totals()
     wanted = {} if slo is None else msgspec.to_builtins(slo)
     return {

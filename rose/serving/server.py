@@ -1,10 +1,12 @@
-"""The online engine S as a child of this process: vLLM's OpenAI-compatible server, started, watched, started again.
+"""The online engine S as a child of this process: vLLM's OpenAI-compatible server, started,
+watched, started again.
 
     server = OnlineServer(serving, boards_folder, log, gpus=False, threads=1)
     server.check()                      # what can be said before it is started
     await server.run(on_ready)          # until cancelled; then `await server.stop()`
 
-It dies with this process. Its log is a file of its own. Left out: what is lent beside it (rose/serving/operate.py).
+It dies with this process. Its log is a file of its own. Left out: what is lent beside it
+(rose/serving/operate.py).
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from rose.engine import start
 SCHEDULER = "rose.coserving.online.scheduler"
 WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
 GROUP, PLUGIN = "vllm.general_plugins", "rose"  # the entry point by which vLLM finds ROSE
-# Of a GPU's memory. vLLM refuses to start where less is free than gpu_memory_utilization, also when it was told how
-# much to take (kv_cache_memory_bytes); the other engine of the device has taken its part already.
+# Of a GPU's memory. vLLM refuses to start where less is free than gpu_memory_utilization, also when
+# it was told how much to take (kv_cache_memory_bytes); the other engine of the device has taken its
+# part already.
 FREE_SHARE = 0.01
 LOOK_S = 0.2  # between two questions whether it serves
 ANSWER_S = 2.0  # of /health, while it starts
@@ -54,7 +57,8 @@ class ServerError(RuntimeError):
 
 
 class OnlineServer:
-    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are cores."""
+    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are
+    cores."""
 
     def __init__(
         self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None
@@ -73,8 +77,8 @@ class OnlineServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def check(self) -> None:
-        """Raises `ConfigError` for a model that is not there, an address that can't be had, or a vLLM that would not
-        find ROSE."""
+        """Raises `ConfigError` for a model that is not there, an address that can't be had, or a
+        vLLM that would not find ROSE."""
         if not entry_points(group=GROUP, name=PLUGIN):
             raise ConfigError(
                 f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
@@ -121,8 +125,8 @@ class OnlineServer:
         return found
 
     async def run(self, say: Callable[[str], object]) -> None:
-        """Keep one running until cancelled. Raises `ServerError` if the first one does not come up: its settings are
-        wrong. A later one is started again, however often."""
+        """Keep one running until cancelled. Raises `ServerError` if the first one does not come up:
+        its settings are wrong. A later one is started again, however often."""
         pause = BACK_OFF_S[0]
         while True:
             began = time.monotonic()
@@ -178,8 +182,9 @@ class OnlineServer:
         self.starts += 1
         with open(self.log, "ab") as log:
             self._log_began = log.tell()
-            # In a group of its own: what Slurm or a terminal sends to this process' group is for this process. Not in a
-            # session: Linux's autogroups would share the cores between sessions, whatever their threads' priorities.
+            # In a group of its own: what Slurm or a terminal sends to this process' group is for
+            # this process. Not in a session: Linux's autogroups would share the cores between
+            # sessions, whatever their threads' priorities.
             self._process = await asyncio.create_subprocess_exec(
                 *self.command(),
                 env=self.environment(),
@@ -228,7 +233,8 @@ class OnlineServer:
             return probe.getsockname()[1]
 
     async def _end(self) -> None:
-        """Kill what there is of it: its engine process is in its group, and may be left of a server that was killed."""
+        """Kill what there is of it: its engine process is in its group, and may be left of a server
+        that was killed."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -252,8 +258,9 @@ def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
-    """First thing in a child of the operator's process. In a group of its own it hears nothing of what a terminal sends
-    to ours; but Slurm (proctrack/linuxproc) may send a signal to every process of a step."""
+    """First thing in a child of the operator's process. In a group of its own it hears nothing of
+    what a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
+    process of a step."""
 
     def begin() -> None:
         for number in ignored:

@@ -1,5 +1,6 @@
-"""The configuration of the serving side: of a rank, its run's own with what differs there; of the online server, which
-serves before there is a run, conf/serving/borrow.yaml of this repository with the command line over it."""
+"""The configuration of the serving side: of a rank, its run's own with what differs there; of the
+online server, which serves before there is a run, conf/serving/borrow.yaml of this repository with
+the command line over it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rose.config import Config, ConfigError, Serving
 
 DEFAULTS = Path(__file__).resolve().parents[2] / "conf" / "serving" / "borrow.yaml"
 
-# What an engine elsewhere may do differently; all else is the run's, or the tokens would be another policy's.
+# What an engine elsewhere may do differently; all else is the run's, or the tokens would be another
+# policy's.
 MAY_DIFFER = (
     "rollout.",
     "serving.",
@@ -51,7 +53,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
-    """The run's stored configuration with `arguments` over it. Raises `ConfigError` naming the key or the file."""
+    """The run's stored configuration with `arguments` over it. Raises `ConfigError` naming the key
+    or the file."""
     path = Path(run_dir) / "config.json"
     try:
         tree = json.loads(path.read_text())
@@ -74,8 +77,8 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
 
 
 def of_server(arguments: list[str]) -> Serving:
-    """The section for an online server: the defaults with the `serving.*` of `arguments` over them. Raises
-    `ConfigError` naming the key."""
+    """The section for an online server: the defaults with the `serving.*` of `arguments` over them.
+    Raises `ConfigError` naming the key."""
     tree = {"serving": yaml.safe_load(DEFAULTS.read_text())}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
@@ -84,7 +87,8 @@ def of_server(arguments: list[str]) -> Serving:
 
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Sections under MAY_BE_NULL take any key here: the conversion names the wrong ones, and the right ones."""
+    """Sections under MAY_BE_NULL take any key here: the conversion names the wrong ones, and the
+    right ones."""
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):

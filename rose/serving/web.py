@@ -5,9 +5,10 @@
     GET  /lending         JSON: whether anything is lent now, and why not
     POST /lending/stop    at once; POST /lending/start takes it back
 
-What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file `token` beside the report
-(mode 0600; not beside the boards, as a node's shared memory can't be seen from where an operator sits). What only reads
-shows the numbers that the online server's own /metrics shows to anybody.
+What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file
+`token` beside the report (mode 0600; not beside the boards, as a node's shared memory can't be seen
+from where an operator sits). What only reads shows the numbers that the online server's own
+/metrics shows to anybody.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def make_token(path: Path) -> str:
 
 
 class Web:
-    """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page, `status` what GET
-    /lending says."""
+    """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page,
+    `status` what GET /lending says."""
 
     def __init__(
         self,

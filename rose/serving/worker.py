@@ -53,8 +53,9 @@ class Wire:
 
 
 class BorrowedWorker(RolloutWorker):
-    """A rollout worker that may leave, and outlives its coordinator. `board`: where the scheduler of an engine that
-    shares its device publishes its state. `on_version(version)`: the engine holds these weights."""
+    """A rollout worker that may leave, and outlives its coordinator. `board`: where the scheduler
+    of an engine that shares its device publishes its state. `on_version(version)`: the engine holds
+    these weights."""
 
     dedicated = False
 
@@ -105,7 +106,8 @@ class BorrowedWorker(RolloutWorker):
         self.over = f"the run has been silent for {RUN_SILENT_S:g} s"
 
     async def _watch_capacity(self, path: Path) -> None:
-        """For ever: says what the engine can take, after each `WorkerReady`, each returned turn and each change."""
+        """For ever: says what the engine can take, after each `WorkerReady`, each returned turn and
+        each change."""
         incarnation = returned = 0
         while True:
             await asyncio.sleep(BOARD_LOOK_S)
@@ -128,8 +130,8 @@ class BorrowedWorker(RolloutWorker):
                 self._send(p.WorkerCapacity(self.name, incarnation, *found))
 
     async def _rest(self, path: Path) -> None:
-        """While the operator lends nothing, the engine's memory is his too: weights and all but the process itself go
-        after REST_AFTER_S, and come again, in about a second, when he lends."""
+        """While the operator lends nothing, the engine's memory is his too: weights and all but the
+        process itself go after REST_AFTER_S, and come again, in about a second, when he lends."""
         since: float | None = None
         while True:
             await asyncio.sleep(REST_LOOK_S)

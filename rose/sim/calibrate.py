@@ -1,7 +1,8 @@
-"""From measurements of a live run to what the simulator needs, for predictions of further live runs.
+"""From measurements of a live run to what the simulator needs, for predictions of further live
+runs.
 
-- an engine's step time: from its step log (environment variable ROSE_COSERVING_STEPS), by the predictor that the
-  co-serving gate uses;
+- an engine's step time: from its step log (environment variable ROSE_COSERVING_STEPS), by the
+  predictor that the co-serving gate uses;
 - episodes: from a run's journal, every turn with its tokens and the time until the next;
 - the trainer's and the synchronisation's time: from metrics.jsonl.
 
@@ -30,8 +31,9 @@ class CalibrationError(ValueError):
 
 
 def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
-    """(step time, mean relative error) fitted to the steps in these logs, JSON lines of {began, ended, prefill,
-    decodes, decode_context}. Raises `OSError`, `CalibrationError` naming file and line."""
+    """(step time, mean relative error) fitted to the steps in these logs, JSON lines of {began,
+    ended, prefill, decodes, decode_context}. Raises `OSError`, `CalibrationError` naming file and
+    line."""
     paths = list(paths)
     samples = [sample for path in paths for sample in _steps(Path(path))]
     try:
@@ -56,13 +58,14 @@ def _steps(path: Path) -> Iterator[tuple[Work, float]]:
             ) from None
 
 
-# --------------------------------------------------------------------------- training and synchronisation
+# --------------------------------------------------------------------------- training and
+# synchronisation
 
 
 @dataclass(frozen=True)
 class Phases:
-    """`rose.sim.spec.Trainer` with gpus=0: train = step_s + token_s x tokens; sync_s: mean from the step's end until
-    the engines hold the version."""
+    """`rose.sim.spec.Trainer` with gpus=0: train = step_s + token_s x tokens; sync_s: mean from the
+    step's end until the engines hold the version."""
 
     step_s: float
     token_s: float
@@ -71,9 +74,9 @@ class Phases:
 
 
 def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int = 1) -> Phases:
-    """From a run's metrics.jsonl, without its first `skip` steps, in which kernels are compiled. `tokens`: by step,
-    those trained on; null: the rows' own `tokens`. Least squares with both coefficients >= 0.
-    Raises `OSError`, `CalibrationError` for fewer than two steps."""
+    """From a run's metrics.jsonl, without its first `skip` steps, in which kernels are compiled.
+    `tokens`: by step, those trained on; null: the rows' own `tokens`. Least squares with both
+    coefficients >= 0. Raises `OSError`, `CalibrationError` for fewer than two steps."""
     rows = [row for _, row in _lines(Path(path)) if row.get("kind") == "step"][skip:]
     if len(rows) < 2:
         raise CalibrationError(
@@ -121,8 +124,9 @@ class _Seen:
 
 
 def of_journal(path: str | Path, rewards: dict[str, float] | None = None) -> list[list[Episode]]:
-    """The training groups of a journal (lines of {"event": ..., "actions": ...}), of each the trajectories that ended.
-    `rewards`: by trajectory; null, or one that is not there: 0. Raises `OSError`, `CalibrationError` if none ended."""
+    """The training groups of a journal (lines of {"event": ..., "actions": ...}), of each the
+    trajectories that ended. `rewards`: by trajectory; null, or one that is not there: 0. Raises
+    `OSError`, `CalibrationError` if none ended."""
     seen, admitted = _read(Path(path))
     groups: dict[str, list[Episode]] = {}
     for name, trajectory in seen.items():
@@ -185,8 +189,9 @@ def _episode(seen: _Seen, began: float, reward: float) -> Episode:
 
 
 class Recorded:
-    """`rose.sim.spec.Environment` of recorded groups: each prompt is one of them at random, its members drawn from that
-    group's with replacement; versions don't matter. Raises `ValueError` for none."""
+    """`rose.sim.spec.Environment` of recorded groups: each prompt is one of them at random, its
+    members drawn from that group's with replacement; versions don't matter. Raises `ValueError` for
+    none."""
 
     def __init__(self, groups: list[list[Episode]], max_new_tokens: int) -> None:
         if not groups or not all(groups):
@@ -201,7 +206,8 @@ class Recorded:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of a file of JSON lines; a last line that a crash tore is left out. Raises `CalibrationError`."""
+    """(line, object) of a file of JSON lines; a last line that a crash tore is left out. Raises
+    `CalibrationError`."""
     with path.open("rb") as file:
         for line, text in enumerate(file, 1):
             if not text.endswith(b"\n"):

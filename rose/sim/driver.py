@@ -1,7 +1,9 @@
-"""Drives the scheduler through simulated time: feeds its events, carries out its actions. `simulate` is the whole.
+"""Drives the scheduler through simulated time: feeds its events, carries out its actions.
+`simulate` is the whole.
 
-What rose.roles.coordinator and turn_hub do in a live run, in the same order: step begun, rollout, training, version
-published, dedicated workers loaded, next step. Like them it tells of tokens now and then, not of each.
+What rose.roles.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
+training, version published, dedicated workers loaded, next step. Like them it tells of tokens now
+and then, not of each.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class Writer(Protocol):
 def simulate(
     what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None = None
 ) -> result.Result:
-    """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed. Raises `RuntimeError`
-    with the simulated time when the run can't go on: no worker can ever take a turn, or the scheduler gives up."""
+    """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed.
+    Raises `RuntimeError` with the simulated time when the run can't go on: no worker can ever take
+    a turn, or the scheduler gives up."""
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic for long, and looking for it costs a third of the time
     try:
@@ -399,8 +402,9 @@ class Simulation:
                 self._attempt_ended(what, 0)
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
-        """The coordinator hears of it. A word about an attempt that it took back meanwhile is not heard, as in
-        rose.roles.turn_hub; nor is one of a worker that was lost before it had sent it."""
+        """The coordinator hears of it. A word about an attempt that it took back meanwhile is not
+        heard, as in rose.roles.turn_hub; nor is one of a worker that was lost before it had sent
+        it."""
         trajectory, turn, attempt = what
         if (
             trajectory.dead

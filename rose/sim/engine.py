@@ -1,11 +1,13 @@
-"""One rollout engine with continuous batching (Orca, OSDI 2022; vLLM's scheduler with chunked prefill), fast-forwarded.
+"""One rollout engine with continuous batching (Orca, OSDI 2022; vLLM's scheduler with chunked
+prefill), fast-forwarded.
 
-Each step, every decoding sequence makes one token and the rest of `max_batched_tokens` goes to prefill chunks, first
-come first served. A sequence is admitted while there are fewer than `max_sequences` and its context fits the KV cache;
-when the cache is full the newest is preempted and recomputed later. While nobody is in prefill the batch changes only
-when the first sequence ends, so one event stands for all these steps: T grows with the context by c4 D each, and the
-sum is a closed form. Prefix caching is counted in tokens, not blocks: a trajectory's context after its turn stays
-until it is the least recently used, and a group's prompt is held once.
+Each step, every decoding sequence makes one token and the rest of `max_batched_tokens` goes to
+prefill chunks, first come first served. A sequence is admitted while there are fewer than
+`max_sequences` and its context fits the KV cache; when the cache is full the newest is preempted
+and recomputed later. While nobody is in prefill the batch changes only when the first sequence
+ends, so one event stands for all these steps: T grows with the context by c4 D each, and the sum is
+a closed form. Prefix caching is counted in tokens, not blocks: a trajectory's context after its
+turn stays until it is the least recently used, and a group's prompt is held once.
 
 Time here is work time: seconds of a device that is all the engine's (see `rose.sim.lending.Pace`).
 """
@@ -26,7 +28,8 @@ NONE, WAITING, PREFILL, DECODE = range(4)
 
 
 class Sequence:
-    """One turn's attempt as the engine sees it. `key` names the trajectory, whose prefix is cached between turns."""
+    """One turn's attempt as the engine sees it. `key` names the trajectory, whose prefix is cached
+    between turns."""
 
     __slots__ = (
         "key",
@@ -57,7 +60,8 @@ class Sequence:
 
 
 class SimEngine:
-    """`due`: work time of the next change, inf when idle; then call `step`. Every method takes the work time."""
+    """`due`: work time of the next change, inf when idle; then call `step`. Every method takes the
+    work time."""
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
@@ -78,7 +82,8 @@ class SimEngine:
         self._steps = 0  # of the run
         self._chunks: list[tuple[Sequence, int]] = []  # of a prefill step
         self._prefilled_at = 0.0  # its end
-        self._then = 0  # decode steps that follow it before anything changes: `due` is their end, if there are any
+        # decode steps that follow it before anything changes: `due` is their end, if there are any
+        self._then = 0
         self._n = 0  # decode steps done
         self._decodes = 0
         self._attended = 0  # sum of their contexts
@@ -113,7 +118,8 @@ class SimEngine:
     # ----------------------------------------------------------------- what comes and goes
 
     def add(self, now: float, seq: Sequence) -> None:
-        """`context`, `left` and `made` are set: it is prefilled, but for what is cached, and makes `left` tokens."""
+        """`context`, `left` and `made` are set: it is prefilled, but for what is cached, and makes
+        `left` tokens."""
         self._order += 1
         seq._order, seq._state = self._order, WAITING
         self._waiting.append(seq)
@@ -146,8 +152,8 @@ class SimEngine:
         return ended
 
     def pause(self, now: float, seconds: float, recompute: bool, clear: bool) -> None:
-        """The engine stands still after the step under way. `clear`: nothing is cached any more; `recompute`: neither
-        is what runs, which is prefilled anew."""
+        """The engine stands still after the step under way. `clear`: nothing is cached any more;
+        `recompute`: neither is what runs, which is prefilled anew."""
         self._halt(now)
         self._at = max(self._at, now) + seconds
         if recompute:
@@ -160,7 +166,8 @@ class SimEngine:
         self._begin(now)
 
     def set_kv(self, now: float, tokens: int) -> list[Sequence]:
-        """The cache has another size now; the newest sequences that it has no room for any more are given back."""
+        """The cache has another size now; the newest sequences that it has no room for any more are
+        given back."""
         if tokens >= self.kv:
             self.kv = tokens
             if self._waiting:
@@ -223,7 +230,8 @@ class SimEngine:
         return ends[0][0]
 
     def _prefill_step(self) -> float:
-        """Choose its chunks; the end of it, or of the decode steps behind it if nothing else can come between."""
+        """Choose its chunks; the end of it, or of the decode steps behind it if nothing else can
+        come between."""
         c, decodes, chunks = self._c, self._decodes, self._chunks
         budget, cost, left, context = max(self._max_tokens - decodes, 1), 0.0, 1 << 60, 0
         for seq in self._prefill:
@@ -299,7 +307,8 @@ class SimEngine:
         return ended
 
     def _prefill_done(self) -> list[Sequence]:
-        """The prefill step is over: chunks are in, and whoever is all in made a token by that, as every decode did."""
+        """The prefill step is over: chunks are in, and whoever is all in made a token by that, as
+        every decode did."""
         chunks, self._chunks = self._chunks, []
         joined = []
         for seq, chunk in chunks:
@@ -354,8 +363,8 @@ class SimEngine:
             self._prefill_done()
 
     def _halt(self, now: float) -> None:
-        """Bring the state to the boundary after `now`, or just before the run's end, which is not for here to report;
-        `_begin` must follow."""
+        """Bring the state to the boundary after `now`, or just before the run's end, which is not
+        for here to report; `_begin` must follow."""
         self._catch_up(now)
         if self.due < math.inf and not self._chunks:
             self._decode(min(self._steps_until(now), self._steps - 1))

@@ -1,11 +1,14 @@
-"""What trajectories of an environment look like: turns, tokens, tool times, failures, success, and how they drift.
+"""What trajectories of an environment look like: turns, tokens, tool times, failures, success, and
+how they drift.
 
-Lengths are lognormal with a Pareto tail: a few trajectories are many times as long as the median, as all papers on
-rollout report. A part of the variance belongs to the prompt (Seer, arXiv 2511.14617: lengths of a group go together)
-and a part to the trajectory; the rest differs from turn to turn. As the policy learns, success, turns and lengths go
-from their first to their last value, exponentially in the version.
+Lengths are lognormal with a Pareto tail: a few trajectories are many times as long as the median,
+as all papers on rollout report. A part of the variance belongs to the prompt (Seer, arXiv
+2511.14617: lengths of a group go together) and a part to the trajectory; the rest differs from turn
+to turn. As the policy learns, success, turns and lengths go from their first to their last value,
+exponentially in the version.
 
-Each parameter has its source in `Domain.source`; those that say "ours" belong into the sensitivity table.
+Each parameter has its source in `Domain.source`; those that say "ours" belong into the sensitivity
+table.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ def constant(value: float) -> Drift:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Lognormal, and with probability `tail` times a Pareto factor (smallest 1, exponent `alpha`)."""
+    """Lognormal, and with probability `tail` times a Pareto factor (smallest 1, exponent
+    `alpha`)."""
 
     median: float
     sigma: float  # of the logarithm
@@ -53,7 +57,8 @@ class Heavy:
     alpha: float = 1.5
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
-        """From standard normal and two uniform draws, arrays of one shape; so drift scales and never reorders."""
+        """From standard normal and two uniform draws, arrays of one shape; so drift scales and
+        never reorders."""
         factor = np.where(
             tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0
         )
@@ -78,7 +83,8 @@ class Domain:
     hardness: float  # sigma of prompts' difficulty, in logits
     tool_s: Heavy
     tool_fails: Drift  # per call
-    failed_output: float  # factor on the turn after a call that failed (Libra, arXiv 2606.03077: it is then longer)
+    # factor on the turn after a call that failed (Libra, arXiv 2606.03077: it is then longer)
+    failed_output: float
     reset_s: Heavy
     crash: float  # per trajectory: the environment dies
     group_share: float  # of the variance of log lengths and turns that is the prompt's
@@ -86,8 +92,8 @@ class Domain:
     source: dict[str, str]  # parameter -> where it is from
 
     def scaled(self, parameter: str, factor: float) -> Domain:
-        """For the sensitivity table: a parameter (of a distribution: its median; of a drift: both ends) times `factor`.
-        Raises `ValueError` for what is no number."""
+        """For the sensitivity table: a parameter (of a distribution: its median; of a drift: both
+        ends) times `factor`. Raises `ValueError` for what is no number."""
         value = getattr(self, parameter)
         if isinstance(value, Heavy):
             return replace(self, **{parameter: replace(value, median=value.median * factor)})
@@ -104,10 +110,10 @@ class Domain:
 
 
 class Environments:
-    """`rose.sim.spec.Environment` over one or more domains, each prompt being of one of them by `weights` (as RollArt
-    mixes tasks). An episode ends when its context reaches `max_context` tokens: that trajectory fails.
-    Raises `ValueError` for no domain, one whose numbers are of no environment, weights that are none, or a context
-    without room for a prompt."""
+    """`rose.sim.spec.Environment` over one or more domains, each prompt being of one of them by
+    `weights` (as RollArt mixes tasks). An episode ends when its context reaches `max_context`
+    tokens: that trajectory fails. Raises `ValueError` for no domain, one whose numbers are of no
+    environment, weights that are none, or a context without room for a prompt."""
 
     def __init__(
         self,
@@ -133,8 +139,8 @@ class Environments:
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[Episode]:
-        """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: rivals that meet a prompt at
-        different versions meet the same one, drifted."""
+        """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: rivals that
+        meet a prompt at different versions meet the same one, drifted."""
         domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
         return _Group(domain, size, version, draw).episodes(self._max_context)
 
@@ -202,7 +208,8 @@ class _Group:
     def _mixed(
         self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True
     ) -> np.ndarray:
-        """Standard normal, of which the prompt has `group_share` of the variance and the trajectory its own."""
+        """Standard normal, of which the prompt has `group_share` of the variance and the trajectory
+        its own."""
         shares = self._domain.group_share, self._domain.trajectory_share * own
         return (
             math.sqrt(shares[0]) * group
@@ -214,7 +221,8 @@ class _Group:
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
-        # room falls from turn to turn; the turn that would pass max_context is cut there and is the last
+        # room falls from turn to turn; the turn that would pass max_context is cut there and is the
+        # last
         turns = np.minimum(self._turns, (room > 0).sum(1))
         last = np.arange(self._size), turns - 1
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
@@ -259,7 +267,8 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
-    """c such that the mean over prompts of 1 / (1 + exp(-(c + sigma x))), x standard normal, is `mean`."""
+    """c such that the mean over prompts of 1 / (1 + exp(-(c + sigma x))), x standard normal, is
+    `mean`."""
     low, high = -40.0, 40.0
     while high - low > 1e-6:
         middle = (low + high) / 2

@@ -1,4 +1,5 @@
-"""Groups and trajectories in progress: what the environment hosts and rose.rollout.control do in a live run."""
+"""Groups and trajectories in progress: what the environment hosts and rose.rollout.control do in a
+live run."""
 
 from __future__ import annotations
 
@@ -95,8 +96,8 @@ class Groups:
     def admit(
         self, name: str, index: int, version: int, now: float, spare: float
     ) -> list[Trajectory]:
-        """Begin a group. A second try of a prompt ("g12r1") meets the same task by another draw. `spare`: of a group's
-        size, see `AdmitGroup`."""
+        """Begin a group. A second try of a prompt ("g12r1") meets the same task by another draw.
+        `spare`: of a group's size, see `AdmitGroup`."""
         retry = int(name.partition("r")[2] or 0)
         draw = np.random.Generator(np.random.PCG64([self._seed, index, retry]))
         group = self.open[name] = Group(name, version, draw)

@@ -1,8 +1,9 @@
-"""From published peak rates and a model's shape to what the simulator needs: step times, KV capacity, weight
-transfer.
+"""From published peak rates and a model's shape to what the simulator needs: step times, KV
+capacity, weight transfer.
 
-A roofline (Williams et al., 2009) with stated efficiencies: what the peaks don't say is in `Efficiency`, one set for
-all devices, models and policies. Numbers with "ours" as their source have a row in the sensitivity table.
+A roofline (Williams et al., 2009) with stated efficiencies: what the peaks don't say is in
+`Efficiency`, one set for all devices, models and policies. Numbers with "ours" as their source have
+a row in the sensitivity table.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ NVLINK = {  # bytes/s, both directions together, as datasheets give it
     "L40S": 64 * GB,  # PCIe 4.0 x16
     "B200": 1800 * GB,
 }
-PCIE = {  # bytes/s from the host, x16, of generation 5 or 4 (PCI-SIG: 64 and 32 GB/s), which datasheets say
+# bytes/s from the host, x16, of generation 5 or 4 (PCI-SIG: 64 and 32 GB/s), which datasheets say
+PCIE = {
     "H100": 64 * GB,
     "H800": 64 * GB,
     "H200": 64 * GB,
@@ -157,7 +159,9 @@ EFFICIENCY_SOURCE = {
 }
 MFU = 0.35
 MFU_SOURCE = "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven lengths"
-PASSES = 1  # forward passes besides the update's: log-probabilities by the trainer (veRL, ROLL); no reference model
+# forward passes besides the update's: log-probabilities by the trainer (veRL, ROLL); no reference
+# model
+PASSES = 1
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
 DELTA_SOURCE = "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on the link"
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
@@ -171,8 +175,9 @@ APPLY_BYTES_S = (
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
-    """Seconds that weights take from the host to the devices of an engine that wakes up, each over its own PCIe at the
-    share of the peak that NVLink reaches, too. ROSE (arXiv 2605.06534): Qwen3-32B within 5 s, all included."""
+    """Seconds that weights take from the host to the devices of an engine that wakes up, each over
+    its own PCIe at the share of the peak that NVLink reaches, too. ROSE (arXiv 2605.06534):
+    Qwen3-32B within 5 s, all included."""
     return BF16 * shape.parameters / tensor_parallel / (PCIE[gpu.name] * EFFICIENCY.nvlink)
 
 
@@ -215,13 +220,14 @@ def step_time(
     sequences: int,
     efficiency: Efficiency = EFFICIENCY,
 ) -> StepTime:
-    """Coefficients of an engine's step in bf16 on `tensor_parallel` such GPUs, for up to `sequences` decodes at once.
+    """Coefficients of an engine's step in bf16 on `tensor_parallel` such GPUs, for up to
+    `sequences` decodes at once.
 
-    c0: weights read once, and what a step costs anyway. c1, c2: a prompt token's matrix products, and its attention to
-    each token before it. c4: the KV that decodes read. Each all-reduce (two a layer) has a latency, in c0, and its
-    bytes, in c1 and c3. D decodes take max(weights, D c1); as the predictor's rule is linear in D, c3 is the chord of
-    that from 0 to `sequences`, which is never below it.
-    Raises `ValueError` if heads can't be divided.
+    c0: weights read once, and what a step costs anyway. c1, c2: a prompt token's matrix products,
+    and its attention to each token before it. c4: the KV that decodes read. Each all-reduce (two a
+    layer) has a latency, in c0, and its bytes, in c1 and c3. D decodes take max(weights, D c1); as
+    the predictor's rule is linear in D, c3 is the chord of that from 0 to `sequences`, which is
+    never below it. Raises `ValueError` if heads can't be divided.
     """
     _divisible(shape, tensor_parallel)
     flops = tensor_parallel * gpu.flops * efficiency.compute
@@ -248,8 +254,8 @@ def kv_tokens(
     efficiency: Efficiency = EFFICIENCY,
     others_bytes: float = 0.0,
 ) -> int:
-    """Tokens of KV cache that fit beside the weights (and `others_bytes`, of a second model on the same devices).
-    Raises `ValueError` if none do."""
+    """Tokens of KV cache that fit beside the weights (and `others_bytes`, of a second model on the
+    same devices). Raises `ValueError` if none do."""
     _divisible(shape, tensor_parallel)
     usable = tensor_parallel * (
         gpu.memory_bytes * efficiency.kv_memory - efficiency.activations_bytes
@@ -283,8 +289,9 @@ def trainer(
     passes: int = PASSES,
     context: float = 0.0,
 ) -> Trainer:
-    """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each other forward pass;
-    likewise of attention to `context` / 2 tokens on average (4 x layers x width each, forward)."""
+    """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each
+    other forward pass; likewise of attention to `context` / 2 tokens on average (4 x layers x width
+    each, forward)."""
     active = model("", shape).active_parameters
     forward = 2 * active + 4 * shape.layers * shape.heads * shape.head_dim * context / 2
     # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, shared by the ranks (ZeRO)

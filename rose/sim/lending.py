@@ -1,8 +1,9 @@
 """What online serving leaves to a cooperative worker, and what rollouts cost online requests.
 
-Compute: the worker lives in work time, which passes at the share of the device that it gets. Memory: the rule of
-rose/coserving/budget.py. Latency: each request's TTFT and TPOT alone or stretched by the rollouts beside, counted for
-the shares of its piece in which there were none or some.
+Compute: the worker lives in work time, which passes at the share of the device that it gets.
+Memory: the rule of rose/coserving/budget.py. Latency: each request's TTFT and TPOT alone or
+stretched by the rollouts beside, counted for the shares of its piece in which there were none or
+some.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MINUTE_S = 60.0
 
 
 class Pace:
-    """Work time of one device: it passes at `rates` of the wall's, piecewise constant and periodic."""
+    """Work time of one device: it passes at `rates` of the wall's, piecewise constant and
+    periodic."""
 
     def __init__(self, load: spec.Load, rates: np.ndarray, ahead: float) -> None:
         at = np.append(load.at, load.period_s)
@@ -75,7 +77,8 @@ def beside(load: spec.Load) -> spec.Load:
 
 
 class Changes:
-    """When the KV memory that serving holds changes by `step` or more of the whole; of one `Load`."""
+    """When the KV memory that serving holds changes by `step` or more of the whole; of one
+    `Load`."""
 
     def __init__(self, load: spec.Load, step: float) -> None:
         self.at, self.used, self.period = [], [], load.period_s
@@ -139,7 +142,8 @@ class Budget:
         return self.share
 
 
-# --------------------------------------------------------------------------- latency of online requests
+# --------------------------------------------------------------------------- latency of online
+# requests
 
 
 class Observer:
@@ -213,7 +217,8 @@ def _latencies(load: spec.Load) -> Latencies:
 
 
 def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tuple[float, float]:
-    """Of weighted values: the share up to `limit`, and the 99th percentile; nan without any weight."""
+    """Of weighted values: the share up to `limit`, and the 99th percentile; nan without any
+    weight."""
     if not weights.sum():
         return math.nan, math.nan
     order = np.argsort(values)
@@ -229,7 +234,8 @@ def _widths(load: spec.Load) -> np.ndarray:
 def _unrolled(
     load: spec.Load, ahead: float, seconds: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(begin, width, piece of the load) of the pieces within [0, seconds); the first and last are cut."""
+    """(begin, width, piece of the load) of the pieces within [0, seconds); the first and last are
+    cut."""
     first, last = math.floor(ahead / load.period_s), math.floor((ahead + seconds) / load.period_s)
     begins = (
         load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]

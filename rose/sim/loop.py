@@ -1,4 +1,5 @@
-"""Simulated time: a heap of calls. What is due at the same time is done in the order in which it was asked for."""
+"""Simulated time: a heap of calls. What is due at the same time is done in the order in which it
+was asked for."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ class Loop:
         self._count = 0
 
     def at(self, time: float, call: Callable[..., None], what: Any) -> int:
-        """`call(what, ticket)` at `time` (now, if that has passed). Returns the ticket, unique and ascending: a caller
-        that asks anew and remembers the newest ticket knows that a call with another one is void."""
+        """`call(what, ticket)` at `time` (now, if that has passed). Returns the ticket, unique and
+        ascending: a caller that asks anew and remembers the newest ticket knows that a call with
+        another one is void."""
         self._count += 1
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._count, call, what))
         return self._count
 
     def run(self, horizon_s: float) -> None:
-        """Until it is `over`. Raises `RuntimeError` when nothing is due any more, or `horizon_s` has passed, before."""
+        """Until it is `over`. Raises `RuntimeError` when nothing is due any more, or `horizon_s`
+        has passed, before."""
         heap, pop, count = self._heap, heapq.heappop, 0
         try:
             while not self.over:

@@ -1,12 +1,15 @@
-"""One online engine S that serves a request trace: when it computes, what it holds, and how late its tokens are.
+"""One online engine S that serves a request trace: when it computes, what it holds, and how late
+its tokens are.
 
-Continuous batching with chunked prefill, first come first served, fast-forwarded: while nobody is in prefill and nobody
-comes or ends, steps are like each other and one closed form stands for all of them. Prefixes are reused where the trace
-tells which are equal, from memory that no running request may come to need; the least recently used go first.
+Continuous batching with chunked prefill, first come first served, fast-forwarded: while nobody is
+in prefill and nobody comes or ends, steps are like each other and one closed form stands for all of
+them. Prefixes are reused where the trace tells which are equal, from memory that no running request
+may come to need; the least recently used go first.
 
-Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it: a decode step begins no earlier
-than `pace_s` after the last one, as its targets allow, and the time between is the rollouts'; a request that comes
-waits for the rollout step under way, half of `hold_s` on average, and no longer. So S takes fewer, fuller steps.
+Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it: a decode step
+begins no earlier than `pace_s` after the last one, as its targets allow, and the time between is
+the rollouts'; a request that comes waits for the rollout step under way, half of `hold_s` on
+average, and no longer. So S takes fewer, fuller steps.
 """
 
 from __future__ import annotations
@@ -53,8 +56,9 @@ class Served:
 
 
 def gap_p99(served: Sequence[Served]) -> float:
-    """Of the time between two tokens of a request, over all tokens of these devices; nan without any. A request's TPOT
-    is its mean, in which a prefill step that held one token up is spread over all of them."""
+    """Of the time between two tokens of a request, over all tokens of these devices; nan without
+    any. A request's TPOT is its mean, in which a prefill step that held one token up is spread over
+    all of them."""
     gaps, tokens = (
         np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens")
     )

@@ -1,8 +1,9 @@
 """Small simulated clusters with known answers, and a large one that shows what the simulator costs.
 
-`queue` is an open queue: single-turn trajectories that arrive as a Poisson process, at engines whose every sequence in
-a batch costs the same time per token. With one sequence per engine and exponential lengths that is M/M/k; with many
-sequences in one engine it is processor sharing, M/G/1-PS.
+`queue` is an open queue: single-turn trajectories that arrive as a Poisson process, at engines
+whose every sequence in a batch costs the same time per token. With one sequence per engine and
+exponential lengths that is M/M/k; with many sequences in one engine it is processor sharing,
+M/G/1-PS.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ FREE = spec.Link(0.0, 1e12, 0.0, True, 0.0, 0.0)
 
 
 class _Arrivals:
-    """One trajectory of one turn per group, the group's index being its place in `at` and `tokens`."""
+    """One trajectory of one turn per group, the group's index being its place in `at` and
+    `tokens`."""
 
     max_new_tokens = 1
 
@@ -91,8 +93,8 @@ def queue(
     seed: int,
     lengths: Callable[[np.random.Generator, int], np.ndarray],
 ) -> np.ndarray:
-    """Seconds in the system, (count,), of `count` arrivals at utilisation `load`. `lengths(draw, count)` are of mean 1,
-    times `mean_tokens`."""
+    """Seconds in the system, (count,), of `count` arrivals at utilisation `load`. `lengths(draw,
+    count)` are of mean 1, times `mean_tokens`."""
     draw = np.random.default_rng(seed)
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)
@@ -122,7 +124,8 @@ def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
 
 
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
-    """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of 16."""
+    """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of
+    16."""
     engine = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8), 64, 8192, 400_000, True)
     what = spec.Spec(
         "scale",

@@ -11,7 +11,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Step:
-    """Times in seconds of the simulation; began <= training_at <= trained_at <= published_at <= ended."""
+    """Times in seconds of the simulation; began <= training_at <= trained_at <= published_at <=
+    ended."""
 
     step: int
     began: float
@@ -40,8 +41,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine. `spans`: (n, 2) float64, seconds in which it had a turn. `held_s`: in which it was ours: joined, and
-    not resting."""
+    """One engine. `spans`: (n, 2) float64, seconds in which it had a turn. `held_s`: in which it
+    was ours: joined, and not resting."""
 
     name: str
     pool: str
@@ -65,7 +66,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Latency:
-    """Online serving over the run: shares of the requests within their targets, and 99th percentiles in seconds."""
+    """Online serving over the run: shares of the requests within their targets, and 99th
+    percentiles in seconds."""
 
     ttft_attained: float
     tpot_attained: float
@@ -154,7 +156,8 @@ class Result:
         return sum(granted.seconds for granted in self.allocations)
 
     def utilisation(self, kind: str) -> float:
-        """Share of the time for which workers of this kind were held in which they had a turn; nan without any."""
+        """Share of the time for which workers of this kind were held in which they had a turn; nan
+        without any."""
         workers = [w for w in self.workers if w.kind == kind]
         held = sum(w.held_s * w.gpus for w in workers)
         return sum(w.busy_s * w.gpus for w in workers) / held if held else float("nan")

@@ -1,7 +1,9 @@
-"""Online serving on the devices of a cooperative pool: from a request trace to `rose.sim.spec.Devices`.
+"""Online serving on the devices of a cooperative pool: from a request trace to
+`rose.sim.spec.Devices`.
 
-Requests of one service go to its devices in turn, as a load balancer deals them, so that the devices' bursts are those
-of the service: peaks come to all of them at once. A few devices are computed (`variants`) and stand for the others.
+Requests of one service go to its devices in turn, as a load balancer deals them, so that the
+devices' bursts are those of the service: peaks come to all of them at once. A few devices are
+computed (`variants`) and stand for the others.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ ATTAINED = 0.99  # of the requests: a P99 target
 
 @dataclass(frozen=True)
 class Devices:
-    """Device i has the load of variant i mod len(loads), and is ahead by a part of a piece, so that not all devices
-    change at the same instant."""
+    """Device i has the load of variant i mod len(loads), and is ahead by a part of a piece, so that
+    not all devices change at the same instant."""
 
     loads: tuple[Load, ...]
     devices: int
@@ -38,8 +40,8 @@ class Devices:
 
 
 def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
-    """What S did in each piece: share of it spent computing, most KV held as a share of `kv_tokens`, and the requests
-    that came."""
+    """What S did in each piece: share of it spent computing, most KV held as a share of
+    `kv_tokens`, and the requests that came."""
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
@@ -117,9 +119,10 @@ def devices(
 def provisioned(
     trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7
 ) -> float:
-    """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99 targets: what an
-    operator who sizes the service by its peaks would give it. Bisected in the logarithm, to 1.7 %.
-    Raises `ValueError` if even single requests miss the targets, or all at once keep them."""
+    """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99
+    targets: what an operator who sizes the service by its peaks would give it. Bisected in the
+    logarithm, to 1.7 %. Raises `ValueError` if even single requests miss the targets, or all at
+    once keep them."""
 
     def meets(factor: float) -> bool:
         return (

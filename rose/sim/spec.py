@@ -1,7 +1,9 @@
-"""What a simulated cluster is: frozen dataclasses, units in every field. No defaults but those that mean "none".
+"""What a simulated cluster is: frozen dataclasses, units in every field. No defaults but those that
+mean "none".
 
-Times are seconds from the simulation's start, sizes are bytes or tokens, shares lie in 0..1, rates are per second.
-Whoever builds a `Spec` says where each number comes from (`source`); nothing in rose/sim adds numbers of its own.
+Times are seconds from the simulation's start, sizes are bytes or tokens, shares lie in 0..1, rates
+are per second. Whoever builds a `Spec` says where each number comes from (`source`); nothing in
+rose/sim adds numbers of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Model:
 class StepTime:
     """c0 to c5 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
 
-    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see rose/sim/hardware.py.
+    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see
+    rose/sim/hardware.py.
     """
 
     c0: float
@@ -89,7 +92,9 @@ class Link:
     latency_s: float  # of one version, whatever its size
     bytes_s: float  # of the whole pool's way to the trainer
     version_bytes: float  # of one version on this way: dense, or as differences
-    relay: bool  # a version crosses once for the whole pool (broadcast, relay); else once per worker, sharing bytes_s
+    # a version crosses once for the whole pool (broadcast, relay); else once per worker, sharing
+    # bytes_s
+    relay: bool
     apply_s: float  # the engine stands still for so long; before that it goes on
     full_bytes: float  # of a version for a worker that has none of them (it joins, or missed some)
 
@@ -105,7 +110,8 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Pool:
-    """Like workers. A worker is one engine on `tensor_parallel` GPUs; their names are `{name}-{i}`."""
+    """Like workers. A worker is one engine on `tensor_parallel` GPUs; their names are
+    `{name}-{i}`."""
 
     name: str
     kind: Kind
@@ -114,13 +120,15 @@ class Pool:
     engine: Engine
     link: Link
     allocation: Allocation
-    count: int  # workers: all there are from the start, or, of a pool `on_request` or of spot, the most
+    # workers: all there are from the start, or, of a pool `on_request` or of spot, the most
+    count: int
     on_request: bool = (
         False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
     )
     serving: Serving | None = None  # cooperative: what runs beside
     available: Available | None = None  # spot: how many there are, when
-    split: bool = False  # hybrid: a worker that rests trains, the others roll out; else all change with the phases
+    # hybrid: a worker that rests trains, the others roll out; else all change with the phases
+    split: bool = False
     switch_s: float = (
         0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
     )
@@ -128,19 +136,21 @@ class Pool:
 
 @dataclass(frozen=True)
 class Available:
-    """Spot machines over time; arrays of one length, `at` ascending from 0. The last count holds for ever."""
+    """Spot machines over time; arrays of one length, `at` ascending from 0. The last count holds
+    for ever."""
 
     at: np.ndarray  # float64, s
     workers: np.ndarray  # int32
 
 
-# --------------------------------------------------------------------------- serving beside cooperative workers
+# --------------------------------------------------------------------------- serving beside
+# cooperative workers
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the online engine of one device does, piecewise constant and repeated each `period_s`. Arrays (pieces,), of
-    its requests (requests,)."""
+    """What the online engine of one device does, piecewise constant and repeated each `period_s`.
+    Arrays (pieces,), of its requests (requests,)."""
 
     at: np.ndarray  # float64, s, ascending from 0
     busy: np.ndarray  # share of the time in which it computes
@@ -152,13 +162,14 @@ class Load:
     beside: Load | None = (
         None  # the same pieces and requests while rollouts compute: with `gate` at the pace of the
     )
-    # targets instead of its fastest, so that its `busy` is less, with `memory_only` slower; null: no different
+    # targets instead of its fastest, so that its `busy` is less, with `memory_only` slower; null:
+    # no different
 
 
 class Devices(Protocol):
     def load(self, device: int) -> tuple[Load, float]:
-        """Of device 0, 1, ...: (its load, seconds by which it is ahead: time t is the load's t + ahead). Devices may
-        share one `Load` object."""
+        """Of device 0, 1, ...: (its load, seconds by which it is ahead: time t is the load's t +
+        ahead). Devices may share one `Load` object."""
 
 
 @dataclass(frozen=True)
@@ -167,16 +178,19 @@ class Serving:
 
     devices: Devices
     executor: Literal["gate", "memory_only", "none"]
-    # gate: ROSE's; rollout steps run in the idle time.
-    # memory_only: Prism-like; memory is shared, compute is contended: both sides slow down while both compute.
-    # none: the whole device is lent and serving does not exist (upper bound).
+    # gate: ROSE's; rollout steps run in the idle time. memory_only: Prism-like; memory is shared,
+    # compute is contended: both sides slow down while both compute. none: the whole device is lent
+    # and serving does not exist (upper bound).
     ttft_slo_s: float  # P99
     tpot_slo_s: float  # P99
     overhead: float  # gate: share of the idle time lost to admission
-    contention: float  # memory_only: both take 1 + contention times as long while serving computes (1: time slices)
+    # memory_only: both take 1 + contention times as long while serving computes (1: time slices)
+    contention: float
     reserve: float  # share of KV memory never lent beyond what serving holds
-    high_watermark: float  # gate: share in use or lent above which what is lent is halved, until the next training step
-    step: float  # the rollout side hears of a change of lendable KV of at least this share of the whole
+    # gate: share in use or lent above which what is lent is halved, until the next training step
+    high_watermark: float
+    # the rollout side hears of a change of lendable KV of at least this share of the whole
+    step: float
     gap_p99_s: tuple[float, float] = (
         math.nan,
         math.nan,
@@ -211,8 +225,9 @@ class Environment(Protocol):
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[Episode]:
-        """The members of prompt `index`, by the policy `version` (drift). `draw` is seeded by (run, prompt, try), so
-        rival policies meet the same episodes. A further call with `size=1` makes a crashed member's replacement."""
+        """The members of prompt `index`, by the policy `version` (drift). `draw` is seeded by (run,
+        prompt, try), so rival policies meet the same episodes. A further call with `size=1` makes a
+        crashed member's replacement."""
 
 
 # --------------------------------------------------------------------------- training, the whole
@@ -220,7 +235,8 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Trainer:
-    """step_s + tokens x flops_per_token / (gpus x gpu.flops x mfu). `gpus` 0: step_s is all (calibrated runs)."""
+    """step_s + tokens x flops_per_token / (gpus x gpu.flops x mfu). `gpus` 0: step_s is all
+    (calibrated runs)."""
 
     gpus: int
     gpu: Gpu

@@ -405,7 +405,8 @@ class Workers:
                 self._say_capacity(worker)
 
     def _say_capacity(self, worker: SimWorker) -> None:
-        """To the engine, which may have to give turns back, and to the scheduler, if it is worth a word."""
+        """To the engine, which may have to give turns back, and to the scheduler, if it is worth a
+        word."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
         said, was_revoked = worker.said

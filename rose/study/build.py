@@ -1,8 +1,8 @@
 """From a checked configuration to what the simulator takes: a `Spec` and a `Scheduler` per system.
 
-What the configuration says of a live run (model, batch, engines, trainer) holds here too; `sim` says the rest, and
-rose.sim.hardware turns published peaks into times. One parameter set for all systems: a `SimSystem` names policies,
-pools and how updates meet running turns, and no number.
+What the configuration says of a live run (model, batch, engines, trainer) holds here too; `sim`
+says the rest, and rose.sim.hardware turns published peaks into times. One parameter set for all
+systems: a `SimSystem` names policies, pools and how updates meet running turns, and no number.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
 
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
-    """A domain or a device that the simulation doesn't have is a slip of the pen: nothing would go there."""
+    """A domain or a device that the simulation doesn't have is a slip of the pen: nothing would go
+    there."""
     routing, systems = (
         system.scheduler.routing,
         "" if name == c.sim.label else f"sim.systems.{name}.",

@@ -1,7 +1,8 @@
 """The online service on cooperative devices: a trace, its rate, and what each device does with it.
 
-The rate is given, or a share (sim.serving.load) of the highest at which a device alone keeps its P99 targets: an
-operator sizes a service by its peaks, which is why there is something to borrow (sim.serving.rate=null).
+The rate is given, or a share (sim.serving.load) of the highest at which a device alone keeps its
+P99 targets: an operator sizes a service by its peaks, which is why there is something to borrow
+(sim.serving.rate=null).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from rose.sim import serving, spec
 from rose.traces.trace import LARGEST
 
 VARIANTS = 4  # devices that are computed; the others do as they do
-ROUNDS = 2  # of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
+# of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
+ROUNDS = 2
 FIRST_RATE = 4.0  # requests/s, where that search begins
 FIRST_S = 600.0  # of the trace that it is made on
 GENERATED = tuple(inspect.signature(traces.generate).parameters)

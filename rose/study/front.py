@@ -1,4 +1,5 @@
-"""What `python launch.py mode=simulate` and `mode=plan` do with checked configurations, one per point of a sweep.
+"""What `python launch.py mode=simulate` and `mode=plan` do with checked configurations, one per
+point of a sweep.
 
     0 done   1 a simulation failed   2 (ConfigError) nothing was simulated
 Left out: composing configurations (rose/launch/front.py).

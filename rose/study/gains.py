@@ -1,8 +1,8 @@
 """How much better one system is than another, with a 95% confidence interval over seeds.
 
-Both meet the same episodes, traffic and machines of a seed, so the ratios are paired. The logarithms of the ratios are
-taken as normal with unknown variance (Student's t); the mean is thus the geometric one, and 1 / gain has the mirrored
-interval.
+Both meet the same episodes, traffic and machines of a seed, so the ratios are paired. The
+logarithms of the ratios are taken as normal with unknown variance (Student's t); the mean is thus
+the geometric one, and 1 / gain has the mirrored interval.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Interval(NamedTuple):
 
 
 def quantile(degrees: int) -> float:
-    """97.5% quantile of Student's t; beyond the table by Cornish and Fisher's expansion (error below 1e-3)."""
+    """97.5% quantile of Student's t; beyond the table by Cornish and Fisher's expansion (error
+    below 1e-3)."""
     if degrees < 1:
         raise ValueError(f"degrees={degrees}: at least 1")
     if degrees <= len(T_975):

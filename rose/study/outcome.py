@@ -35,7 +35,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Means over the steps after the warm-up; seconds, tokens, shares of 0..1. NaN: there is none."""
+    """Means over the steps after the warm-up; seconds, tokens, shares of 0..1. NaN: there is
+    none."""
 
     point: str  # of a sweep: its name; else the run's
     system: str
@@ -180,7 +181,8 @@ def _phases(step: Step) -> list[float]:
 
 
 def shares(spans: np.ndarray, end: float, bins: int) -> list[float]:
-    """Of each of `bins` equal parts of [0, end], the share that the spans (n, 2), ascending and apart, cover."""
+    """Of each of `bins` equal parts of [0, end], the share that the spans (n, 2), ascending and
+    apart, cover."""
     edges = np.linspace(0.0, end, bins + 1)
     if not len(spans):
         return [0.0] * bins

@@ -1,4 +1,5 @@
-"""The pages: outputs/NAME/report.html of one comparison, outputs/NAME-sweep.html of a sweep's points.
+"""The pages: outputs/NAME/report.html of one comparison, outputs/NAME-sweep.html of a sweep's
+points.
 
 Shell, style and chart functions are those of the training report (rose/observe).
 """
@@ -207,7 +208,8 @@ def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:
 
 
 def _phases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Training that overlaps with rollouts makes the parts longer than the step: they are scaled to it."""
+    """Training that overlaps with rollouts makes the parts longer than the step: they are scaled to
+    it."""
     rows = []
     for name, each in by_system(outcomes).items():
         parts = {key: mean(each, f"{key}_s") for key in ("rollout", "train", "sync")}

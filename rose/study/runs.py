@@ -110,7 +110,8 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
 
 
 def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None]) -> list[Outcome]:
-    """In order of `jobs`; `heard` is told of each as it ends. Equal ones run once. Raises `SimulationFailed`."""
+    """In order of `jobs`; `heard` is told of each as it ends. Equal ones run once. Raises
+    `SimulationFailed`."""
     first: dict[str, Job] = {}
     for job in jobs:
         first.setdefault(job.key, job)
@@ -143,7 +144,8 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters (no thread or lock of ours is copied), ended at once when something goes wrong."""
+    """Fresh interpreters (no thread or lock of ours is copied), ended at once when something goes
+    wrong."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _alone, (os.getpid(),))
     try:

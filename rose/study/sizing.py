@@ -1,7 +1,8 @@
 """mode=plan: how many dedicated and borrowed GPUs reach a target, with which step time, and why.
 
-Every pair of sim.plan.dedicated x sim.plan.borrowed is simulated with the configured system. Of those that reach the
-target the cheapest is advised, a borrowed GPU counting sim.plan.borrowed_price of a dedicated one.
+Every pair of sim.plan.dedicated x sim.plan.borrowed is simulated with the configured system. Of
+those that reach the target the cheapest is advised, a borrowed GPU counting sim.plan.borrowed_price
+of a dedicated one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def target(c: Config) -> float:
 
 
 def borrowed_pool(c: Config) -> str:
-    """The pool of the configured system whose size is searched beside the dedicated one's. Raises `ConfigError`."""
+    """The pool of the configured system whose size is searched beside the dedicated one's. Raises
+    `ConfigError`."""
     found = [
         name
         for name in c.sim.pools
@@ -247,7 +249,8 @@ def summary(answer: Answer) -> dict[str, Any]:
 
 
 def answer(c: Config, console: Console, command: str) -> None:
-    """Searches, prints the trade-off and the reasons, and writes report.html, result.csv and result.json."""
+    """Searches, prints the trade-off and the reasons, and writes report.html, result.csv and
+    result.json."""
     found = search(c, lambda jobs: runs.carry_out(jobs, runs.cores(c.sim.processes), console))
     show(console, shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
     for reason in found.reasons:

@@ -1,4 +1,5 @@
-"""Outcomes as a table in the terminal, as result.csv (a row per system and seed) and as result.json (with gains)."""
+"""Outcomes as a table in the terminal, as result.csv (a row per system and seed) and as result.json
+(with gains)."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def _plain(value: Any) -> Any:
 
 
 def summary(outcomes: Sequence[Outcome], ours: str) -> dict[str, Any]:
-    """{"system": ours, "systems": {name: {metric: mean}}, "gains": {name: {"mean", "low", "high"}}}; null for NaN."""
+    """{"system": ours, "systems": {name: {metric: mean}}, "gains": {name: {"mean", "low",
+    "high"}}}; null for NaN."""
     systems = {
         name: {key: _plain(mean(rows, key)) for key in EVERY}
         for name, rows in by_system(outcomes).items()

@@ -1,7 +1,8 @@
-"""Traces of online serving's requests and of spot instances: read by path, cut and scaled, or made with like
-statistics.
+"""Traces of online serving's requests and of spot instances: read by path, cut and scaled, or made
+with like statistics.
 
-Knows numpy only, so that the simulator and the benchmarks replay the very same requests. The project holds no trace.
+Knows numpy only, so that the simulator and the benchmarks replay the very same requests. The
+project holds no trace.
 """
 
 from rose.traces.files import read

@@ -1,12 +1,14 @@
 """Request traces in the public formats, told apart by a file's first line.
 
-- Azure (Patel et al., Splitwise, ISCA 2024): CSV; TIMESTAMP (a date and time), ContextTokens, GeneratedTokens.
-- BurstGPT (Wang et al., KDD 2025): CSV; Timestamp (seconds), Model, Request tokens, Response tokens, Total tokens, Log
-  Type. A request that failed there has 0 response tokens.
-- Mooncake (Qin et al., FAST 2025): a JSON object a line; timestamp (milliseconds), input_length, output_length,
-  hash_ids (of the prompt's blocks of 512 tokens, a list; may be missing).
+- Azure (Patel et al., Splitwise, ISCA 2024): CSV; TIMESTAMP (a date and time), ContextTokens,
+  GeneratedTokens.
+- BurstGPT (Wang et al., KDD 2025): CSV; Timestamp (seconds), Model, Request tokens, Response
+  tokens, Total tokens, Log Type. A request that failed there has 0 response tokens.
+- Mooncake (Qin et al., FAST 2025): a JSON object a line; timestamp (milliseconds), input_length,
+  output_length, hash_ids (of the prompt's blocks of 512 tokens, a list; may be missing).
 
-Columns are found by name, others are ignored, blank lines are no requests. Left out: prompts' texts (traces have none).
+Columns are found by name, others are ignored, blank lines are no requests. Left out: prompts' texts
+(traces have none).
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Format(NamedTuple):
 
 
 def read(path: str | Path) -> Trace:
-    """Raises `OSError`, or `TraceError` that names file, line and column: a first line of none of the formats, a column
-    that is missing, a field that is no time or no whole number, negative tokens, a time before the one above it, no
-    requests."""
+    """Raises `OSError`, or `TraceError` that names file, line and column: a first line of none of
+    the formats, a column that is missing, a field that is no time or no whole number, negative
+    tokens, a time before the one above it, no requests."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()

@@ -11,7 +11,9 @@ from rose.traces.trace import LARGEST, Trace
 
 MINUTE_S, HOUR_S = 60, 3600
 SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
-LENGTHS = {  # name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: Azure public dataset, CC-BY 4.0
+# name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: Azure public dataset,
+# CC-BY 4.0
+LENGTHS = {
     "azure_conv": (
         (2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
         (7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000),
@@ -33,15 +35,17 @@ def generate(
     prompt: Lengths = (1020.0, 0.99),
     output: Lengths = (129.0, 0.85),
 ) -> Trace:
-    """A trace of `seconds` with about `rate` requests/s: a Poisson process whose rate is modulated per minute and per
-    second by lognormal factors of mean 1, such that the rate's highest minute and second of an hour are expected at
-    `minute_peak` and `second_peak` times the mean (published of production traffic: 1.7 and 4.2; a Poisson process
-    of constant rate has 1.0 for both). Counts add Poisson's own noise. `prompt`, `output`: lognormal lengths as
-    (median tokens, sigma of the logarithm), the defaults fitted to Azure's conversation trace, whose longest hundredth
-    they make more than twice as long as it is; or one of `LENGTHS`, quantiles between which logarithms are linear.
+    """A trace of `seconds` with about `rate` requests/s: a Poisson process whose rate is modulated
+    per minute and per second by lognormal factors of mean 1, such that the rate's highest minute
+    and second of an hour are expected at `minute_peak` and `second_peak` times the mean (published
+    of production traffic: 1.7 and 4.2; a Poisson process of constant rate has 1.0 for both). Counts
+    add Poisson's own noise. `prompt`, `output`: lognormal lengths as (median tokens, sigma of the
+    logarithm), the defaults fitted to Azure's conversation trace, whose longest hundredth they make
+    more than twice as long as it is; or one of `LENGTHS`, quantiles between which logarithms are
+    linear.
 
-    The same arguments make the same trace. Raises `ValueError` for peaks that no such process has, and for lengths of a
-    name that is not known.
+    The same arguments make the same trace. Raises `ValueError` for peaks that no such process has,
+    and for lengths of a name that is not known.
     """
     if not (seconds > 0 and rate > 0):
         raise ValueError(f"seconds={seconds}, rate={rate}: both must be positive")
@@ -82,8 +86,9 @@ def _lengths(of: Lengths, which: int, count: int, draw: np.random.Generator) -> 
 
 
 def _sigma(peak: float, windows: int) -> float:
-    """Of a lognormal factor of mean 1 whose largest of `windows` draws is expected near `peak`: exp(z s - s^2/2) =
-    peak, with z the normal quantile of Blom's (windows - 0.375) / (windows + 0.25)."""
+    """Of a lognormal factor of mean 1 whose largest of `windows` draws is expected near `peak`:
+    exp(z s - s^2/2) = peak, with z the normal quantile of Blom's (windows - 0.375) / (windows +
+    0.25)."""
     z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))
     if not 1 <= peak <= math.exp(z * z / 2):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Availability of spot instances: when each was there, from a file or made with like statistics.
 
-Two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them), told apart by the first line:
-`milliseconds,add|remove,name`, and `date, time, count` sampled now and then. Which instances a falling count takes is
-unknown; they are drawn, as in the first format those removed are neither the oldest nor the youngest (mean rank by age
-0.52 of 0..1 in its p3 trace).
+Two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them), told apart by
+the first line: `milliseconds,add|remove,name`, and `date, time, count` sampled now and then. Which
+instances a falling count takes is unknown; they are drawn, as in the first format those removed are
+neither the oldest nor the youngest (mean rank by age 0.52 of 0..1 in its p3 trace).
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Statistics:
 
     mean: float  # instances there
     most: int
-    life_s: float  # mean time until an instance is taken: instance-seconds / removals; infinite without removals
+    # mean time until an instance is taken: instance-seconds / removals; infinite without removals
+    life_s: float
     removed_at_once: float  # mean
     added_at_once: float
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Instance i is there in [begin[i], end[i]), ordered by begin; `seconds`: of the whole trace, which starts at 0.
-    One still there at the end has end = `seconds`."""
+    """Instance i is there in [begin[i], end[i]), ordered by begin; `seconds`: of the whole trace,
+    which starts at 0. One still there at the end has end = `seconds`."""
 
     begin: np.ndarray  # (instances,) float64, seconds
     end: np.ndarray  # (instances,) float64, seconds
@@ -53,7 +54,8 @@ class Availability:
 
     @property
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(times from 0 at which the count changes, the count from then on): (n,) float64, (n,) int64."""
+        """(times from 0 at which the count changes, the count from then on): (n,) float64, (n,)
+        int64."""
         at = np.unique(np.concatenate([[0.0], self.begin, self.end[self.end < self.seconds]]))
         return at, self.count(at)
 
@@ -69,7 +71,8 @@ class Availability:
         return Availability(begin[order], end[order], max(0.0, stop - start_s))
 
     def limited(self, most: int) -> Availability:
-        """At most so many at once, for a smaller cluster: an instance is taken if there is room when it comes."""
+        """At most so many at once, for a smaller cluster: an instance is taken if there is room
+        when it comes."""
         held: list[float] = []
         taken = np.zeros(len(self), bool)
         for at, (begin, end) in enumerate(zip(self.begin, self.end)):
@@ -97,9 +100,10 @@ class Availability:
 
 
 def read(path: str | Path, seed: int = 0) -> Availability:
-    """`seed`: of which instances a falling count takes. Raises `OSError`, or `TraceError` that names file, line and
-    column: neither format, a field missing or no number, negative, a time before the one above it, an instance added
-    twice or removed without having been added, an empty file."""
+    """`seed`: of which instances a falling count takes. Raises `OSError`, or `TraceError` that
+    names file, line and column: neither format, a field missing or no number, negative, a time
+    before the one above it, an instance added twice or removed without having been added, an empty
+    file."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
@@ -227,12 +231,13 @@ def generate(
     added_at_once: float = 2.1,
     restore_s: float = 0.5 * HOUR_S,
 ) -> Availability:
-    """A pool that wants `most` instances: each is taken after `life_s` on average, with others (a geometric number of
-    mean `removed_at_once`, drawn evenly), and each missing one comes back after `restore_s` on average, `added_at_once`
-    together. Defaults: the statistics of Bamboo's p3 trace, which holds 24 of at most 32 on average.
+    """A pool that wants `most` instances: each is taken after `life_s` on average, with others (a
+    geometric number of mean `removed_at_once`, drawn evenly), and each missing one comes back after
+    `restore_s` on average, `added_at_once` together. Defaults: the statistics of Bamboo's p3 trace,
+    which holds 24 of at most 32 on average.
 
-    The same arguments make the same pool. Raises `ValueError` for arguments that are not positive, or fewer than one at
-    once.
+    The same arguments make the same pool. Raises `ValueError` for arguments that are not positive,
+    or fewer than one at once.
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(

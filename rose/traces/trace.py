@@ -60,7 +60,8 @@ class Trace:
         return replace(self, at=self.at * time_factor)
 
     def tokens_scaled(self, prompt: float, output: float) -> Trace:
-        """Lengths multiplied and rounded, each 1 at least; equal prefixes are not known any more."""
+        """Lengths multiplied and rounded, each 1 at least; equal prefixes are not known any
+        more."""
 
         def times(lengths: np.ndarray, factor: float) -> np.ndarray:
             return np.clip(np.rint(lengths * factor), 1, LARGEST).astype(np.int32)
@@ -76,7 +77,8 @@ class Trace:
         )
 
     def peak(self, window_s: float) -> float:
-        """Requests in the fullest window of so many seconds, in units of the mean of all whole windows."""
+        """Requests in the fullest window of so many seconds, in units of the mean of all whole
+        windows."""
         windows = math.floor(self.seconds / window_s)
         if windows < 1:
             raise ValueError(f"a trace of {self.seconds:g} s has no window of {window_s:g} s")

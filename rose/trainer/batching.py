@@ -1,7 +1,7 @@
 """Which rows of a batch go into which micro-batch of which trainer rank.
 
-No torch: the coordinator plans, the trainer ranks follow. ZeRO's collectives need the same number of
-micro-batches on every rank, so a rank may get empty ones (it runs a padding row of weight 0). A
+No torch: the coordinator plans, the trainer ranks follow. ZeRO's collectives need the same number
+of micro-batches on every rank, so a rank may get empty ones (it runs a padding row of weight 0). A
 micro-batch is either rows padded to the longest, or one prefix tree (rose/trainer/prefix_tree.py);
 `plan_batch` takes the cheaper for the whole batch.
 """
@@ -16,18 +16,22 @@ import numpy as np
 from rose.config import ModelShape
 from rose.protocol import Costs
 
-# Of one chunk of the head: 128 MiB in float32, where larger was no faster; on GPUs 1 GiB, so that the output matrix is
-# read, and its gradient added to, an eighth as often.
+# Of one chunk of the head: 128 MiB in float32, where larger was no faster; on GPUs 1 GiB, so that
+# the output matrix is read, and its gradient added to, an eighth as often.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
-MASKED = 2.0  # cost of an attention pair under a dense mask, against a causal kernel's (which halves the pairs too): CPU
+# cost of an attention pair under a dense mask, against a causal kernel's (which halves the pairs
+# too): CPU
+MASKED = 2.0
 FLEX = 1.3  # the same of flex attention, if it isn't measured
-PARTLY = 128  # pairs that flex attention computes in vain for each token: it leaves out whole blocks only
+# pairs that flex attention computes in vain for each token: it leaves out whole blocks only
+PARTLY = 128
 
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
 
 class Packing(Protocol):
-    """How many tokens a micro-batch computes. `order` puts rows that go well together side by side."""
+    """How many tokens a micro-batch computes. `order` puts rows that go well together side by
+    side."""
 
     lengths: list[int]
     order: list[int]
@@ -55,7 +59,8 @@ class Shared:
         self.lengths = [len(row) for row in rows]
         self.order = sorted(range(len(rows)), key=lambda row: (rows[row].tolist(), row))
         self._place = {row: place for place, row in enumerate(self.order)}
-        # with the row before in `order`; two rows farther apart share the least of what lies between them
+        # with the row before in `order`; two rows farther apart share the least of what lies
+        # between them
         self._shared = [0, *(common(rows[a], rows[b]) for a, b in zip(self.order, self.order[1:]))]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
@@ -64,8 +69,8 @@ class Shared:
         return size + self.lengths[row] - self._in_common(rows[-1], row)
 
     def pairs(self, rows: list[int], dense: bool) -> float:
-        """Of tokens that attention computes in the tree of `rows`: all, or those that attend to each other and what
-        blocks waste."""
+        """Of tokens that attention computes in the tree of `rows`: all, or those that attend to
+        each other and what blocks waste."""
         if dense:
             return float(size_of(rows, self) ** 2)
         depths = [
@@ -100,7 +105,8 @@ def size_of(rows: list[int], packing: Packing) -> int:
 def plan_batch(
     rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int, costs: Costs | None
 ) -> tuple[Plan, bool]:
-    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees without `costs`.
+    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees
+    without `costs`.
 
     Raises what `plan_micro_batches` raises.
     """
@@ -126,7 +132,8 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 
 def flops(shape: ModelShape, flex: bool = False) -> Costs:
-    """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair and channel."""
+    """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair
+    and channel."""
     attention = shape.heads * shape.head_dim
     weights = shape.hidden * (
         2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate
@@ -137,12 +144,13 @@ def flops(shape: ModelShape, flex: bool = False) -> Costs:
 
 
 def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:
-    """plan[rank][update][micro-batch] -> rows of the batch; every row once, the same plan for the same input.
+    """plan[rank][update][micro-batch] -> rows of the batch; every row once, the same plan for the
+    same input.
 
-    A micro-batch's size by `packing` is at most `micro_batch_tokens`. Within an update every rank has the
-    same number of micro-batches, as few as the limit allows, and sizes are balanced over ranks. Each update
-    gets a like share of rows from all along the packing's order. A rank's largest micro-batch comes first:
-    if memory is short, it shows at once.
+    A micro-batch's size by `packing` is at most `micro_batch_tokens`. Within an update every rank
+    has the same number of micro-batches, as few as the limit allows, and sizes are balanced over
+    ranks. Each update gets a like share of rows from all along the packing's order. A rank's
+    largest micro-batch comes first: if memory is short, it shows at once.
 
     Raises `ValueError` for a row that is too long and for fewer rows than ranks x updates.
     """
@@ -188,7 +196,8 @@ def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
 
 
 def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
-    """A multiple of `ranks` bins of like size: the smallest limit that still gives no more of them."""
+    """A multiple of `ranks` bins of like size: the smallest limit that still gives no more of
+    them."""
     count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
     low, high = max(packing.lengths[row] for row in rows), limit  # a limit of `high` is known to do
     while low < high:
@@ -209,7 +218,8 @@ def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> lis
 
 
 def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list[int]]]:
-    """Largest first, each to the rank with the least work that still has room: as many bins to every rank."""
+    """Largest first, each to the rank with the least work that still has room: as many bins to
+    every rank."""
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for rows in sorted(bins, key=lambda b: -size_of(b, packing)):

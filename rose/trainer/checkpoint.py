@@ -1,8 +1,8 @@
 """Checkpoints of a run: a folder per step, complete or absent.
 
-``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, each of which marks its part when all of it is on
-disk; the coordinator adds its own state and renames the folder to ``step-000010/``: one without ``.tmp`` is whole,
-whenever the job was killed.
+``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, each of which marks its part when
+all of it is on disk; the coordinator adds its own state and renames the folder to ``step-000010/``:
+one without ``.tmp`` is whole, whenever the job was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # and no name under which one i
 
 @dataclass
 class Save:
-    """A checkpoint that is being written: its folder is begun once, and committed when every rank has saved."""
+    """A checkpoint that is being written: its folder is begun once, and committed when every rank
+    has saved."""
 
     step: int
     folder: Path
@@ -37,8 +38,8 @@ class SaveFailed(RuntimeError):
 
 
 def mark(folder: Path, rank: int, error: str) -> None:
-    """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is gone, of an attempt
-    that has ended, is nobody's any more."""
+    """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is
+    gone, of an attempt that has ended, is nobody's any more."""
     try:
         write_whole(
             Path(folder) / f"{FAILED if error else SAVED}-{rank:05d}", error.encode(), sync=True
@@ -48,7 +49,8 @@ def mark(folder: Path, rank: int, error: str) -> None:
 
 
 def saved(folder: Path) -> int:
-    """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them met."""
+    """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them
+    met."""
     marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
     for found in marks:
         if found[1] == FAILED:
@@ -98,14 +100,15 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def remove_halves(run_dir: Path) -> None:
-    """Remove what an interrupted attempt left: half a checkpoint may be all the room that the next one needs."""
+    """Remove what an interrupted attempt left: half a checkpoint may be all the room that the next
+    one needs."""
     for left in _folder(run_dir).glob("step-*.tmp"):
         shutil.rmtree(left)
 
 
 def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
-    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest. The ranks have brought
-    their files to the disk."""
+    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest.
+    The ranks have brought their files to the disk."""
     write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode(), sync=True)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(path)

@@ -1,10 +1,10 @@
 """Writes a rank's part of a checkpoint while training goes on.
 
-DeepSpeed hands every file of a checkpoint to its checkpoint engine. This one copies the tensors to host
-memory at once, so that the next step may change them, and writes the files in a thread (torch.save lets
-other threads run while it writes). A file `saved-RANK` in the folder then tells the coordinator, which
-looks for it: the rank itself may be in the middle of the next step.
-Left out: where host memory has no room for the copy, the files are written before `save` returns.
+DeepSpeed hands every file of a checkpoint to its checkpoint engine. This one copies the tensors to
+host memory at once, so that the next step may change them, and writes the files in a thread
+(torch.save lets other threads run while it writes). A file `saved-RANK` in the folder then tells
+the coordinator, which looks for it: the rank itself may be in the middle of the next step. Left
+out: where host memory has no room for the copy, the files are written before `save` returns.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from rose import storage
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
-SPARE = 1.25  # of the copy's bytes must be free: the engines' and the page cache's share of the host goes on growing
+# of the copy's bytes must be free: the engines' and the page cache's share of the host goes on
+# growing
+SPARE = 1.25
 CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, which copy at the same time."""
+    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, which copy at
+    the same time."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
@@ -110,7 +113,8 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def host_copy(state: Any) -> Any:
-    """The same structure with every tensor copied to host memory; nothing in it is shared with `state`."""
+    """The same structure with every tensor copied to host memory; nothing in it is shared with
+    `state`."""
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
     if isinstance(state, torch.Tensor):
@@ -134,13 +138,15 @@ def tensor_bytes(state: Any) -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take: the machine's, or the least that one of its control groups leaves.
-    Slurm limits a job and its steps, which are the groups above that of a task."""
+    """Host memory that this process may still take: the machine's, or the least that one of its
+    control groups leaves. Slurm limits a job and its steps, which are the groups above that of a
+    task."""
     return min([psutil.virtual_memory().available, *(_left(*place) for place in _groups())])
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, name of the limit's file, of the usage's): this process's group and those above it, of both versions."""
+    """(folder, name of the limit's file, of the usage's): this process's group and those above it,
+    of both versions."""
     for line in PROCESS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":

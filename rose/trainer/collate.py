@@ -1,7 +1,8 @@
-"""Trajectories -> the tensors of one micro-batch: padded rows, and their prefix tree if that is computed.
+"""Trajectories -> the tensors of one micro-batch: padded rows, and their prefix tree if that is
+computed.
 
-Rows are padded on the right. With causal attention no real token ever sees the padding, so there is no
-attention mask: that keeps the fast attention path, and gives the same numbers.
+Rows are padded on the right. With causal attention no real token ever sees the padding, so there is
+no attention mask: that keeps the fast attention path, and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rose.trainer.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour` and
-    `versions` is about the token that `inputs[:, : t + 1]` predicts."""
+    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour`
+    and `versions` is about the token that `inputs[:, : t + 1]` predicts."""
 
     rows: Tensor  # (B,) int64: rows of the whole batch
     inputs: Tensor  # (B, T) int64
@@ -36,9 +37,9 @@ class MicroBatch:
 def collate(
     rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int, trees: bool = False
 ) -> MicroBatch:
-    """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that the rank
-    still takes part in the collectives of forward and backward. `trees`: with a prefix tree, if there are
-    two rows to share anything.
+    """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that
+    the rank still takes part in the collectives of forward and backward. `trees`: with a prefix
+    tree, if there are two rows to share anything.
 
     Raises `ValueError` naming the trajectory whose fields contradict each other or the model.
     """

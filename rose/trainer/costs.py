@@ -1,7 +1,9 @@
-"""What a token and a pair of tokens cost in one layer of the model, measured on the device that trains.
+"""What a token and a pair of tokens cost in one layer of the model, measured on the device that
+trains.
 
-Matrix products and attention kernels of the model's own sizes, forward and backward, on random numbers. Left out: norms,
-rotary positions and activations, some tenths of a token's cost, which speaks a little against trees.
+Matrix products and attention kernels of the model's own sizes, forward and backward, on random
+numbers. Left out: norms, rotary positions and activations, some tenths of a token's cost, which
+speaks a little against trees.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ def measure(
     flex: bool,
     recomputed: bool,
 ) -> Costs:
-    """In seconds. `tokens`: of a micro-batch; `recomputed`: whether layers run forward twice. Takes about a second and
-    some hundred MiB on a GPU. The generator of random numbers is left as it was."""
+    """In seconds. `tokens`: of a micro-batch; `recomputed`: whether layers run forward twice. Takes
+    about a second and some hundred MiB on a GPU. The generator of random numbers is left as it
+    was."""
     numbers = torch.Generator(device).manual_seed(0)
 
     def seconds(function: Callable[..., Tensor], *sizes: tuple[int, ...]) -> float:

@@ -1,8 +1,9 @@
 """DeepSpeed behind three words: start, backward, update. Knows nothing of RL.
 
-DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a sum
-over all micro-batches and ranks, and their number varies from step to step, so gradient accumulation is
-driven from outside and the average over ranks is multiplied away. Left out: fp16, MoE, ZeRO-Infinity.
+DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
+sum over all micro-batches and ranks, and their number varies from step to step, so gradient
+accumulation is driven from outside and the average over ranks is multiplied away. Left out: fp16,
+MoE, ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class NonFiniteGradient(ArithmeticError):
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
-    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` of them in one layer."""
-    # A bucket is allocated whole at every update: DeepSpeed's own 5e8 cost a tiny model 1.3 s each time.
+    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` of them in one
+    layer."""
+    # A bucket is allocated whole at every update: DeepSpeed's own 5e8 cost a tiny model 1.3 s each
+    # time.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
@@ -56,14 +59,15 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
     }
     if (
         trainer.zero_stage == 3
-    ):  # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
+        # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
+    ):
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     out = {
         "train_micro_batch_size_per_gpu": 1,
-        # "More than one": we set the boundaries and scale by ourselves, but with 1 the optimizer offload
-        # keeps only the last micro-batch.
+        # "More than one": we set the boundaries and scale by ourselves, but with 1 the optimizer
+        # offload keeps only the last micro-batch.
         "gradient_accumulation_steps": 2,
         "gradient_clipping": trainer.optimizer.grad_clip,
         "zero_optimization": zero,
@@ -77,7 +81,8 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
 
 
 def use_device(gpus: int, index: int) -> torch.device:
-    """This rank's device: a GPU when the run has some, else the CPU, which DeepSpeed is told before it loads."""
+    """This rank's device: a GPU when the run has some, else the CPU, which DeepSpeed is told before
+    it loads."""
     if gpus:
         device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -89,17 +94,19 @@ def use_device(gpus: int, index: int) -> torch.device:
 def join_world(
     device: torch.device, rank: int, world: int, place: Place, timeout_s: float
 ) -> torch.distributed.ProcessGroup:
-    """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after that, a collective
-    that takes over `timeout_s` seconds fails.
+    """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after
+    that, a collective that takes over `timeout_s` seconds fails.
 
-    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until all ranks are
-    there, and it may be an engine's by then. Raises `RendezvousError`, which names all hosts and addresses.
+    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until
+    all ranks are there, and it may be an engine's by then. Raises `RendezvousError`, which names
+    all hosts and addresses.
     """
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 
     if device.type == "cpu":
-        # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed on one machine.
-        # Not on a GPU: there this look-up makes DeepSpeed try the compilers for all of its CUDA operators.
+        # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed
+        # on one machine. Not on a GPU: there this look-up makes DeepSpeed try the compilers for all
+        # of its CUDA operators.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # where DeepSpeed looks for its device
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
@@ -129,8 +136,8 @@ def join_world(
             f"{place.listing()}"
         ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes). There is no public
-    # call for any of them.
+    # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes).
+    # There is no public call for any of them.
     for group in (None, on_hosts, deepspeed.utils.groups._clone_world_group()):
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return on_hosts
@@ -145,7 +152,8 @@ def make_deterministic() -> None:
 class DeepSpeedEngine:
     """One rank's share of the model and its optimizer. The world must have been joined.
 
-    `folder` is the model's; raises what `rose.trainer.model.load` raises. `neighbours`: trainer ranks on this host.
+    `folder` is the model's; raises what `rose.trainer.model.load` raises. `neighbours`: trainer
+    ranks on this host.
     """
 
     def __init__(
@@ -191,16 +199,19 @@ class DeepSpeedEngine:
         return self.engine(inputs, targets, mask, tree and tree.to(self.device))
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before the forward pass of each micro-batch; `last` of the update, on every rank alike."""
+        """Before the forward pass of each micro-batch; `last` of the update, on every rank
+        alike."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of `loss`; the update's is the sum over its micro-batches and all ranks."""
+        """Add the gradient of `loss`; the update's is the sum over its micro-batches and all
+        ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def update(self, stepped: Callable[[], None] | None = None) -> tuple[float, float]:
-        """Apply the gradient; returns (its norm before clipping, the learning rate). Under ZeRO `stepped` is called
-        once this rank's partition is final, before the ranks gather each other's.
+        """Apply the gradient; returns (its norm before clipping, the learning rate). Under ZeRO
+        `stepped` is called once this rank's partition is final, before the ranks gather each
+        other's.
 
         Raises `NonFiniteGradient` on every rank, with nothing applied.
         """
@@ -268,8 +279,9 @@ class DeepSpeedEngine:
             self.engine.empty_partition_cache()
 
     def save(self, folder: Path) -> None:
-        """Copy model, optimizer, update count and random states, and write them into `folder` in a thread: it has all of
-        them when `checkpoint.saved` counts every rank. Training may go on at once.
+        """Copy model, optimizer, update count and random states, and write them into `folder` in a
+        thread: it has all of them when `checkpoint.saved` counts every rank. Training may go on at
+        once.
 
         Raises as `saved` when the one before is still being written.
         """
@@ -288,7 +300,8 @@ class DeepSpeedEngine:
         self.writer.finish(folder)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S` seconds."""
+        """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S`
+        seconds."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
@@ -296,7 +309,8 @@ class DeepSpeedEngine:
             )
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another shape."""
+        """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another
+        shape."""
         state = read_state(folder, self.settings, self.world)
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
@@ -308,7 +322,8 @@ class DeepSpeedEngine:
 
 
 def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict[str, Any]:
-    """What `save` noted beside DeepSpeed's files: updates applied, and the shape of the run that saved.
+    """What `save` noted beside DeepSpeed's files: updates applied, and the shape of the run that
+    saved.
 
     Raises `ValueError` when it is absent or the run has another shape: ZeRO's shares fit no other.
     """
@@ -354,8 +369,9 @@ def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Op
 
 @contextmanager
 def _build_lock() -> Iterator[None]:
-    """One builder of torch extensions per user at a time, under a lock that dies with its holder: then a `lock`
-    file in torch's own cache is a dead builder's, for which torch would wait forever. It is removed."""
+    """One builder of torch extensions per user at a time, under a lock that dies with its holder:
+    then a `lock` file in torch's own cache is a dead builder's, for which torch would wait forever.
+    It is removed."""
     from torch.utils.cpp_extension import _get_build_directory
 
     build = Path(_get_build_directory("cpu_adam", verbose=False))

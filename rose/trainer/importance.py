@@ -1,9 +1,10 @@
 """The gap between engine and trainer: how large it is, and the weight that corrects for it.
 
-vLLM and the trainer compute the same policy with other kernels, so the log-probabilities that sampled
-the tokens differ from those that the gradient sees, and more so for tokens of an older policy version.
-Truncated importance sampling multiplies each token's loss by min(proximal / behaviour, cap) (Ionides
-2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+vLLM and the trainer compute the same policy with other kernels, so the log-probabilities that
+sampled the tokens differ from those that the gradient sees, and more so for tokens of an older
+policy version. Truncated importance sampling multiplies each token's loss by min(proximal /
+behaviour, cap) (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
+off-policy RL training").
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ LOG_RATIO_LIMIT = (
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """log(new / old), (B, T); exactly 0 (value and gradient) where mask is 0, whatever stands there."""
+    """log(new / old), (B, T); exactly 0 (value and gradient) where mask is 0, whatever stands
+    there."""
     return (new - old).masked_fill(mask == 0, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -42,10 +44,10 @@ def mismatch(
     """How far the engine is from the trainer, over the response tokens of (B, T) log-probabilities.
 
     Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and
-    ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never negative
-    (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel;
-    `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a maximum
-    (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
+    ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never
+    negative (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel;
+    `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a
+    maximum (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
     """
     logs = log_ratio(proximal, behaviour, mask)
     ratio = logs.exp() * mask

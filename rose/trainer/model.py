@@ -1,8 +1,8 @@
 """The policy as the trainer sees it: an HF decoder that returns log-probabilities of given tokens.
 
-Every model takes this one path. The vocabulary's logits are computed only for the tokens that the policy
-made, in chunks whose activations are recomputed in the backward pass, so (B, T, V) never exists.
-Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` refuses them.
+Every model takes this one path. The vocabulary's logits are computed only for the tokens that the
+policy made, in chunks whose activations are recomputed in the backward pass, so (B, T, V) never
+exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` refuses them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Head(nn.Module):
         self.chunk_rows = max(1, logit_elements // output.out_features)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H) hidden states, (N,) int64 -> (N,) float32 log-probabilities, () float32 summed entropy, nats."""
+        """(N, H) hidden states, (N,) int64 -> (N,) float32 log-probabilities, () float32 summed
+        entropy, nats."""
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
             parts = [self._chunk(h, t) for h, t in self._chunks(hidden, targets)]
         else:
@@ -65,7 +66,8 @@ class Policy(nn.Module):
         return self.hf.config.vocab_size
 
     def largest_layer(self) -> int:
-        """Elements of its parameters, also where ZeRO-3 has split them; 0 for a model that isn't made of such layers."""
+        """Elements of its parameters, also where ZeRO-3 has split them; 0 for a model that isn't
+        made of such layers."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
         return max(
             (
@@ -76,7 +78,8 @@ class Policy(nn.Module):
         )
 
     def why_not_flex(self, device: torch.device) -> str:
-        """Why flex attention can't train this model on this device; "" if it can. It is tried, with compilers."""
+        """Why flex attention can't train this model on this device; "" if it can. It is tried, with
+        compilers."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
         return tree_attention.why_not_flex(
@@ -88,16 +91,17 @@ class Policy(nn.Module):
         )
 
     def use_flex(self) -> None:
-        """Trees under flex attention from now on; rows as before. Not of models with a `prefix_tree.obstacle`."""
+        """Trees under flex attention from now on; rows as before. Not of models with a
+        `prefix_tree.obstacle`."""
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
     def forward(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at temperature 1,
-        (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32. A `tree` of the inputs
-        changes no value, only the cost."""
+        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at
+        temperature 1, (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32.
+        A `tree` of the inputs changes no value, only the cost."""
         made = mask.bool()
         if tree is None:
             hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[
@@ -126,8 +130,8 @@ def load(
     gradient_checkpointing: bool,
     logit_elements: int = LOGIT_ELEMENTS,
 ) -> Policy:
-    """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of ZeRO-3 that
-    the caller holds, the weights are split over the ranks as they are read.
+    """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of
+    ZeRO-3 that the caller holds, the weights are split over the ranks as they are read.
 
     Raises `ValueError` for a model whose logits are not a plain product.
     """

@@ -1,10 +1,10 @@
 """A trainer rank's share of its device, given back whole and taken again.
 
-DeepSpeed's own `offload_states` knows each state by name, and in ZeRO-3 wants DeepSpeed's FusedAdam.
-Here no state is known: every storage of some size that any tensor of this process has on the device
-goes to host memory and is shrunk to nothing, as FSDP does with parameters. Tensors, views and flat
-buffers stay the same objects and see their values again once the storages have grown and been filled.
-Nothing may run on the device between the two calls.
+DeepSpeed's own `offload_states` knows each state by name, and in ZeRO-3 wants DeepSpeed's
+FusedAdam. Here no state is known: every storage of some size that any tensor of this process has on
+the device goes to host memory and is shrunk to nothing, as FSDP does with parameters. Tensors,
+views and flat buffers stay the same objects and see their values again once the storages have grown
+and been filled. Nothing may run on the device between the two calls.
 
 Host memory: on a GPU page-locked, in chunks that are kept; on a CPU, where host memory is what is
 given back, a file without a name.
@@ -32,10 +32,11 @@ CHUNK_CPU = 2**26
 
 
 class Offload:
-    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer uses,
-    even if their memory is not torch's (a model's file mapped into memory, a checkpoint's). `quiet`
-    returns when no other thread reads tensors of the host, as one that writes a checkpoint's copies
-    does; called on a CPU, where these can't be told from the trainer's states."""
+    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer
+    uses, even if their memory is not torch's (a model's file mapped into memory, a checkpoint's).
+    `quiet` returns when no other thread reads tensors of the host, as one that writes a
+    checkpoint's copies does; called on a CPU, where these can't be told from the trainer's
+    states."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class Offload:
         self.away = False
 
     def give_back(self) -> DeviceMemory:
-        """Everything to the host; the device's memory afterwards. Raises `RuntimeError` when there is
-        too little host memory, and what `quiet` raises."""
+        """Everything to the host; the device's memory afterwards. Raises `RuntimeError` when there
+        is too little host memory, and what `quiet` raises."""
         if not self.away:
             if self._device.type == "cpu":
                 self._quiet()
@@ -81,7 +82,8 @@ class Offload:
     def take(self) -> DeviceMemory:
         """Everything back to the device; its memory afterwards.
 
-        Raises `RuntimeError`, naming how much is free and wanted, when the device has too little."""
+        Raises `RuntimeError`, naming how much is free and wanted, when the device has too
+        little."""
         if self.away:
             try:
                 for storage, nbytes in self._gone:
@@ -110,8 +112,8 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those on the device, once each. What can't shrink others may share (NumPy's views): it stays,
-        unless it is the trainer's own."""
+        """Those on the device, once each. What can't shrink others may share (NumPy's views): it
+        stays, unless it is the trainer's own."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
         seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():

@@ -1,10 +1,12 @@
-"""Rows that begin alike, as one prefix tree: what they share is computed once, forward and backward.
+"""Rows that begin alike, as one prefix tree: what they share is computed once, forward and
+backward.
 
-The members of a GRPO group share their prompt, all rows their system message and tools. The tree's tokens
-stand in depth-first order in one sequence; a token attends to its ancestors only, and its position is its
-depth. So every row gets the numbers, and every weight the gradient, that separate rows would give (Tree
-Training, arXiv 2511.00413; here the whole micro-batch is one tree, and autograd adds up the gradients of
-shared tokens). Holds for models whose layers all attend to the whole context by rotary positions.
+The members of a GRPO group share their prompt, all rows their system message and tools. The tree's
+tokens stand in depth-first order in one sequence; a token attends to its ancestors only, and its
+position is its depth. So every row gets the numbers, and every weight the gradient, that separate
+rows would give (Tree Training, arXiv 2511.00413; here the whole micro-batch is one tree, and
+autograd adds up the gradients of shared tokens). Holds for models whose layers all attend to the
+whole context by rotary positions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class PrefixTree(NamedTuple):
     tokens: Tensor  # (L,) int64
     depths: Tensor  # (L,) int64: position in each row that has it
     ends: Tensor  # (L,) int64: its descendants are the tokens behind it and before this one
-    nodes: Tensor  # (B, T) int64: where each row's prefix stands in the tree; 0 beyond the row's length
+    # (B, T) int64: where each row's prefix stands in the tree; 0 beyond the row's length
+    nodes: Tensor
 
     def attention(self) -> Tensor:
         """(1, 1, L, L) bool: whether a token (third) attends to one (fourth)."""
@@ -63,7 +66,8 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """A tree of numbers: row i begins with the first shared[i] tokens of all, own[i] of its own follow."""
+    """A tree of numbers: row i begins with the first shared[i] tokens of all, own[i] of its own
+    follow."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths)):

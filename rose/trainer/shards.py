@@ -1,10 +1,13 @@
-"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition, nothing gathered.
+"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition,
+nothing gathered.
 
-Stage 3 splits every tensor evenly over the ranks; stages 1 and 2 flatten a group of tensors and split the whole, so a
-rank owns whole tensors and the ends of two. With stage 0 all ranks hold everything and blocks are shared out.
+Stage 3 splits every tensor evenly over the ranks; stages 1 and 2 flatten a group of tensors and
+split the whole, so a rank owns whole tensors and the ends of two. With stage 0 all ranks hold
+everything and blocks are shared out.
 
-Under ZeRO the values are read from the optimizer's float32 partition, which is final as soon as this rank's optimizer
-has stepped: before it is copied into the parameters, and before the all-gather of these.
+Under ZeRO the values are read from the optimizer's float32 partition, which is final as soon as
+this rank's optimizer has stepped: before it is copied into the parameters, and before the
+all-gather of these.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 class ShardReader:
-    """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
+    """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`:
+    of what is read."""
 
     def __init__(
         self,

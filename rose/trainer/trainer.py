@@ -1,9 +1,10 @@
-"""One trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm by name and no MPI.
+"""One trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm by name
+and no MPI.
 
 A step is: advantages and weights from the batch's summary; the proximal log-probabilities that no
-forward pass of the step will give anyway; then, per update, the loss of `algorithms.base` micro-batch by
-micro-batch. With several updates per step each one's loss is scaled by their number, so that it is of
-the size of the whole batch's and gradient clipping means the same.
+forward pass of the step will give anyway; then, per update, the loss of `algorithms.base`
+micro-batch by micro-batch. With several updates per step each one's loss is scaled by their number,
+so that it is of the size of the whole batch's and gradient clipping means the same.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class TrainingDiverged(ArithmeticError):
 
 
 class Trainer:
-    """Rank `index` of `world`; all must be made, and each method called, together. torch.distributed meets
-    at `place`, where rank 0 listens."""
+    """Rank `index` of `world`; all must be made, and each method called, together.
+    torch.distributed meets at `place`, where rank 0 listens."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class Trainer:
         self.no_trees, self.costs = self._prepare_trees(folder)
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
-        """(why this model is not trained on prefix trees, "" if it can be; what decides where they are cheaper), on
-        every rank alike. On GPUs the first is tried and the second measured, unless `deterministic`."""
+        """(why this model is not trained on prefix trees, "" if it can be; what decides where they
+        are cheaper), on every rank alike. On GPUs the first is tried and the second measured,
+        unless `deterministic`."""
         t, policy = self.config.trainer, self.engine.policy
         found = obstacle(policy.hf.config)
         if found or not t.share_prefixes:
@@ -121,8 +123,9 @@ class Trainer:
         trajectories: dict[int, protocol.Trajectory],
         publish_as: int | None = None,
     ) -> dict[str, float]:
-        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same on every rank. A
-        version to `publish` next is encoded from the moment at which this rank's optimizer has stepped.
+        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same
+        on every rank. A version to `publish` next is encoded from the moment at which this rank's
+        optimizer has stepped.
 
         Raises `TrainingDiverged` on every rank, before anything of that update is applied, and
         `ValueError` for a trajectory that makes no sense.
@@ -134,9 +137,11 @@ class Trainer:
     def open_store(
         self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]
     ) -> None:
-        """Versions go to this folder from now on; before `load`, while the weights are still the model folder's.
+        """Versions go to this folder from now on; before `load`, while the weights are still the
+        model folder's.
 
-        `cuts(name, shape)`: rows and columns at which some server's part of a tensor begins or ends.
+        `cuts(name, shape)`: rows and columns at which some server's part of a tensor begins or
+        ends.
         """
         codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
         c, dtype = self.config, DTYPES[self.config.model.dtype]
@@ -171,13 +176,14 @@ class Trainer:
             return self._publisher.publish(version, begin)
 
     def tidy(self) -> None:
-        """While nobody waits for this rank: make the store short for late readers, and no larger than it must be."""
+        """While nobody waits for this rank: make the store short for late readers, and no larger
+        than it must be."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder, as `DeepSpeedEngine.save` does: the files are written beside what comes
-        next."""
+        """Checkpoint into an existing folder, as `DeepSpeedEngine.save` does: the files are written
+        beside what comes next."""
         with self.recorder.timed("save"):
             self.engine.save(Path(folder))
 
@@ -187,32 +193,34 @@ class Trainer:
             self.engine.load(Path(folder))
 
     def share_device(self, folder: Path) -> None:
-        """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of `folder`."""
+        """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of
+        `folder`."""
         self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
-        """All memory on the device that can go to the host goes there; until `take_device` only `tidy` is allowed.
-        Returns the device's memory afterwards. On a CPU a checkpoint is on disk first: its copies are host memory, too.
-        Raises `TimeoutError` when that takes too long."""
+        """All memory on the device that can go to the host goes there; until `take_device` only
+        `tidy` is allowed. Returns the device's memory afterwards. On a CPU a checkpoint is on disk
+        first: its copies are host memory, too. Raises `TimeoutError` when that takes too long."""
         with self.recorder.timed("offload"):
             self.engine.forget_gathered()
             return self._offload.give_back()
 
     def take_device(self) -> DeviceMemory:
-        """What `give_device_back` moved is on the device again. Raises `RuntimeError` when there is too little room."""
+        """What `give_device_back` moved is on the device again. Raises `RuntimeError` when there is
+        too little room."""
         with self.recorder.timed("reload"):
             return self._offload.take()
 
     def close(self) -> None:
-        """Ends the world. A checkpoint that is being written is waited for, unless the job is being stopped, whose
-        launcher waits no longer than it said."""
+        """Ends the world. A checkpoint that is being written is waited for, unless the job is being
+        stopped, whose launcher waits no longer than it said."""
         self.engine.writer.wait(self.config.cluster.stop_timeout_s / 2)
         torch.distributed.destroy_process_group()
 
 
 class _Peers:
-    """The trainer ranks over torch.distributed, by the hosts' memory (`join_world`'s group): the device may be an
-    engine's while they tidy."""
+    """The trainer ranks over torch.distributed, by the hosts' memory (`join_world`'s group): the
+    device may be an engine's while they tidy."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group
@@ -270,8 +278,8 @@ class _Step:
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
 
     def _proximal(self) -> dict[tuple[int, int], Tensor]:
-        """(update, micro-batch) -> (B, T) log-probabilities before the step. The first update's forward
-        passes run with just these weights, so theirs needs no extra pass."""
+        """(update, micro-batch) -> (B, T) log-probabilities before the step. The first update's
+        forward passes run with just these weights, so theirs needs no extra pass."""
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
         with self._phase("proximal"), torch.no_grad():
@@ -285,7 +293,8 @@ class _Step:
     def _accumulate(
         self, update: int, micro_batches: list[MicroBatch], proximal: dict[tuple[int, int], Tensor]
     ) -> None:
-        """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
+        """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is
+        not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch(last=m == len(micro_batches) - 1)

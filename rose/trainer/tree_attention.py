@@ -1,8 +1,10 @@
-"""Attention over a prefix tree: flex attention on a GPU where it works, else SDPA under a dense mask.
+"""Attention over a prefix tree: flex attention on a GPU where it works, else SDPA under a dense
+mask.
 
-Flex attention leaves out the blocks of 128 x 128 in which no token attends to another, so a tree costs about what its
-rows cost a causal kernel, less what they share, and nothing of the size L x L is ever there. It is compiled (Triton) and
-trains on GPUs only. Blocks are found from the tree itself: torch's `create_block_mask` would make the dense mask first.
+Flex attention leaves out the blocks of 128 x 128 in which no token attends to another, so a tree
+costs about what its rows cost a causal kernel, less what they share, and nothing of the size L x L
+is ever there. It is compiled (Triton) and trains on GPUs only. Blocks are found from the tree
+itself: torch's `create_block_mask` would make the dense mask first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ BLOCK = 128  # tokens; of the kernel's, too
 SMALLEST = (
     2 * BLOCK
 )  # tokens of a tree, with padding: one of a single block would be compiled apart
-DENSE_TOKENS = 8192  # of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
+# of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
+DENSE_TOKENS = 8192
 CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
 PROBE_ROWS = (
     (200, 150),
@@ -54,8 +57,9 @@ def padded(tree: PrefixTree) -> PrefixTree:
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """(L,) int64 of a `padded` tree, on any device -> which blocks of keys each block of queries attends to, and which
-    of them whole. A token attends to those at or before it whose end is behind it."""
+    """(L,) int64 of a `padded` tree, on any device -> which blocks of keys each block of queries
+    attends to, and which of them whole. A token attends to those at or before it whose end is
+    behind it."""
     blocks = ends.view(-1, BLOCK)
     count = len(blocks)
     at = torch.arange(count, device=ends.device)
@@ -91,7 +95,8 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d) -> (B, L, heads, d)."""
+    """As transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d) -> (B, L,
+    heads, d)."""
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -105,7 +110,8 @@ def attention(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # fullgraph: more shapes than torch compiles for are an error; else it would go on uncompiled, L x L in float32
+    # fullgraph: more shapes than torch compiles for are an error; else it would go on uncompiled, L
+    # x L in float32
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -116,7 +122,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def why_not_flex(
     device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> str:
-    """Why attention of this shape can't be trained by flex attention on this device; "" if it can. It is tried."""
+    """Why attention of this shape can't be trained by flex attention on this device; "" if it can.
+    It is tried."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     try:  # a second length: torch compiles once more, for all that come
@@ -138,9 +145,9 @@ def difference(
     dtype: torch.dtype,
     times: int = 1,
 ) -> float:
-    """The largest of values and gradients between `attention` and float32 under the dense mask, relative to the largest
-    value or gradient, over a tree of random numbers, `times` PROBE_ROWS. The generator of random numbers is left as it
-    was."""
+    """The largest of values and gradients between `attention` and float32 under the dense mask,
+    relative to the largest value or gradient, over a tree of random numbers, `times` PROBE_ROWS.
+    The generator of random numbers is left as it was."""
     tree = padded(build_from_rows(*(times * np.array(PROBE_ROWS)).T).to(device))
     numbers = torch.Generator(device).manual_seed(0)
     shapes = [(1, count, len(tree.tokens), head_dim) for count in (heads, kv_heads, kv_heads)]

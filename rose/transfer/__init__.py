@@ -1,4 +1,5 @@
-"""Policy versions: from the trainer's shards to the engines' live weights, exactly, and with few bytes (docs/format.md).
+"""Policy versions: from the trainer's shards to the engines' live weights, exactly, and with few
+bytes (docs/format.md).
 
     blocks, codec (payload, rice)                   what is sent: differences of blocks as bytes
     store, edge, route, source                      where it lies, and by which way a reader gets to a version
@@ -6,7 +7,8 @@
     receive, stage, changes, live                   the reader's side
     broadcast, mirror, relay                        other ways for the same bytes than a shared folder
 
-May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or the roles.
+May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or
+the roles.
 """
 
 from rose.transfer.errors import Corrupted, Missing, TransferError

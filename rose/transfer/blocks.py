@@ -1,10 +1,11 @@
 """How the tensors of a model are cut into blocks, the unit of difference, hash and transfer. Pure.
 
-A block is a run of one tensor's values, in row-major order, that one trainer rank writes and that each server needs
-whole or not at all. Tensors are taken as matrices: (rows, product of the other dimensions), and (n, 1) where there is
-one dimension. Three kinds of cuts meet: where a tensor-parallel server's part begins or ends (`Cuts`, from
-`rose.engine.layout.cuts`), where a trainer rank's ZeRO shard begins or ends (`Shards`), and every `LARGEST` values, so
-that many threads have work and nobody holds much at once.
+A block is a run of one tensor's values, in row-major order, that one trainer rank writes and that
+each server needs whole or not at all. Tensors are taken as matrices: (rows, product of the other
+dimensions), and (n, 1) where there is one dimension. Three kinds of cuts meet: where a
+tensor-parallel server's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`), where a
+trainer rank's ZeRO shard begins or ends (`Shards`), and every `LARGEST` values, so that many
+threads have work and nobody holds much at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Rectangle(NamedTuple):
-    """Rows first_row <= r < last_row and columns first_column <= c < last_column of a tensor's matrix."""
+    """Rows first_row <= r < last_row and columns first_column <= c < last_column of a tensor's
+    matrix."""
 
     first_row: int
     last_row: int
@@ -139,8 +141,8 @@ def _before(index: int, block: Block, columns: int) -> int:
 
 
 def rectangles(block: Block, columns: int) -> list[Rectangle]:
-    """At most three whose values, each row-major, one after the other, are the block's: the end of a row, whole rows
-    of the band, the beginning of a row."""
+    """At most three whose values, each row-major, one after the other, are the block's: the end of
+    a row, whole rows of the band, the beginning of a row."""
     (row, column), (last_row, last_column) = (
         divmod(block.start, columns),
         divmod(block.stop, columns),
@@ -161,8 +163,8 @@ def rectangles(block: Block, columns: int) -> list[Rectangle]:
 
 
 def take(values, offset: int, block: Block, columns: int) -> list:
-    """The pieces of `values`, a flat run of the tensor from flat index `offset` on (ndarray or torch tensor), that
-    make up the block, in order: views of one or two dimensions."""
+    """The pieces of `values`, a flat run of the tensor from flat index `offset` on (ndarray or
+    torch tensor), that make up the block, in order: views of one or two dimensions."""
     if block.first == 0 and block.last == columns:
         return [values[block.start - offset : block.stop - offset]]
     pieces = []
@@ -172,7 +174,8 @@ def take(values, offset: int, block: Block, columns: int) -> list:
             r.last_row - r.first_row,
             r.last_column - r.first_column,
         )
-        # strided rather than reshaped: the last row may end with the band, not with the tensor's columns
+        # strided rather than reshaped: the last row may end with the band, not with the tensor's
+        # columns
         run = values[begin : begin + (height - 1) * columns + width]
         if isinstance(run, np.ndarray):
             pieces.append(

@@ -1,13 +1,15 @@
-"""Streams of encoded payloads from every trainer rank to all dedicated rollout ranks, while the next ones are encoded.
+"""Streams of encoded payloads from every trainer rank to all dedicated rollout ranks, while the
+next ones are encoded.
 
-A stream is one trainer rank's share of one edge: BEGIN with the edge's name, the payloads' bytes in frames, the table's
-bytes in frames, END. Frames hold no boundaries of payloads: the table tells where each lies. A root fills a frame,
-hands it to its sending thread and goes on; a receiver hands what comes to a `Sink` and never blocks its event loop.
-How frames travel: rose/transfer/broadcast_mpi.py (CPU) and broadcast_nccl.py (GPUs).
+A stream is one trainer rank's share of one edge: BEGIN with the edge's name, the payloads' bytes in
+frames, the table's bytes in frames, END. Frames hold no boundaries of payloads: the table tells
+where each lies. A root fills a frame, hands it to its sending thread and goes on; a receiver hands
+what comes to a `Sink` and never blocks its event loop. How frames travel:
+rose/transfer/broadcast_mpi.py (CPU) and broadcast_nccl.py (GPUs).
 
-Every frame says its place (sequence number, offset) and END says the sums, so a lost or repeated frame is an error
-here. There is no hash of frames: readers check xxh3-128 of every block that they decode, which also covers what may
-happen to the mirror, and go to the files when it differs.
+Every frame says its place (sequence number, offset) and END says the sums, so a lost or repeated
+frame is an error here. There is no hash of frames: readers check xxh3-128 of every block that they
+decode, which also covers what may happen to the mirror, and go to the files when it differs.
 
 This file imports neither MPI nor torch until `make_broadcast` chooses one.
 """
@@ -30,11 +32,13 @@ import numpy as np
 
 from rose.transfer.errors import TransferError
 
-# Of a frame's body. 128 KiB to 4 MiB were equally quick, within this machine's noise; a receiver's loop stood still for
-# 4 to 9 ms of computing at most with 8 frames of 1 MiB, for 10 to 14 with 4 of 4.
+# Of a frame's body. 128 KiB to 4 MiB were equally quick, within this machine's noise; a receiver's
+# loop stood still for 4 to 9 ms of computing at most with 8 frames of 1 MiB, for 10 to 14 with 4 of
+# 4.
 FRAME_BYTES = 1 << 20
 FRAMES = 8  # per rank: the root's in flight, a receiver's that come and go on
-_TICK_S = 0.0003  # between two looks at frames in flight; MPI moves a large message only when it is called
+# between two looks at frames in flight; MPI moves a large message only when it is called
+_TICK_S = 0.0003
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # becomes a folder in the mirror
 
 
@@ -47,7 +51,8 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What precedes a frame's body. `at`: bytes of this kind sent before; END: of the payload in all."""
+    """What precedes a frame's body. `at`: bytes of this kind sent before; END: of the payload in
+    all."""
 
     kind: Kind
     root: int  # index of the trainer rank
@@ -95,7 +100,8 @@ class Transit(Protocol):
 
 
 class Sink(Protocol):
-    """Takes a receiver's frames, of each root in order. `data` is only lent for the call. Must be quick."""
+    """Takes a receiver's frames, of each root in order. `data` is only lent for the call. Must be
+    quick."""
 
     def begin(self, root: int, name: str) -> None: ...
     def payload(self, root: int, data: memoryview) -> None: ...
@@ -104,22 +110,22 @@ class Sink(Protocol):
 
 
 class Broadcast(ABC):
-    """One rank's end, for as long as its process lives: MPI keeps the posted buffers. A trainer rank calls `begin`; a
-    rollout rank keeps `receive` running, from before the first stream begins until the last has ended, also while its
-    engine is down: other ranks' frames come through it."""
+    """One rank's end, for as long as its process lives: MPI keeps the posted buffers. A trainer
+    rank calls `begin`; a rollout rank keeps `receive` running, from before the first stream begins
+    until the last has ended, also while its engine is down: other ranks' frames come through it."""
 
     @abstractmethod
     def begin(self, name: str) -> Stream:
-        """On a trainer rank: starts its stream of the edge `name`. Raises `TransferError` when its last one is not
-        finished, or on a name that can't be a relative path."""
+        """On a trainer rank: starts its stream of the edge `name`. Raises `TransferError` when its
+        last one is not finished, or on a name that can't be a relative path."""
 
     @abstractmethod
     async def receive(self, sink: Sink) -> None:
         """On a rollout rank: hand all roots' frames to `sink`, until cancelled.
 
-        Raises `TransferError` when a root that has begun a stream is silent for `deadline_s` seconds, when a rank
-        that this one passes frames on to takes none for as long, or when frames are missing. Called again after
-        the first two it goes on where it was.
+        Raises `TransferError` when a root that has begun a stream is silent for `deadline_s`
+        seconds, when a rank that this one passes frames on to takes none for as long, or when
+        frames are missing. Called again after the first two it goes on where it was.
         """
 
 
@@ -131,11 +137,12 @@ def make_broadcast(
     deadline_s: float,
     interface: str | None = None,
 ) -> Broadcast | None:
-    """This rank's end of the broadcast from the MPI ranks `trainers` to `rollouts` of `world` (an `MPI.Comm`), each in
-    the order of its role's indices; `interface` (cluster.interface) is for NCCL's. None for kind "none", without rollout ranks, and on a rank that is neither.
+    """This rank's end of the broadcast from the MPI ranks `trainers` to `rollouts` of `world` (an
+    `MPI.Comm`), each in the order of its role's indices; `interface` (cluster.interface) is for
+    NCCL's. None for kind "none", without rollout ranks, and on a rank that is neither.
 
-    Collective over those ranks, and only those. Raises `TransferError` on another kind than "mpi", "nccl" or "none",
-    and for "nccl" where this process sees no GPU.
+    Collective over those ranks, and only those. Raises `TransferError` on another kind than "mpi",
+    "nccl" or "none", and for "nccl" where this process sees no GPU.
     """
     if kind not in ("mpi", "nccl", "none"):
         raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")
@@ -166,11 +173,12 @@ def make_broadcast(
 
 
 class Stream:
-    """One root's open stream. `send` and `finish` belong to one thread; a thread of the stream's own drives what is
-    in flight: of 8 MPI messages of 1 MiB none arrived while their sender computed. Encoders run outside the GIL.
+    """One root's open stream. `send` and `finish` belong to one thread; a thread of the stream's
+    own drives what is in flight: of 8 MPI messages of 1 MiB none arrived while their sender
+    computed. Encoders run outside the GIL.
 
-    `sequence`: of the next frame. `frames`: free ones, at least 2; `start` puts one on its way. `blocked_s`: seconds
-    in which `send` and `finish` waited for receivers.
+    `sequence`: of the next frame. `frames`: free ones, at least 2; `start` puts one on its way.
+    `blocked_s`: seconds in which `send` and `finish` waited for receivers.
     """
 
     def __init__(
@@ -205,7 +213,8 @@ class Stream:
         self._flush(Kind.BEGIN)
 
     def send(self, data: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The next payload's bytes, which are copied. Returns at once while frames are free, else when one is.
+        """The next payload's bytes, which are copied. Returns at once while frames are free, else
+        when one is.
 
         Raises `TransferError` when the receivers took no frame for `deadline_s` seconds.
         """
@@ -266,7 +275,8 @@ class Stream:
         return frame
 
     def _drive(self) -> None:
-        """The thread: start full frames, free those that have left, until there is nothing more to come."""
+        """The thread: start full frames, free those that have left, until there is nothing more to
+        come."""
         under_way: deque[tuple[Frame, list[Transit]]] = deque()
         try:
             while not self._abandoned.is_set():
@@ -299,7 +309,8 @@ class _Open:
 
 
 class Assembly:
-    """Checks the order of frames at a receiver and hands them to its sink; notices roots that fall silent."""
+    """Checks the order of frames at a receiver and hands them to its sink; notices roots that fall
+    silent."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -336,7 +347,8 @@ class Assembly:
                 sink.end(header.root)
 
     def check_silence(self) -> None:
-        """When nothing is here to be taken. Raises `TransferError` naming the root and what it has sent."""
+        """When nothing is here to be taken. Raises `TransferError` naming the root and what it has
+        sent."""
         now = time.monotonic()
         for root, stream in self._open.items():
             if now - stream.heard > self.deadline_s:

@@ -1,18 +1,22 @@
-"""Broadcast over MPI point-to-point messages: each root sends once, the rollout ranks pass frames on.
+"""Broadcast over MPI point-to-point messages: each root sends once, the rollout ranks pass frames
+on.
 
     trainer 0 --+                +--> rollout 1 --> rollouts 3, 4
     trainer 1 --+--> rollout 0 --+
                                  +--> rollout 2 --> rollouts 5, 6
 
-All roots send to the first rollout rank, which so decides one order of all frames, the same at every rank. A frame is
-passed on before it is handed over here. One message carries header and body: a receive may be longer than what comes,
-so nothing has to be known before. MPI_Ibcast would need each length in a broadcast before it, by all ranks in the same
-order of roots, and moves only when every rank of its tree happens to be inside MPI.
+All roots send to the first rollout rank, which so decides one order of all frames, the same at
+every rank. A frame is passed on before it is handed over here. One message carries header and body:
+a receive may be longer than what comes, so nothing has to be known before. MPI_Ibcast would need
+each length in a broadcast before it, by all ranks in the same order of roots, and moves only when
+every rank of its tree happens to be inside MPI.
 
-All receives are posted before, from any source, and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", Iprobe or
-Improbe followed by Irecv while other large receives were pending completed with the right count and no data.
+All receives are posted before, from any source, and nothing is probed: with MPICH 5.0.2 over
+"tcp;ofi_rxm", Iprobe or Improbe followed by Irecv while other large receives were pending completed
+with the right count and no data.
 
-The communicator is made by MPI_Comm_create_group among trainer and rollout ranks alone: no other rank takes part.
+The communicator is made by MPI_Comm_create_group among trainer and rollout ranks alone: no other
+rank takes part.
 """
 
 from __future__ import annotations
@@ -36,8 +40,9 @@ from rose.transfer.broadcast import (
 )
 from rose.transfer.errors import TransferError
 
-# Ranks that a rollout rank sends each frame to. With 1 (a chain) nobody sends more than it receives, but every rank
-# adds its poll to the way: 1 MiB reached 8 ranks on 2 cores in 81 ms, with 2 in 50; 64 MiB came equally fast.
+# Ranks that a rollout rank sends each frame to. With 1 (a chain) nobody sends more than it
+# receives, but every rank adds its poll to the way: 1 MiB reached 8 ranks on 2 cores in 81 ms, with
+# 2 in 50; 64 MiB came equally fast.
 PASS_ON = 2
 _TAG = 0
 _GROUP_TAG = 77  # of MPI_Comm_create_group on the world
@@ -46,8 +51,9 @@ _IDLE_PAUSE_S = 0.002
 
 
 class MpiBroadcast(Broadcast):
-    """Collective over the ranks `trainers` and `rollouts` of `world`, which are in the order of their roles' indices
-    and at least one of each. Raises `TransferError` when MPI was not started for several threads."""
+    """Collective over the ranks `trainers` and `rollouts` of `world`, which are in the order of
+    their roles' indices and at least one of each. Raises `TransferError` when MPI was not started
+    for several threads."""
 
     def __init__(
         self, world: MPI.Comm, trainers: Sequence[int], rollouts: Sequence[int], deadline_s: float
@@ -144,8 +150,8 @@ class MpiBroadcast(Broadcast):
         )
 
     def _pass_on(self) -> bool:
-        """Messages that are complete go to the next ranks, those of one root in their order. A large one may be
-        overtaken by a small one that came later."""
+        """Messages that are complete go to the next ranks, those of one root in their order. A
+        large one may be overtaken by a small one that came later."""
         moved = False
         for coming in list(self._coming):
             frame, request = coming

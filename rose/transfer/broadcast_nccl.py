@@ -1,14 +1,16 @@
 """Broadcast with the bodies of frames over NCCL and their headers over MPI.
 
-A header comes first, along the ranks of broadcast_mpi, and says what to expect: no rank waits inside of NCCL, where it
-would keep a part of its GPU busy, for a frame whose root is still encoding. It also gives the collectives of all roots
-one order, the same at every rollout rank, as NCCL wants it of several communicators on one GPU.
+A header comes first, along the ranks of broadcast_mpi, and says what to expect: no rank waits
+inside of NCCL, where it would keep a part of its GPU busy, for a frame whose root is still
+encoding. It also gives the collectives of all roots one order, the same at every rollout rank, as
+NCCL wants it of several communicators on one GPU.
 
-There is one process group per trainer rank, {that rank, all rollout ranks}, made directly and apart from the default
-one: DeepSpeed's collectives don't meet these. Bodies go pinned host -> GPU -> NCCL -> GPU -> pinned host.
+There is one process group per trainer rank, {that rank, all rollout ranks}, made directly and apart
+from the default one: DeepSpeed's collectives don't meet these. Bodies go pinned host -> GPU -> NCCL
+-> GPU -> pinned host.
 
-For GPUs. On a CPU (gloo, in tests only) torch starts threads in the rollout rank, which its engine's fork does not
-survive; on GPUs vLLM spawns.
+For GPUs. On a CPU (gloo, in tests only) torch starts threads in the rollout rank, which its
+engine's fork does not survive; on GPUs vLLM spawns.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from rose.transfer.broadcast_mpi import MpiBroadcast
 
 
 class TorchFrame(Frame):
-    """Its body is also a tensor, uint8 (FRAME_BYTES,): `host`, and `staged` on the GPU (`host` itself without one)."""
+    """Its body is also a tensor, uint8 (FRAME_BYTES,): `host`, and `staged` on the GPU (`host`
+    itself without one)."""
 
     def __init__(self, device: torch.device) -> None:
         pinned = torch.empty(
@@ -43,8 +46,9 @@ class TorchFrame(Frame):
 
 
 class TorchBroadcast(MpiBroadcast):
-    """Collective as `MpiBroadcast` is. `device`: this rank's; its type, the same at all ranks, decides for NCCL or
-    gloo. Every trainer and rollout rank needs a GPU that it shares with no other."""
+    """Collective as `MpiBroadcast` is. `device`: this rank's; its type, the same at all ranks,
+    decides for NCCL or gloo. Every trainer and rollout rank needs a GPU that it shares with no
+    other."""
 
     def __init__(
         self,

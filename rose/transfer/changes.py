@@ -1,9 +1,10 @@
 """The single values that a version changes, on their way from the host into parameters on a device.
 
-Before the flip as many of them as the device has room for are brought there: 6 bytes for a bfloat16 value, an index of
-4 and the new value. The rest waits on the host and comes through one small piece of device memory during the flip: the
-pause is longer, and no version is too large for the device. Old values stay on the host: a flip that breaks off needs
-them, no other. All device memory is taken before the flip, so that a flip can't run out of it.
+Before the flip as many of them as the device has room for are brought there: 6 bytes for a bfloat16
+value, an index of 4 and the new value. The rest waits on the host and comes through one small piece
+of device memory during the flip: the pause is longer, and no version is too large for the device.
+Old values stay on the host: a flip that breaks off needs them, no other. All device memory is taken
+before the flip, so that a flip can't run out of it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LARGE = 256 * 2**20  # bytes from which on the allocator is told to give them ba
 
 
 def budget(live: Live, most: int | None) -> int | None:
-    """Bytes of the device that staging may take now: `most`, or less where less is free. Null: the parameters are in
-    host memory, and nothing needs to be brought there."""
+    """Bytes of the device that staging may take now: `most`, or less where less is free. Null: the
+    parameters are in host memory, and nothing needs to be brought there."""
     if live.device.type != "cuda":
         return most
     free = torch.cuda.mem_get_info(live.device)[0] - RESERVE
@@ -47,8 +48,8 @@ def at_once(room: int | None, threads: int) -> int:
 
 @dataclass
 class _Piece:
-    """Some changes of one parameter. `indices` (n,) and `new` (n,) are on the device if `resident`, else on the host,
-    as `old` (n,) always is."""
+    """Some changes of one parameter. `indices` (n,) and `new` (n,) are on the device if `resident`,
+    else on the host, as `old` (n,) always is."""
 
     parameter: str
     indices: Tensor
@@ -70,7 +71,8 @@ class _Room:
 
 
 class Changes:
-    """Filled by `add`, brought near by `upload`, written by `put`, compared by `check`, dropped by `release`."""
+    """Filled by `add`, brought near by `upload`, written by `put`, compared by `check`, dropped by
+    `release`."""
 
     def __init__(self, live: Live, threads: int):
         self._live, self._threads = live, threads
@@ -84,8 +86,8 @@ class Changes:
         self._added.setdefault(parameter, []).append((indices, new, old))
 
     def upload(self, most: int | None) -> None:
-        """Take at most `most` bytes of the device (`budget` says how many), and bring there what finds room. Raises
-        `TransferError` when the device has not even `LEAST` bytes."""
+        """Take at most `most` bytes of the device (`budget` says how many), and bring there what
+        finds room. Raises `TransferError` when the device has not even `LEAST` bytes."""
         if most is None or not self._added:
             self.pieces = list(self._cut(PIECE))
             return
@@ -105,7 +107,8 @@ class Changes:
             piece.resident, at = True, ends[1]
 
     def _take(self, most: int) -> tuple[int, Tensor]:
-        """(values of a piece, memory for the resident ones): a quarter of what there is for the first, at most."""
+        """(values of a piece, memory for the resident ones): a quarter of what there is for the
+        first, at most."""
         wanted = sum(
             _aligned(part.nbytes)
             for parts in self._added.values()
@@ -152,8 +155,9 @@ class Changes:
 
     @torch.no_grad()
     def put(self, which: str) -> None:
-        """Write the "new" values, or the "old" ones. On a CPU single values cost a miss of the cache each, so that
-        threads help, and scatter_ takes a quarter to all of the time of `parameter[indices] = new`."""
+        """Write the "new" values, or the "old" ones. On a CPU single values cost a miss of the
+        cache each, so that threads help, and scatter_ takes a quarter to all of the time of
+        `parameter[indices] = new`."""
         self._each(
             lambda piece: self._flat(piece).scatter_(
                 0, self._index(piece), self._values(piece, which)

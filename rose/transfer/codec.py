@@ -1,11 +1,13 @@
-"""What becomes of one block of values, bit-exact: a payload, from and against the block's older values.
+"""What becomes of one block of values, bit-exact: a payload, from and against the block's older
+values.
 
-Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). The smallest of four encodings is taken:
-unchanged; delta (which values changed, as Golomb-Rice coded gaps or, where that is smaller, a bitmask, and the integer
-differences of their patterns in the order of the floats); dense (sign and mantissa as they are, exponents Rice coded by
-rank); raw. docs/format.md has every byte. All functions are pure and safe to call from threads; the loops release the
-GIL. Left out: entropy coders that decode one symbol after the other (a GPU could not), and hashes: a wrong payload
-raises `ValueError` or gives some array, never more, so callers check what they got.
+Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). The smallest of four encodings
+is taken: unchanged; delta (which values changed, as Golomb-Rice coded gaps or, where that is
+smaller, a bitmask, and the integer differences of their patterns in the order of the floats); dense
+(sign and mantissa as they are, exponents Rice coded by rank); raw. docs/format.md has every byte.
+All functions are pure and safe to call from threads; the loops release the GIL. Left out: entropy
+coders that decode one symbol after the other (a GPU could not), and hashes: a wrong payload raises
+`ValueError` or gives some array, never more, so callers check what they got.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def compile_all() -> None:
 def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
     """Patterns (n,) uint16 or uint32, and the same block's older ones -> payload (bytes,) uint8.
 
-    Without `old` the payload is dense or raw. Raises `ValueError` if the two differ in shape or type.
+    Without `old` the payload is dense or raw. Raises `ValueError` if the two differ in shape or
+    type.
     """
     new = _block(new)
     if old is None:
@@ -76,7 +79,8 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
     """The new values (n,) of a payload (bytes-like or (bytes,) uint8).
 
-    Raises `ValueError` if the payload is malformed, or needs the older values and these are missing or don't fit.
+    Raises `ValueError` if the payload is malformed, or needs the older values and these are missing
+    or don't fit.
     """
     data, layout = _parse(payload)
     if old is not None:
@@ -96,7 +100,8 @@ def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
 
 
 def apply(payload, values: np.ndarray) -> None:
-    """Turn the older values into the new ones in place; contiguous, writable. On `ValueError` they are untouched."""
+    """Turn the older values into the new ones in place; contiguous, writable. On `ValueError` they
+    are untouched."""
     data, layout = _parse(payload)
     _check_base(layout, values)
     if not (values.flags.c_contiguous and values.flags.writeable):
@@ -116,7 +121,8 @@ def apply(payload, values: np.ndarray) -> None:
 
 
 def compose(first, second) -> np.ndarray:
-    """Payload of a -> c from those of a -> b and b -> c, without any values. What changes back vanishes.
+    """Payload of a -> c from those of a -> b and b -> c, without any values. What changes back
+    vanishes.
 
     Raises `ValueError` if either is malformed or they are of different blocks.
     """
@@ -148,7 +154,8 @@ def info(payload) -> Info:
 
 
 def changes(payload) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (c,) int32, ascending, and differences (c,) int32 of a delta, or of an unchanged block (none).
+    """Positions (c,) int32, ascending, and differences (c,) int32 of a delta, or of an unchanged
+    block (none).
 
     Raises `ValueError` for other kinds and for malformed payloads.
     """
@@ -159,7 +166,8 @@ def changes(payload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """The patterns (c,) that are so many steps (c,) int32 after `old` (c,): what `changes` says of these values."""
+    """The patterns (c,) that are so many steps (c,) int32 after `old` (c,): what `changes` says of
+    these values."""
     new = np.array(old)
     _loops().add(new, np.arange(old.size, dtype=np.int32), differences, old.size)
     return new

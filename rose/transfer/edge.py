@@ -1,4 +1,5 @@
-"""Read one edge of a store, or of the copy of it that a rollout rank keeps in memory (`rose.transfer.mirror`)."""
+"""Read one edge of a store, or of the copy of it that a rollout rank keeps in memory
+(`rose.transfer.mirror`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ COMPLETE = "complete"  # file of a mirrored edge, written last
 
 
 def read_plan(source: Source) -> tuple[Plan, str]:
-    """The store's plan and its hash, which every manifest repeats. Raises `Missing`, `Corrupted`."""
+    """The store's plan and its hash, which every manifest repeats. Raises `Missing`,
+    `Corrupted`."""
     data = source.read(PLAN)
     return unseal(data, Plan, f"{source}/{PLAN}"), hash_of(data)
 
@@ -52,8 +54,9 @@ class Edge:
         return self._tables[rank]
 
     def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[np.void, memoryview]]:
-        """(entry, payload) of those of `blocks`, all of owner `rank`, that this edge changes. Each payload's hash is
-        checked; bytes that fail are asked for once more, past all caches. Raises `Missing`, `Corrupted`."""
+        """(entry, payload) of those of `blocks`, all of owner `rank`, that this edge changes. Each
+        payload's hash is checked; bytes that fail are asked for once more, past all caches. Raises
+        `Missing`, `Corrupted`."""
         table = self.table(rank)
         rows = np.searchsorted(table["block"], np.array(blocks, np.uint32))
         rows = [
@@ -89,7 +92,8 @@ class Edge:
         raise NotImplementedError
 
     def _checked(self, rank: int, table: np.ndarray) -> np.ndarray:
-        """The payloads must tile the data, and the blocks be this rank's: no later step looks again."""
+        """The payloads must tile the data, and the blocks be this rank's: no later step looks
+        again."""
         where = f"{self.source}/{self.name}: rank {rank}'s table"
         blocks, ends = table["block"].astype(np.int64), table["offset"] + table["length"]
         if len(table) and not ((np.diff(blocks) > 0).all() and blocks[-1] < len(self.plan.blocks)):
@@ -107,7 +111,8 @@ class Edge:
 
 
 class StoredEdge(Edge):
-    """Of a store. Raises `Missing` when it is not committed, `Corrupted` when its manifest is not this store's."""
+    """Of a store. Raises `Missing` when it is not committed, `Corrupted` when its manifest is not
+    this store's."""
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
         super().__init__(source, version, base, plan)
@@ -172,7 +177,8 @@ class StoredEdge(Edge):
 
 
 class MirroredEdge(Edge):
-    """Of a mirror: the same payloads and tables as they were broadcast. Raises `Missing` unless it is complete."""
+    """Of a mirror: the same payloads and tables as they were broadcast. Raises `Missing` unless it
+    is complete."""
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
         super().__init__(source, version, base, plan)

@@ -2,7 +2,8 @@
 
 
 class TransferError(RuntimeError):
-    """A version can't be written, committed, found or trusted; the text names the file and the block."""
+    """A version can't be written, committed, found or trusted; the text names the file and the
+    block."""
 
 
 class Missing(TransferError):

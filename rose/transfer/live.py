@@ -17,7 +17,8 @@ TYPES = (torch.bfloat16, torch.float32, torch.int16, torch.int32)
 
 
 class Place(NamedTuple):
-    """Where a block lies in a live parameter: `rectangles` of the parameter's (rows, columns) matrix, in order."""
+    """Where a block lies in a live parameter: `rectangles` of the parameter's (rows, columns)
+    matrix, in order."""
 
     parameter: str
     rectangles: list[Rectangle]
@@ -40,8 +41,8 @@ def check_type(name: str, tensor: torch.Tensor) -> None:
 class Live:
     """The live parameters of one engine rank as integer matrices.
 
-    `parameters`: name -> contiguous tensor, all of one device, (rows, ...) of bfloat16 or float32. Raises
-    `TransferError` for one that is not.
+    `parameters`: name -> contiguous tensor, all of one device, (rows, ...) of bfloat16 or float32.
+    Raises `TransferError` for one that is not.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
@@ -60,12 +61,13 @@ class Live:
             self.matrices[name] = patterns.view(patterns.shape[0] if patterns.dim() else 1, -1)
 
     def aside(self):
-        """Context in which copies from and to a GPU don't wait for what the engine computes there. Leaving it does not
-        wait for them: `settle` does."""
+        """Context in which copies from and to a GPU don't wait for what the engine computes there.
+        Leaving it does not wait for them: `settle` does."""
         if self._aside is None:
             return nullcontext()
-        # A thread begins on device 0; torch would go back there after the stream, and make a context of half a GiB on
-        # it: from every rank of a tensor-parallel engine on the first one's device.
+        # A thread begins on device 0; torch would go back there after the stream, and make a
+        # context of half a GiB on it: from every rank of a tensor-parallel engine on the first
+        # one's device.
         torch.cuda.set_device(self.device)
         return torch.cuda.stream(self._aside)
 
@@ -84,8 +86,8 @@ class Live:
         return _unsigned(out)
 
     def read_at(self, place: Place, positions: np.ndarray, most: int) -> np.ndarray:
-        """The patterns at these positions (c,) of a block, (c,) uint16 or uint32 in host memory. On the device are
-        `most` of them at a time, at 14 to 16 bytes each."""
+        """The patterns at these positions (c,) of a block, (c,) uint16 or uint32 in host memory. On
+        the device are `most` of them at a time, at 14 to 16 bytes each."""
         flat = self.matrices[place.parameter].view(-1)
         indices, out = (
             torch.from_numpy(self.indices(place, positions)),
@@ -104,8 +106,8 @@ class Live:
             at += r.size
 
     def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
-        """Ascending positions (c,) within a block -> flat indices (c,) within the parameter: int32, or int64 in a
-        parameter that is too large for it."""
+        """Ascending positions (c,) within a block -> flat indices (c,) within the parameter: int32,
+        or int64 in a parameter that is too large for it."""
         matrix = self.matrices[place.parameter]
         columns, dtype = matrix.shape[1], np.int32 if matrix.numel() < 2**31 else np.int64
         positions = positions.astype(dtype, copy=False)

@@ -1,16 +1,18 @@
-"""A rollout rank's copy of the edges broadcast to it, in its node's memory, for its engine's processes to read.
+"""A rollout rank's copy of the edges broadcast to it, in its node's memory, for its engine's
+processes to read.
 
     <path>/v000012/from-000011/rank-00003.payload   grows as frames come
                                rank-00003.table
                                complete             made last, empty
 
-`<path>` is rose-<uid>-<run>-<attempt>-<rank>-<pid>.<start> in /dev/shm, or in another folder that is given,
-mode 0700. Trust an edge only when it has `complete`: then every trainer rank's stream has ended. The folder outlives
-engines; a rank that was killed leaves it, and the next rank of the same run on this node, which knows the dead one by
-pid and start time, removes it.
+`<path>` is rose-<uid>-<run>-<attempt>-<rank>-<pid>.<start> in /dev/shm, or in another folder that
+is given, mode 0700. Trust an edge only when it has `complete`: then every trainer rank's stream has
+ended. The folder outlives engines; a rank that was killed leaves it, and the next rank of the same
+run on this node, which knows the dead one by pid and start time, removes it.
 
-The mirror is a convenience: whatever the operating system refuses (no memory left, no folder) costs the edge that was
-being written and nothing else; readers find that in the files of the store. Its pages count as memory of the job.
+The mirror is a convenience: whatever the operating system refuses (no memory left, no folder) costs
+the edge that was being written and nothing else; readers find that in the files of the store. Its
+pages count as memory of the job.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ class _Edge:
 
 
 class Mirror:
-    """A `Sink` of `Broadcast.receive`. `roots`: trainer ranks that send a stream of every edge. `limit_bytes`: an edge
-    that would take the mirror above it is dropped; without one only the kernel says no, and where a job's memory is
-    limited by a control group it ends the job instead.
+    """A `Sink` of `Broadcast.receive`. `roots`: trainer ranks that send a stream of every edge.
+    `limit_bytes`: an edge that would take the mirror above it is dropped; without one only the
+    kernel says no, and where a job's memory is limited by a control group it ends the job instead.
 
     `failures` tells why edges were dropped, by name.
     """
@@ -161,8 +163,8 @@ class Mirror:
         return name in self._edges and self.find(name) is None
 
     def keep(self, names: Collection[str]) -> None:
-        """Drop the complete edges that are not in `names`, and forget why others failed. Readers that have a file
-        open keep what they read."""
+        """Drop the complete edges that are not in `names`, and forget why others failed. Readers
+        that have a file open keep what they read."""
         for name, edge in list(self._edges.items()):
             if name not in names and edge.ended == self._roots:
                 self._drop(name)
@@ -179,7 +181,8 @@ class Mirror:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which this process began: with the pid, unique on a node. Empty when there is none."""
+    """Clock ticks after boot at which this process began: with the pid, unique on a node. Empty
+    when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

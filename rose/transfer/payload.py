@@ -1,6 +1,8 @@
-"""The layout of a payload (docs/format.md): its header, where each bit stream starts, and the choices of parameters.
+"""The layout of a payload (docs/format.md): its header, where each bit stream starts, and the
+choices of parameters.
 
-Everything that is decided from what the codec (`rose.transfer.codec`) measured of the values is here.
+Everything that is decided from what the codec (`rose.transfer.codec`) measured of the values is
+here.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Info(NamedTuple):
 
 @dataclass(frozen=True)
 class Subset:
-    """`chosen` of `total` items: Golomb-Rice coded gaps, of the other items where those are fewer."""
+    """`chosen` of `total` items: Golomb-Rice coded gaps, of the other items where those are
+    fewer."""
 
     total: int
     chosen: int
@@ -106,8 +109,8 @@ class Delta:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Bit offsets in the payload: mask unary, mask remainders, differences or signs, large unary, large
-        remainders, excess unary, excess remainders, escapes, end."""
+        """Bit offsets in the payload: mask unary, mask remainders, differences or signs, large
+        unary, large remainders, excess unary, excess remainders, escapes, end."""
         changed = self.mask.chosen
         sizes = [len(self.header) * 8, self.mask.unary_bits, self.mask.remainder_bits]
         if self.large is None:
@@ -162,7 +165,8 @@ class Dense:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Bit offsets in the payload: low halves (fp32 only), sign and mantissa bytes, unary, remainders, end."""
+        """Bit offsets in the payload: low halves (fp32 only), sign and mantissa bytes, unary,
+        remainders, end."""
         return running(
             [
                 len(self.header) * 8,
@@ -237,9 +241,11 @@ def head(kind: int, width: int, fields: Sequence[int], tail: bytes = b"") -> byt
 
 
 def parse(start: bytes, size: int) -> Layout:
-    """The layout that a payload of `size` bytes states; `start` is its first `HEADER_LIMIT` bytes, or all of it.
+    """The layout that a payload of `size` bytes states; `start` is its first `HEADER_LIMIT` bytes,
+    or all of it.
 
-    Raises `ValueError` if it is of no known version or kind, contradicts itself, or is not `size` bytes long.
+    Raises `ValueError` if it is of no known version or kind, contradicts itself, or is not `size`
+    bytes long.
     """
     if size < WORD or size % WORD:
         raise ValueError(f"a payload of {size} bytes; they are whole words of {WORD}")
@@ -322,7 +328,8 @@ class _Fields:
 def first_k(gaps: int, coded: int) -> int:
     """The least of the `CANDIDATES` remainder widths tried for `coded` gaps that sum to `gaps`.
 
-    Rice's best width is near log2(mean * ln 2); the best of the four is taken by exact size, the least on ties.
+    Rice's best width is near log2(mean * ln 2); the best of the four is taken by exact size, the
+    least on ties.
     """
     return max(0, (gaps // coded).bit_length() - CANDIDATES + 1) if coded else 0
 
@@ -338,7 +345,8 @@ def best_subset(total: int, chosen: int, first: int, quotients: Sequence[int]) -
 
 
 def excess_k(lengths: Sequence[int]) -> int:
-    """Remainder width for magnitudes of which `lengths[i]` are `i` bits long, each taken as 1.5 * 2^(i-1).
+    """Remainder width for magnitudes of which `lengths[i]` are `i` bits long, each taken as 1.5 *
+    2^(i-1).
 
     Not by the mean: a few values that cross zero differ by thousands and would decide for all.
     """
@@ -374,13 +382,14 @@ def best_delta(width: int, mask: Subset, large: Subset, excess: Excess) -> Delta
 
 
 def beats_dense(delta: Delta | Plain) -> bool:
-    """Whether no dense payload can be smaller: of a dense value the exponent alone shrinks, to one bit at least."""
+    """Whether no dense payload can be smaller: of a dense value the exponent alone shrinks, to one
+    bit at least."""
     return delta.nbytes <= delta.values * (delta.width - 1) + delta.values // 8
 
 
 def best_dense(width: int, counts: Sequence[int]) -> Dense | Plain:
-    """`counts[e]`: how many values have the exponent `e`. Ties go to the lesser exponent, the lesser k and
-    raw."""
+    """`counts[e]`: how many values have the exponent `e`. Ties go to the lesser exponent, the
+    lesser k and raw."""
     ranked = sorted((e for e in range(256) if counts[e]), key=lambda e: (-counts[e], e))
     values = sum(counts)
     unary = [

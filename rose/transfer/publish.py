@@ -1,7 +1,8 @@
 """One trainer rank's side of a store: difference its own shard, write the edge, tidy up afterwards.
 
-Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and differences against it; nobody
-ever holds another rank's values. `publish` is what engines wait for; `tidy` squashes and collects while they roll out.
+Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and differences
+against it; nobody ever holds another rank's values. `publish` is what engines wait for; `tidy`
+squashes and collects while they roll out.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Publisher:
             self._previous = dict(zip(self._mine, pool.map(self._now, self._mine)))
 
     def ahead(self, version: int) -> None:
-        """Begin to encode `version`: this rank's values are final, though its peers may not have them yet."""
+        """Begin to encode `version`: this rank's values are final, though its peers may not have
+        them yet."""
         if version <= self._version or self._begun is not None:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
@@ -123,11 +125,11 @@ class Publisher:
         self._encode_more()
 
     def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:
-        """Write the weights as `version`; when this returns on rank 0 it is committed. `begin(edge)` opens the
-        broadcast of the edge from the version before.
+        """Write the weights as `version`; when this returns on rank 0 it is committed.
+        `begin(edge)` opens the broadcast of the edge from the version before.
 
-        Raises `TransferError`, after which this object is of no use, and `ValueError` for a version that is not above
-        the last, or not the one that was begun.
+        Raises `TransferError`, after which this object is of no use, and `ValueError` for a version
+        that is not above the last, or not the one that was begun.
         """
         if self._begun is None:
             self.ahead(version)
@@ -173,7 +175,8 @@ class Publisher:
         )
 
     def full_due(self) -> bool:
-        """Each `full_every` versions, and when the deltas since the last outweigh it (as a log is rewritten)."""
+        """Each `full_every` versions, and when the deltas since the last outweigh it (as a log is
+        rewritten)."""
         return (
             self._version - self._fulls[-1] >= self._full_every
             or self._since_full >= self._full_bytes
@@ -189,8 +192,8 @@ class Publisher:
     def _encode(
         self, edges: dict[int | None, EdgeWriter], delta: int, stream: Stream | None
     ) -> None:
-        """Blocks are encoded by several threads and handed on in order, so that the first travel while the last are
-        still being encoded."""
+        """Blocks are encoded by several threads and handed on in order, so that the first travel
+        while the last are still being encoded."""
         while self._encoding:
             block, future = self._encoding.popleft()
             sparse, dense, old, new = future.result()
@@ -218,11 +221,12 @@ class Publisher:
     # ----------------------------------------------------------------- when nobody waits
 
     def tidy(self) -> list[Step]:
-        """Squash the edges that end at the last version; write it in full, if that is due; then, on rank 0, remove what
-        nobody needs; what was removed.
+        """Squash the edges that end at the last version; write it in full, if that is due; then, on
+        rank 0, remove what nobody needs; what was removed.
 
-        Beside each full version one from the model folder's weights is made: most of a joiner's weights it has on its
-        own disk. What fails of this is said, and costs late readers some speed and nobody anything else.
+        Beside each full version one from the model folder's weights is made: most of a joiner's
+        weights it has on its own disk. What fails of this is said, and costs late readers some
+        speed and nobody anything else.
         """
         last, span = self._version, 2
         while last % span == 0 and last - span >= self._first:
@@ -255,8 +259,8 @@ class Publisher:
         return done
 
     def _squash(self, base: int, steps: list[Step]) -> bool:
-        """One edge from `base` to the last version, from this rank's files of `steps`; false if one of these is gone, or
-        the disk takes no more."""
+        """One edge from `base` to the last version, from this rank's files of `steps`; false if one
+        of these is gone, or the disk takes no more."""
         there = all(os.path.exists(self.store / edge_name(*step) / MANIFEST) for step in steps)
         if self.peers.sum(there) < self.peers.world:
             return False
@@ -264,8 +268,8 @@ class Publisher:
         return self._together(lambda: self._compose(steps, writer)) and self._finish(writer, base)
 
     def _compose(self, steps: list[Step], writer: EdgeWriter) -> None:
-        """This rank's blocks of `steps`, squashed. Raises `TransferError`, `OSError`, and `ValueError` for a payload
-        that is as it was written, and none."""
+        """This rank's blocks of `steps`, squashed. Raises `TransferError`, `OSError`, and
+        `ValueError` for a payload that is as it was written, and none."""
         with closing(Folder(self.store)) as source:
             plan, digest = read_plan(source)
             parts = [
@@ -311,10 +315,12 @@ class Publisher:
 
 
 def collect(store: Path, keep: int) -> list[Step]:
-    """Remove the edges that nobody needs: kept are those that end at one of the last `keep` versions, the newest full
-    one that is old enough to lead to all of these, what leads from it onwards, and what readers hold leases for.
+    """Remove the edges that nobody needs: kept are those that end at one of the last `keep`
+    versions, the newest full one that is old enough to lead to all of these, what leads from it
+    onwards, and what readers hold leases for.
 
-    A manifest goes first, so that nobody opens an edge that is half removed. Returns the removed (version, base).
+    A manifest goes first, so that nobody opens an edge that is half removed. Returns the removed
+    (version, base).
     """
     store = Path(store)
     source = Folder(store)

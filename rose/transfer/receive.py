@@ -1,4 +1,5 @@
-"""One reader's side of a store: from the version it holds to the one it wants, by whatever way is left."""
+"""One reader's side of a store: from the version it holds to the one it wants, by whatever way is
+left."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ RENEW_S = 30.0
 
 
 class Receiver:
-    """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, tried first. `places` maps a
-    plan to where its blocks lie in the live parameters. `holder` names the reader among all of the store's.
+    """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, tried
+    first. `places` maps a plan to where its blocks lie in the live parameters. `holder` names the
+    reader among all of the store's.
 
     Raises `TransferError` when the store can't be opened.
     """
@@ -63,14 +65,16 @@ class Receiver:
         verify_every: int = 1,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Staged:
-        """`have`: the version in the live weights, null if none that can be built on. `device_bytes`: see
-        `rose.transfer.stage.stage`. `wanted` is asked now and then: once it says no, nothing is staged.
+        """`have`: the version in the live weights, null if none that can be built on.
+        `device_bytes`: see `rose.transfer.stage.stage`. `wanted` is asked now and then: once it
+        says no, nothing is staged.
 
-        Every live block is read and compared with the manifest's hash at the first version, at one that comes by
-        several edges or in full, and else at one of `verify_every`, each time other blocks: a value that went wrong in
-        the live weights is found within that many versions, and the newest full version mends it. A damaged or missing
-        edge is left out, a wrong base too, until a route works. Raises `TransferError` saying what is there and what
-        was wrong with the rest, that it took over `timeout_s` seconds, or is not wanted any more.
+        Every live block is read and compared with the manifest's hash at the first version, at one
+        that comes by several edges or in full, and else at one of `verify_every`, each time other
+        blocks: a value that went wrong in the live weights is found within that many versions, and
+        the newest full version mends it. A damaged or missing edge is left out, a wrong base too,
+        until a route works. Raises `TransferError` saying what is there and what was wrong with the
+        rest, that it took over `timeout_s` seconds, or is not wanted any more.
         """
         if have == want:
             return Staged(self._live, self._places, lambda block: None, 1)
@@ -118,8 +122,8 @@ class Receiver:
                 self._give_back()
 
     def _compared(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
-        """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged here, but for those whose
-        turn it is to be compared again."""
+        """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged
+        here, but for those whose turn it is to be compared again."""
         version, digests = self._digests
         if have is None or version != have:
             return lambda block: None
@@ -138,7 +142,8 @@ class Receiver:
             self._mirror.close()
 
     def _route(self, have: int | None, want: int, useless: set, why: list[str]) -> list[Edge]:
-        """Opened. The step from the version before is taken without looking at what else there is."""
+        """Opened. The step from the version before is taken without looking at what else there
+        is."""
         opened: dict[Step, Edge] = {}
         if have is not None and (edge := self._open((want, have), useless, why)) is not None:
             return [edge]
@@ -203,7 +208,8 @@ class Receiver:
 
 
 def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a version of a store, whole, in host memory: for tools and tests. Raises `TransferError`."""
+    """All tensors of a version of a store, whole, in host memory: for tools and tests. Raises
+    `TransferError`."""
     source = open_source(store)
     plan, _ = read_plan(source)
     source.close()

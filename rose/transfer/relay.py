@@ -1,8 +1,8 @@
 """The relay: a small HTTP server that pulls each byte of a store once and serves it to its peers.
 
-What it answers is in `relay_client.py`, how it pulls in `relay_pull.py`, what it keeps in `relay_cache.py`. Nothing is
-answered without the token, nothing outside of the store is named or read, nothing is unpickled, and no error of a
-client or of the upstream ends it.
+What it answers is in `relay_client.py`, how it pulls in `relay_pull.py`, what it keeps in
+`relay_cache.py`. Nothing is answered without the token, nothing outside of the store is named or
+read, nothing is unpickled, and no error of a client or of the upstream ends it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Bad(TransferError):
 
 
 class Relay:
-    """Handlers, and the state they share; made inside a running event loop. `holder`: name of its leases upstream."""
+    """Handlers, and the state they share; made inside a running event loop. `holder`: name of its
+    leases upstream."""
 
     def __init__(self, upstream: Source, cache: Cache, token: str, holder: str):
         self.counters = Counters()
@@ -153,8 +154,8 @@ class Relay:
     async def _send(
         self, request: web.Request, path: str, stat: Stat, fresh: bool, until: float
     ) -> web.StreamResponse:
-        """Raises what keeps the first piece from coming; after that the header is out, and the client only sees a
-        broken connection: it asks for the rest, and hears why not."""
+        """Raises what keeps the first piece from coming; after that the header is out, and the
+        client only sees a broken connection: it asks for the rest, and hears why not."""
         begin, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if begin == end:
@@ -264,9 +265,11 @@ async def serve(
     port: int,
     said: Callable[[int], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `said` is called with the port when the relay listens (0 finds one).
+    """Serve until SIGTERM or SIGINT. `said` is called with the port when the relay listens (0 finds
+    one).
 
-    Raises OSError if it can't listen there. Threads may still be blocked in a dead mount when this returns."""
+    Raises OSError if it can't listen there. Threads may still be blocked in a dead mount when this
+    returns."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -287,7 +290,8 @@ async def serve(
 
 
 async def _look(puller: Puller) -> None:
-    """Say at the start, not to the first client, that the upstream can't be reached; it may come later."""
+    """Say at the start, not to the first client, that the upstream can't be reached; it may come
+    later."""
     try:
         await puller.names("", time.monotonic() + WAIT_S)
     except TransferError as error:

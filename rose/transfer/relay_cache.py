@@ -2,10 +2,10 @@
 
     <cache>/chunks/v000012~from-000011/rank-00000.h5@<size>-<tag>@00000007
 
-A chunk is written under another name and renamed, so that one of this name is whole. A file written anew has another
-tag, and so other chunks. Which chunks there are is kept in memory and used from one thread, the event loop's; `read`,
-`write` and `erase` touch the disk and may run in others. Left out: checksums; readers have their own, and ask for a
-fresh copy of what they find damaged.
+A chunk is written under another name and renamed, so that one of this name is whole. A file written
+anew has another tag, and so other chunks. Which chunks there are is kept in memory and used from
+one thread, the event loop's; `read`, `write` and `erase` touch the disk and may run in others. Left
+out: checksums; readers have their own, and ask for a fresh copy of what they find damaged.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Chunk(NamedTuple):
 
 
 class Cache:
-    """At most `limit` bytes of chunks in `folder`, which is made (mode 0700) and locked. Raises `TransferError` if
-    it can't be, or is another relay's."""
+    """At most `limit` bytes of chunks in `folder`, which is made (mode 0700) and locked. Raises
+    `TransferError` if it can't be, or is another relay's."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -86,8 +86,8 @@ class Cache:
         self._edges.move_to_end(chunk.edge)
 
     def add(self, chunk: Chunk) -> list[Chunk]:
-        """`chunk` has been written. Returns what must be erased for it: whole folders of the store first, the least
-        recently used ones, then single chunks; none that is pinned."""
+        """`chunk` has been written. Returns what must be erased for it: whole folders of the store
+        first, the least recently used ones, then single chunks; none that is pinned."""
         if chunk not in self:
             self._edges.setdefault(chunk.edge, OrderedDict())[chunk] = None
             self.bytes += chunk.length

@@ -8,8 +8,8 @@ A relay answers these, each with `Authorization: Bearer TOKEN` (`relay.py`):
     PUT /leases/NAME   {"edges": [...], "seconds": s}
     GET /metrics       counters, Prometheus text format
 
-`X-Rose-Wait` is how many seconds the client waits for an answer; 503 says what the relay waited for itself. Left out:
-TLS (put both ends into one trusted network, or a tunnel between them).
+`X-Rose-Wait` is how many seconds the client waits for an answer; 503 says what the relay waited for
+itself. Left out: TLS (put both ends into one trusted network, or a tunnel between them).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class _Unavailable(Exception):
 
 
 class Relayed:
-    """The store behind the relay at `url`, http://host:port. `timeout_s`: seconds without a byte after which a relay
-    that is unreachable, or can't reach its upstream, is given up. Raises `Refused` at once on a wrong token."""
+    """The store behind the relay at `url`, http://host:port. `timeout_s`: seconds without a byte
+    after which a relay that is unreachable, or can't reach its upstream, is given up. Raises
+    `Refused` at once on a wrong token."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0):
         parsed = urllib3.util.parse_url(url)
@@ -126,8 +127,8 @@ class Relayed:
         return self._persist(path, attempt, lambda: 0)
 
     def _persist(self, path: str, attempt: Callable[[float], T], progress: Callable[[], int]) -> T:
-        """`attempt(seconds)` until it returns or raises something final; gives up after `timeout_s` seconds in which
-        `progress` did not grow."""
+        """`attempt(seconds)` until it returns or raises something final; gives up after `timeout_s`
+        seconds in which `progress` did not grow."""
         until, before, pause = time.monotonic() + self.timeout_s, 0, _FIRST_PAUSE_S
         while True:
             try:
@@ -152,7 +153,8 @@ class Relayed:
         headers: dict[str, str],
         body: bytes | None = None,
     ) -> urllib3.BaseHTTPResponse:
-        """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing` or `Refused`."""
+        """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing`
+        or `Refused`."""
         words = (
             self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}
         )  # less: to hear from it what it lacks
@@ -198,7 +200,8 @@ class _Reading:
         self.got = 0
 
     def go_on(self, wait_s: float) -> None:
-        """Ask for what is missing. Raises urllib3's errors where the connection ended before its time."""
+        """Ask for what is missing. Raises urllib3's errors where the connection ended before its
+        time."""
         if self.got == self._length:
             return
         begin = self._offset + self.got
@@ -223,8 +226,8 @@ class _Reading:
             response.close()  # a whole answer has given its connection back by now
 
     def _expect(self, response: urllib3.BaseHTTPResponse, begin: int) -> None:
-        """Note what file this is, for the next connection, and how long. Raises `TransferError` if the relay sends
-        something else than was asked for."""
+        """Note what file this is, for the next connection, and how long. Raises `TransferError` if
+        the relay sends something else than was asked for."""
         length = int(response.headers.get("Content-Length", -1))
         if self._length is None:
             self._length = begin - self._offset + length

@@ -1,10 +1,11 @@
 """How a relay gets bytes over the slow link: each once, whoever asks, and several at a time.
 
-Requests for the same chunk, listing or size share one *flight* to the upstream. A flight that fails is tried again
-while somebody waits for it; who waits has a deadline of its own. A request's chunks are fetched `AHEAD` at a time, and
-a file that is read from front to back is read ahead by a window that doubles up to as many: the link's latency then
-costs no throughput, and a reader of a slice pulls little that it did not ask for. The event loop's thread owns all of
-it; the upstream and the disk are used in others, as both may block.
+Requests for the same chunk, listing or size share one *flight* to the upstream. A flight that fails
+is tried again while somebody waits for it; who waits has a deadline of its own. A request's chunks
+are fetched `AHEAD` at a time, and a file that is read from front to back is read ahead by a window
+that doubles up to as many: the link's latency then costs no throughput, and a reader of a slice
+pulls little that it did not ask for. The event loop's thread owns all of it; the upstream and the
+disk are used in others, as both may block.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from rose.transfer.relay_cache import CHUNK, Cache, Chunk
 from rose.transfer.source import Missing, Refused, Source, Stat
 
 AHEAD = 8  # chunks: covers 80 ms of latency at 100 MB/s
-TTL_S = 0.05  # for listings, absent files and manifests: a new version is seen after this and the link's latency
-STAT_S = 5.0  # for files that exist: they change only with their folder's manifest, after a run was resumed
-FRESH_S = 5.0  # a chunk is pulled anew at most this often: a reader's broken memory must not load the link
+# for listings, absent files and manifests: a new version is seen after this and the link's latency
+TTL_S = 0.05
+# for files that exist: they change only with their folder's manifest, after a run was resumed
+STAT_S = 5.0
+# a chunk is pulled anew at most this often: a reader's broken memory must not load the link
+FRESH_S = 5.0
 PULLS = 3 * AHEAD  # threads; at most one `AHEAD` of them reads ahead, so that who waits finds one
 _STREAMS = 32  # readers that are followed in one file
 _REMEMBERED = 10_000  # paths and refreshed chunks, each
@@ -112,9 +116,11 @@ class Puller:
     async def read(
         self, path: str, stat: Stat, begin: int, end: int, fresh: bool, until: float
     ) -> AsyncGenerator[bytes, None]:
-        """Bytes `begin` to `end` in order, at most a chunk at a time. `until` goes for each of them.
+        """Bytes `begin` to `end` in order, at most a chunk at a time. `until` goes for each of
+        them.
 
-        Raises `Changed` if the upstream's file is not the one of `stat`, `Missing`, `Refused` or `Late`."""
+        Raises `Changed` if the upstream's file is not the one of `stat`, `Missing`, `Refused` or
+        `Late`."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
         window = (
             AHEAD if self._keeping else 1
@@ -183,7 +189,8 @@ class Puller:
         return True
 
     def _window(self, path: str, begin: int, end: int) -> int:
-        """Chunks to read ahead of a read of these bytes: none unless it goes on where another one ended."""
+        """Chunks to read ahead of a read of these bytes: none unless it goes on where another one
+        ended."""
         streams = self._streams.setdefault(path, [])
         self._streams.move_to_end(path)
         _shorten(self._streams)
@@ -239,7 +246,8 @@ class Puller:
         ttl: Callable[[T], float],
         until: float,
     ) -> T:
-        """What `table` remembers of `path`, or else the upstream's word, which it then remembers for `ttl` seconds."""
+        """What `table` remembers of `path`, or else the upstream's word, which it then remembers
+        for `ttl` seconds."""
         if path in table:
             asked, found = table[path]
             if time.monotonic() - asked < ttl(found):
@@ -256,7 +264,8 @@ class Puller:
         return await self._share((ask.__name__, path), attempt, until)
 
     async def _share(self, key: Hashable, attempt: Callable[[], Awaitable[T]], until: float) -> T:
-        """The result of the flight `key`, which `attempt` begins if there is none. Raises `Late`."""
+        """The result of the flight `key`, which `attempt` begins if there is none. Raises
+        `Late`."""
         flight = self._flights.get(key) or self._start(key, attempt)
         began = time.monotonic()
         flight.waiting += 1

@@ -1,10 +1,11 @@
 """The codec's loops over values and bit streams, compiled by numba.
 
-Imported only when a block is first encoded or decoded: importing this file imports numba and compiles every function
-for its one or two signatures (or loads them from numba's cache). All release the GIL, none starts threads: callers use
-threads over blocks. Streams are least significant bit first in little-endian 64-bit words; `at` is a bit offset.
-Readers return False for a stream that is not what its header says, and write nothing outside their arrays. All in one
-file, constants too: numba's cache notices a change only of the file that a function stands in.
+Imported only when a block is first encoded or decoded: importing this file imports numba and
+compiles every function for its one or two signatures (or loads them from numba's cache). All
+release the GIL, none starts threads: callers use threads over blocks. Streams are least significant
+bit first in little-endian 64-bit words; `at` is a bit offset. Readers return False for a stream
+that is not what its header says, and write nothing outside their arrays. All in one file, constants
+too: numba's cache notices a change only of the file that a function stands in.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ assert ESCAPE == payload.ESCAPE
 ONE = np.uint64(1)
 
 
-# Of each byte of a unary stream: the zeros before each of its ones (eight bytes in a word), how many ones, the zeros
-# after the last.
+# Of each byte of a unary stream: the zeros before each of its ones (eight bytes in a word), how
+# many ones, the zeros after the last.
 _ONES = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 RUNS = np.array(
     [sum(b - a - 1 << 8 * i for i, (a, b) in enumerate(zip([-1, *ones], ones))) for ones in _ONES],
@@ -240,8 +241,9 @@ def write_gaps(positions, count, k, words, unary, remainders):
 
 @_compile(INT(READ_INTS, INT, INTS, INTS, LONGS))
 def split(differences, count, large, excess, lengths):
-    """Of differences: indices of those not 1 or -1, what those are above 2 in magnitude, how many of these are how
-    many bits long; returns how many. `large` and `excess` hold one item more than `count`."""
+    """Of differences: indices of those not 1 or -1, what those are above 2 in magnitude, how many
+    of these are how many bits long; returns how many. `large` and `excess` hold one item more than
+    `count`."""
     found = 0
     for i in range(count):
         magnitude = abs(np.int64(differences[i]))
@@ -366,7 +368,8 @@ def read_excess(
     count,
     differences,
 ):
-    """Makes `large[i]`'s difference, 1 or -1, its sign times the i-th magnitude, at most 2^(bits_each - 1)."""
+    """Makes `large[i]`'s difference, 1 or -1, its sign times the i-th magnitude, at most
+    2^(bits_each - 1)."""
     if count == 0:
         return True
     end = unary + unary_bits
@@ -415,7 +418,8 @@ def add(values, positions, differences, count):
 
 @_compile(INT(READ_INTS, READ_INTS, READ_INTS, READ_INTS, INT, INTS, INTS))
 def merge(first, first_differences, second, second_differences, bits, positions, differences):
-    """Sums, modulo 2^bits, of two sorted lists of changes; what sums to zero vanishes. Returns the count."""
+    """Sums, modulo 2^bits, of two sorted lists of changes; what sums to zero vanishes. Returns the
+    count."""
     i, j, count = 0, 0, 0
     while i < first.size or j < second.size:
         take_first = j == second.size or (i < first.size and first[i] <= second[j])
@@ -439,7 +443,8 @@ def merge(first, first_differences, second, second_differences, bits, positions,
 
 @_compile(types.void(HALVES, LONGS), types.void(SINGLES, LONGS))
 def exponent_counts(values, counts):
-    """Adds to counts (1024,): four counters an exponent, so that equal neighbours need not wait for each other."""
+    """Adds to counts (1024,): four counters an exponent, so that equal neighbours need not wait for
+    each other."""
     shift = 7 if _bits(values) == 16 else 23
     whole = values.size - values.size % 4
     for i in range(0, whole, 4):
@@ -454,7 +459,8 @@ def exponent_counts(values, counts):
     types.void(SINGLES, BYTES, INT, OUT_BYTES, INT, INT, OUT_WORDS, INT, INT),
 )
 def write_dense(values, ranks, k, out, halves, planes, words, unary, remainders):
-    """`out` and `words` are the same memory; `halves` and `planes` are byte offsets, the streams' are of bits."""
+    """`out` and `words` are the same memory; `halves` and `planes` are byte offsets, the streams'
+    are of bits."""
     wide = _bits(values) == 32
     at, current, gathered = unary, unary >> 6, np.uint64(0)
     low = (1 << k) - 1
@@ -491,8 +497,9 @@ def write_dense(values, ranks, k, out, halves, planes, words, unary, remainders)
 
 @_compile(BIT(BYTES, INT, INT, OUT_BYTES))
 def read_quotients(data, start, bits, quotients):
-    """The lengths of the runs of zeros in a unary stream of `bits` bits from byte `start` on, a byte of the stream at a
-    time. `quotients` holds 8 bytes more than there are ones: eight are written at a time."""
+    """The lengths of the runs of zeros in a unary stream of `bits` bits from byte `start` on, a
+    byte of the stream at a time. `quotients` holds 8 bytes more than there are ones: eight are
+    written at a time."""
     found, run = 0, 0
     limit = quotients.size - 8
     for at in range((bits + 7) >> 3):
@@ -512,8 +519,8 @@ def read_quotients(data, start, bits, quotients):
 
 @_compile(BIT(BYTES, WORDS, INT, INT, OUT_BYTES))
 def append_remainders(data, words, at, k, quotients):
-    """Makes the quotients ranks, in place: k bits each from bit `at` on, of which eight fit in one load. `data` and
-    `words` are the same memory."""
+    """Makes the quotients ranks, in place: k bits each from bit `at` on, of which eight fit in one
+    load. `data` and `words` are the same memory."""
     count = quotients.size - 8
     most, low = 255 >> k, np.uint64((1 << k) - 1)
     largest = 0

@@ -1,8 +1,9 @@
 """Which edges take a reader from the version that it holds to the one that it wants.
 
-The store's edges are a graph over versions: v-1 -> v for each version, squashed ones v - 2^j -> v where 2^j divides v
-(so k versions are bridged by at most about 2 log2 k edges, as in a skip list), and full ones from nothing. Of the
-route with the fewest edges from what is held, and the one from the newest full version, the one with less to read wins.
+The store's edges are a graph over versions: v-1 -> v for each version, squashed ones v - 2^j -> v
+where 2^j divides v (so k versions are bridged by at most about 2 log2 k edges, as in a skip list),
+and full ones from nothing. Of the route with the fewest edges from what is held, and the one from
+the newest full version, the one with less to read wins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Step = tuple[int, int | None]  # (version, base)
 
 
 def present(source: Source, version: int | None = None) -> set[Step]:
-    """The edges of which there is a folder, of one version or of all; whether they are committed, reading tells."""
+    """The edges of which there is a folder, of one version or of all; whether they are committed,
+    reading tells."""
     folders = [f"v{version:06d}"] if version is not None else source.names("")
     found = {
         parse_edge(folder, origin)
@@ -30,8 +32,8 @@ def present(source: Source, version: int | None = None) -> set[Step]:
 
 
 def candidates(edges: Iterable[Step], have: int | None, want: int) -> list[list[Step]]:
-    """The shortest route from `have` (null: nothing usable is held), and the shortest from the newest full version
-    that leads to `want`; those that exist."""
+    """The shortest route from `have` (null: nothing usable is held), and the shortest from the
+    newest full version that leads to `want`; those that exist."""
     edges = [edge for edge in edges if edge[0] <= want]
     found = []
     if have is not None and have != want:
@@ -71,7 +73,8 @@ def shortest(edges: list[Step], have: int, want: int) -> list[Step] | None:
 def choose(
     edges: set[Step], have: int | None, want: int, nbytes: Callable[[Step], int], why: list[str]
 ) -> list[Step]:
-    """The route with the least to read. Raises `TransferError` saying what is there and, from `why`, what was tried."""
+    """The route with the least to read. Raises `TransferError` saying what is there and, from
+    `why`, what was tried."""
     routes = candidates(edges, have, want)
     if not routes:
         here = ", ".join(

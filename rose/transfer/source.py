@@ -1,12 +1,14 @@
-"""Where readers of weight versions get bytes: a folder that they see, or a relay (`relay.py`) over HTTP.
+"""Where readers of weight versions get bytes: a folder that they see, or a relay (`relay.py`) over
+HTTP.
 
     source = open_source("outputs/run/weights")
     source = open_source("http://node7:7673", read_token("outputs/run/weights.token"))
 
-Paths are relative to the store's root and separated by "/"; names that begin with a dot are other people's temporary
-files, neither listed nor read. Files never change under their name while their version lives; one that was written
-anew after a resumed run has another `Stat.tag`. A lease (`hold`) keeps folders from the garbage collector, which asks
-`leases`. Errors are `TransferError`s that name the store and the path.
+Paths are relative to the store's root and separated by "/"; names that begin with a dot are other
+people's temporary files, neither listed nor read. Files never change under their name while their
+version lives; one that was written anew after a resumed run has another `Stat.tag`. A lease
+(`hold`) keeps folders from the garbage collector, which asks `leases`. Errors are `TransferError`s
+that name the store and the path.
 """
 
 from __future__ import annotations
@@ -71,19 +73,21 @@ class Source(Protocol):
         fresh: bool = False,
         tag: str | None = None,
     ) -> bytes:
-        """Exactly `length` bytes (None: to the end) from `offset`. `fresh`: trust no cache, for bytes that were found
-        corrupted. Raises `Missing`, `Changed` if a `tag` is given and is not the file's, or `TransferError`."""
+        """Exactly `length` bytes (None: to the end) from `offset`. `fresh`: trust no cache, for
+        bytes that were found corrupted. Raises `Missing`, `Changed` if a `tag` is given and is not
+        the file's, or `TransferError`."""
 
     def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        """Lease: these folders (such as "v000012/from-000011") are not collected for `seconds`. Replaces the
-        holder's former list; [] gives all back."""
+        """Lease: these folders (such as "v000012/from-000011") are not collected for `seconds`.
+        Replaces the holder's former list; [] gives all back."""
 
     def close(self) -> None: ...
 
 
 def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
-    """The store in folder `where`, or behind the relay at http://host:port[/folder], whose `token` is then needed (see
-    `read_token`). `timeout_s`: seconds for which a relay that doesn't answer, or can't, is asked again."""
+    """The store in folder `where`, or behind the relay at http://host:port[/folder], whose `token`
+    is then needed (see `read_token`). `timeout_s`: seconds for which a relay that doesn't answer,
+    or can't, is asked again."""
     scheme, separator, rest = str(where).partition("://")
     if not separator:
         return Folder(where)
@@ -95,7 +99,8 @@ def open_source(where: str | Path, token: str | None = None, timeout_s: float = 
 
 
 def read_token(path: str | Path) -> str:
-    """The secret in this file. Raises `TransferError` if others can read the file, or if it holds none."""
+    """The secret in this file. Raises `TransferError` if others can read the file, or if it holds
+    none."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             status = os.fstat(file.fileno())
@@ -140,7 +145,8 @@ def checked_lease(holder: str, edges: list[str], seconds: float) -> None:
 
 
 class Folder:
-    """A store in a folder. Every read opens the file anew: that is what makes NFS look whether it is still the one."""
+    """A store in a folder. Every read opens the file anew: that is what makes NFS look whether it
+    is still the one."""
 
     def __init__(self, root: str | Path):
         self.root = Path(os.path.realpath(root))
@@ -230,8 +236,8 @@ class Folder:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        """As `Source.hold`. On a store that takes no files, or whose disk is full, a lease is not possible: warns once
-        and goes on."""
+        """As `Source.hold`. On a store that takes no files, or whose disk is full, a lease is not
+        possible: warns once and goes on."""
         checked_lease(holder, edges, seconds)
         path = self.root / LEASES / f"{holder}.json"
         try:
@@ -288,9 +294,10 @@ def leases(root: str | Path, now: float) -> set[str]:
 def held_until(root: str | Path, now: float) -> dict[str, float]:
     """Folders that are held at `now`, and until when (both unix seconds).
 
-    No lease is longer than `MAX_LEASE_S` after its file was written, whatever it says. A file that can't be read
-    holds nothing, as it doesn't say what: its reader finds a folder gone, at worst, and takes another route. Both
-    kinds are removed when that time is over, expired ones after `FORGET_S`."""
+    No lease is longer than `MAX_LEASE_S` after its file was written, whatever it says. A file that
+    can't be read holds nothing, as it doesn't say what: its reader finds a folder gone, at worst,
+    and takes another route. Both kinds are removed when that time is over, expired ones after
+    `FORGET_S`."""
     held: dict[str, float] = {}
     for path in Path(root, LEASES).glob("*.json"):
         with suppress(OSError):  # given back meanwhile; or not ours to remove

@@ -1,15 +1,18 @@
-"""Bring live weights from one version to another: stage while they are in use, flip when they are not.
+"""Bring live weights from one version to another: stage while they are in use, flip when they are
+not.
 
-Staging reads the live weights, never writes them: block by block it makes the new values of the route's payloads and
-keeps what must change: indices and values where few do, else the block. A block is either compared whole - the live one
-read, the payloads applied to the copy, the result's hash compared with the manifest's - or, where an earlier comparison
-is trusted (`compared`), only its changing values are read, and an unchanged one is not read at all. Whatever goes wrong
-until then leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end; `Staged.check`
-reads what was written again and compares, while it is in use already.
+Staging reads the live weights, never writes them: block by block it makes the new values of the
+route's payloads and keeps what must change: indices and values where few do, else the block. A
+block is either compared whole - the live one read, the payloads applied to the copy, the result's
+hash compared with the manifest's - or, where an earlier comparison is trusted (`compared`), only
+its changing values are read, and an unchanged one is not read at all. Whatever goes wrong until
+then leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end;
+`Staged.check` reads what was written again and compares, while it is in use already.
 
-Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (of which 2 are left once the rest is on the
-device), and `dense_bytes` of whole blocks at most; blocks beyond that are computed once more by `flip`. Device memory:
-rose/transfer/changes.py, and a block while it is read or written.
+Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (of which 2 are left once
+the rest is on the device), and `dense_bytes` of whole blocks at most; blocks beyond that are
+computed once more by `flip`. Device memory: rose/transfer/changes.py, and a block while it is read
+or written.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ __all__ = ["Live", "Place", "Staged", "WrongBase", "check_type", "place_blocks",
 
 BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
 BATCH_BLOCKS = 256
-# Share of changed values from which a block is kept whole: on the host an index and two values take 8 bytes, the
-# block's new value 2; on the device 6 and 2.
+# Share of changed values from which a block is kept whole: on the host an index and two values take
+# 8 bytes, the block's new value 2; on the device 6 and 2.
 DENSE = 1 / 4
 NOTHING = np.empty(0, np.uint16)
 
@@ -46,8 +49,9 @@ class WrongBase(TransferError):
 
 
 class _Change(NamedTuple):
-    """Of a block: positions (c,) int32 that change, their old and new patterns (c,); all new patterns (n,), where they
-    were made; how many there are; the block's hash afterwards; bytes of payloads read."""
+    """Of a block: positions (c,) int32 that change, their old and new patterns (c,); all new
+    patterns (n,), where they were made; how many there are; the block's hash afterwards; bytes of
+    payloads read."""
 
     block: int
     positions: np.ndarray
@@ -114,7 +118,8 @@ class Staged:
         return bool(self._late)
 
     def _upload(self, device_bytes: int | None) -> None:
-        """What finds room to where the parameters are, so that the flip copies less over the bus."""
+        """What finds room to where the parameters are, so that the flip copies less over the
+        bus."""
         with self._live.aside():
             self.changes.upload(budget(self._live, device_bytes))
         self._live.settle()
@@ -122,8 +127,8 @@ class Staged:
 
     @torch.no_grad()
     def flip(self) -> None:
-        """Nothing may read the live weights meanwhile. Raises `TransferError` when it could not end: with the old
-        weights back in place, or, if the text says so, a mixture."""
+        """Nothing may read the live weights meanwhile. Raises `TransferError` when it could not
+        end: with the old weights back in place, or, if the text says so, a mixture."""
         done_dense, half, late = [], None, False
         try:
             self.changes.put("new")
@@ -171,7 +176,8 @@ class Staged:
                     )
 
     def release(self) -> None:
-        """Give back the device's memory. Nothing can be flipped, taken back or checked afterwards."""
+        """Give back the device's memory. Nothing can be flipped, taken back or checked
+        afterwards."""
         self.changes.release()
 
 
@@ -189,10 +195,11 @@ def stage(
 ) -> Staged:
     """Stage the last version of `route`. `from_live`: the first edge builds on the live weights.
 
-    `device_bytes`: of the device that may be taken; null: all that is free but a reserve. `compared(block)`: the xxh3-128
-    that the live block had when it was compared, if that is still trusted; null: compare it now. `tick` is called now
-    and then (to renew a lease, or to give up by raising). Raises `Missing` and `Corrupted` with the attribute `edge`,
-    the one that failed, and `WrongBase`.
+    `device_bytes`: of the device that may be taken; null: all that is free but a reserve.
+    `compared(block)`: the xxh3-128 that the live block had when it was compared, if that is still
+    trusted; null: compare it now. `tick` is called now and then (to renew a lease, or to give up by
+    raising). Raises `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and
+    `WrongBase`.
     """
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
@@ -239,8 +246,8 @@ class _Work:
         self._compared, self._at_a_time = compared, at_a_time
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
-        """One block after the other, as a batch's values at once would be 64 MiB for each thread. Without `verify` every
-        block is made whole, and compared with nothing."""
+        """One block after the other, as a batch's values at once would be 64 MiB for each thread.
+        Without `verify` every block is made whole, and compared with nothing."""
         rank = self.plan.blocks[batch[0]].owner
         found = []
         for edge in self.route:
@@ -254,7 +261,8 @@ class _Work:
             yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
 
     def _few(self, block: int, steps: list[tuple]) -> _Change | None:
-        """By the changing values alone: of one difference on a block whose hash is known to be that of its base."""
+        """By the changing values alone: of one difference on a block whose hash is known to be that
+        of its base."""
         if len(steps) != 1:
             return None
         edge, entry, payload = steps[0]
@@ -372,11 +380,11 @@ def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:
 def place_blocks(
     plan: Plan, slices: Callable[[str, tuple[int, ...]], object], live: Live
 ) -> tuple[dict[int, Place], dict[str, int]]:
-    """Where each block lies in the live parameters (those that other ranks hold are left out), and how many values of
-    each parameter the blocks fill.
+    """Where each block lies in the live parameters (those that other ranks hold are left out), and
+    how many values of each parameter the blocks fill.
 
-    `slices(name, shape)`: `rose.engine.layout.LocalSlice` or null. Raises `TransferError` when a tensor doesn't fit,
-    or a block lies half in this rank's part.
+    `slices(name, shape)`: `rose.engine.layout.LocalSlice` or null. Raises `TransferError` when a
+    tensor doesn't fit, or a block lies half in this rank's part.
     """
     places: dict[int, Place] = {}
     filled = dict.fromkeys(live.matrices, 0)
@@ -441,7 +449,8 @@ def _check_fit(tensor, place, live: Live) -> None:
 
 
 def _shift(block, tensor, place) -> list[Rectangle] | None:
-    """The part of the block that lies in the slice, in the parameter's coordinates; null if none does."""
+    """The part of the block that lies in the slice, in the parameter's coordinates; null if none
+    does."""
     source, destination = _bounds(place, tensor.shape)
     down, right = (
         destination.first_row - source.first_row,

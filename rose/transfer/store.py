@@ -1,4 +1,5 @@
-"""Write, commit and read edges: what takes an engine from one policy version to another (docs/format.md).
+"""Write, commit and read edges: what takes an engine from one policy version to another
+(docs/format.md).
 
     <store>/plan.json                                the tensors, their blocks, who writes them; the store's lineage
     <store>/v000012/from-000011/rank-00003.h5        one per trainer rank, complete once it has this name
@@ -6,10 +7,11 @@
     <store>/v000012/full/...                         the same, from nothing
     <store>/v000000/from-initial/...                 from the weights of the model's folder
 
-Every file is written under a temporary name, synced and renamed, so a reader never sees half of one. Order for the
-trainer: rank 0 `prepare`, barrier, every rank `EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte of an
-edge is covered by a hash: the manifest's by its last line, a rank file's payloads by the table's, the rest of a rank
-file by the manifest. Hashes are xxh3: against accidents, not against an enemy.
+Every file is written under a temporary name, synced and renamed, so a reader never sees half of
+one. Order for the trainer: rank 0 `prepare`, barrier, every rank
+`EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte of an edge is covered by a hash:
+the manifest's by its last line, a rank file's payloads by the table's, the rest of a rank file by
+the manifest. Hashes are xxh3: against accidents, not against an enemy.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ ENTRY = np.dtype(
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What stays the same for all versions of a store. `lineage` is unique: version numbers mean nothing elsewhere."""
+    """What stays the same for all versions of a store. `lineage` is unique: version numbers mean
+    nothing elsewhere."""
 
     format: int
     lineage: str
@@ -141,8 +144,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def create(store: Path, plan: Plan) -> None:
-    """Rank 0, before the first version: an empty store with this plan; what stood there is removed. Raises
-    `TransferError`."""
+    """Rank 0, before the first version: an empty store with this plan; what stood there is removed.
+    Raises `TransferError`."""
     try:
         (store / PLAN).unlink(missing_ok=True)  # first: nobody opens a store that is half removed
         shutil.rmtree(store, ignore_errors=True)
@@ -153,7 +156,8 @@ def create(store: Path, plan: Plan) -> None:
 
 
 def prepare(store: Path, version: int, base: int | None) -> None:
-    """Rank 0, before any rank writes: drop what an interrupted writer left of this edge. Raises `TransferError`."""
+    """Rank 0, before any rank writes: drop what an interrupted writer left of this edge. Raises
+    `TransferError`."""
     target = Path(store) / edge_name(version, base)
     try:
         (target / MANIFEST).unlink(missing_ok=True)
@@ -181,8 +185,8 @@ class EdgeWriter:
         self.nbytes = 0
 
     def add(self, block: int, payload: np.ndarray, old: bytes, new: bytes) -> None:
-        """`payload` (k,) uint8 of plan block `block`; `old`, `new`: xxh3-128 digests, `old` empty if not needed.
-        All blocks of the rank, in increasing order."""
+        """`payload` (k,) uint8 of plan block `block`; `old`, `new`: xxh3-128 digests, `old` empty
+        if not needed. All blocks of the rank, in increasing order."""
         digests = [np.frombuffer(digest or bytes(16), np.uint8) for digest in (old, new)]
         check = xxhash.xxh3_64_intdigest(payload)
         self._entries.append((block, self.nbytes, payload.size, check, *digests))
@@ -194,7 +198,8 @@ class EdgeWriter:
         return np.array(self._entries, dtype=ENTRY)
 
     def finish(self) -> Path:
-        """Sync to disk and give the file its name. Raises `TransferError`; the unfinished file is removed then."""
+        """Sync to disk and give the file its name. Raises `TransferError`; the unfinished file is
+        removed then."""
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +228,9 @@ class EdgeWriter:
 
 
 class _Sink(io.RawIOBase):
-    """The file that HDF5 writes to. It is never told of a write that fails, as on a full disk: closing a file after
-    that, HDF5 can end the process (segmentation fault). `error` is the first one."""
+    """The file that HDF5 writes to. It is never told of a write that fails, as on a full disk:
+    closing a file after that, HDF5 can end the process (segmentation fault). `error` is the first
+    one."""
 
     def __init__(self, raw: io.FileIO):
         self._raw, self._at, self._end = raw, 0, 0
@@ -276,7 +282,8 @@ def commit(
 ) -> Path:
     """Rank 0: wait for the file of every rank, write the manifest, return its path.
 
-    Raises `TransferError` naming the file still missing after `timeout_s` seconds or one that is another edge's.
+    Raises `TransferError` naming the file still missing after `timeout_s` seconds or one that is
+    another edge's.
     """
     target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
@@ -288,8 +295,8 @@ def commit(
     }
     names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
     pause = 0.005
-    # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a minute that a name,
-    # asked for too early, was not there.
+    # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a
+    # minute that a name, asked for too early, was not there.
     while missing := sorted(set(names) - _listed(target)):
         if time.monotonic() > deadline:
             rank = names.index(missing[0])

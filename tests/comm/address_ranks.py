@@ -1,7 +1,8 @@
-"""A rank of two, in a network namespace of its own: address_ranks.py FOLDER RANK [INTERFACE [ABSENT]].
+"""A rank of two, in a network namespace of its own: address_ranks.py FOLDER RANK [INTERFACE
+[ABSENT]].
 
-The ranks gather through FOLDER, meet, and add their numbers up by DeepSpeed's world. ABSENT: that rank leaves when the
-place is known, and the others wait for it a few seconds only.
+The ranks gather through FOLDER, meet, and add their numbers up by DeepSpeed's world. ABSENT: that
+rank leaves when the place is known, and the others wait for it a few seconds only.
 """
 
 import json

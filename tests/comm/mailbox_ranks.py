@@ -32,7 +32,8 @@ def ask(box: Mailbox) -> None:
 
 
 def take_burst(box: Mailbox) -> None:
-    """No pause between two messages that are both here: MPI denies each of them once, as it takes it in."""
+    """No pause between two messages that are both here: MPI denies each of them once, as it takes
+    it in."""
     world.Barrier()
     time.sleep(0.5)  # they come, and MPI isn't asked
     pauses = 0

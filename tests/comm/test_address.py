@@ -1,4 +1,5 @@
-"""Where ranks meet: never at a loopback address of several hosts, at one that all have reached, and not for ever."""
+"""Where ranks meet: never at a loopback address of several hosts, at one that all have reached, and
+not for ever."""
 
 import json
 import os
@@ -142,11 +143,13 @@ def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastes
     assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
-# ---------------------------------------------------------------- two hosts: network namespaces with a Debian hosts file
+# ---------------------------------------------------------------- two hosts: network namespaces
+# with a Debian hosts file
 
 
 class TwoHosts:
-    """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that both have alike."""
+    """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that
+    both have alike."""
 
     def __init__(self) -> None:
         self.names = [f"rose-{os.getpid()}-{letter}" for letter in "ab"]
@@ -187,7 +190,8 @@ class TwoHosts:
         self.ip("netns", "exec", name, *command)
 
     def ranks(self, folder: Path, *arguments: str) -> list[tuple[int, dict, str]]:
-        """One rank in each, with the host's own name set; (exit code, its words, its errors) of each."""
+        """One rank in each, with the host's own name set; (exit code, its words, its errors) of
+        each."""
         started = [
             subprocess.Popen(
                 [

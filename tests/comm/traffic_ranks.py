@@ -1,6 +1,8 @@
-"""Three real MPI ranks: 0 floods 2 with words of many sizes while 1 broadcasts to it; run by test_mailbox.py.
+"""Three real MPI ranks: 0 floods 2 with words of many sizes while 1 broadcasts to it; run by
+test_mailbox.py.
 
-A mailbox that probed lost a frame of the broadcast within a minute of this, and the run stood still.
+A mailbox that probed lost a frame of the broadcast within a minute of this, and the run stood
+still.
 """
 
 import asyncio

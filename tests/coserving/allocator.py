@@ -1,5 +1,6 @@
-"""torch's caching allocator over the memory of one made-up GPU: what one process frees it keeps, until it empties its
-cache; a piece may be cut. For modules that say `torch.cuda...` and `torch.empty`, as their `torch`."""
+"""torch's caching allocator over the memory of one made-up GPU: what one process frees it keeps,
+until it empties its cache; a piece may be cut. For modules that say `torch.cuda...` and
+`torch.empty`, as their `torch`."""
 
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ class Gpu:
 
 
 class Process:
-    """One of several on `gpu`. `held`: bytes of its tensors, `cached`: of what it has beyond them."""
+    """One of several on `gpu`. `held`: bytes of its tensors, `cached`: of what it has beyond
+    them."""
 
     int8, OutOfMemoryError = torch.int8, torch.OutOfMemoryError
 

@@ -1,4 +1,5 @@
-"""A device in memory that is as strict as CUDA about virtual memory management, and a libcuda of the host's memory."""
+"""A device in memory that is as strict as CUDA about virtual memory management, and a libcuda of
+the host's memory."""
 
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ from rose.coserving.vmm import OUT_OF_MEMORY, CudaError
 
 
 class StrictDriver:
-    """`vmm.Driver`: an `AssertionError` where CUDA would fail or corrupt, `CudaError` where it is out of memory.
-    `running`: a kernel uses the pages of these addresses until `synchronize`."""
+    """`vmm.Driver`: an `AssertionError` where CUDA would fail or corrupt, `CudaError` where it is
+    out of memory. `running`: a kernel uses the pages of these addresses until `synchronize`."""
 
     def __init__(self, granularity: int = 4096, pages: int = 2**30) -> None:
         self.granularity, self.pages = granularity, pages
@@ -93,7 +94,8 @@ class StrictDriver:
         return self.memory[page]
 
 
-# Compiled against CUDA's own header, so that the compiler holds it to CUDA's signatures and structs.
+# Compiled against CUDA's own header, so that the compiler holds it to CUDA's signatures and
+# structs.
 LIBCUDA = r"""
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -155,7 +157,8 @@ CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream 
 
 
 def build_libcuda(folder: Path, pages: int = 3) -> str:
-    """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages of 2 MiB."""
+    """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages
+    of 2 MiB."""
     headers = [
         path
         for path in (

@@ -1,8 +1,10 @@
-"""A GPU's memory on the host whose pages of 2 MiB kill the process that touches one which is not there.
+"""A GPU's memory on the host whose pages of 2 MiB kill the process that touches one which is not
+there.
 
-What on a GPU is CUDA_ERROR_ILLEGAL_ADDRESS is SIGSEGV here: addresses are reserved without rights, a page of memory is
-a piece of one file in memory, and mapping it means mapping that piece there. So one piece can stand at several
-addresses, as with CUDA, and bytes that nobody cleared are rubbish, not zeros.
+What on a GPU is CUDA_ERROR_ILLEGAL_ADDRESS is SIGSEGV here: addresses are reserved without rights,
+a page of memory is a piece of one file in memory, and mapping it means mapping that piece there. So
+one piece can stand at several addresses, as with CUDA, and bytes that nobody cleared are rubbish,
+not zeros.
 """
 
 import ctypes
@@ -32,8 +34,9 @@ _NONE, _FIXED = 0, 0x10
 
 
 class Device:
-    """Physical memory, of one GPU, which pools of several engines (in this process) share. `kernels`: what runs on it,
-    as functions that touch memory; they run when somebody waits for them, which is as late as they can."""
+    """Physical memory, of one GPU, which pools of several engines (in this process) share.
+    `kernels`: what runs on it, as functions that touch memory; they run when somebody waits for
+    them, which is as late as they can."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages

@@ -1,4 +1,5 @@
-"""A board tells whole states only: torn, damaged, foreign, outdated and dead writers' boards are told apart from them."""
+"""A board tells whole states only: torn, damaged, foreign, outdated and dead writers' boards are
+told apart from them."""
 
 import dataclasses
 import os

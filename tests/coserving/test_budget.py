@@ -1,4 +1,5 @@
-"""One KV budget: lent while nobody needs it, halved at once when somebody does, and not grown again until allowed."""
+"""One KV budget: lent while nobody needs it, halved at once when somebody does, and not grown again
+until allowed."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The GPU's page pool on pages whose absence kills: what steps in flight, warm-up and a full device do to it."""
+"""The GPU's page pool on pages whose absence kills: what steps in flight, warm-up and a full device
+do to it."""
 
 import faulthandler
 import os

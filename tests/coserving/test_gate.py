@@ -1,4 +1,5 @@
-"""The gate: no step of rollouts that could make an online request late, and nothing at all when in doubt."""
+"""The gate: no step of rollouts that could make an online request late, and nothing at all when in
+doubt."""
 
 import math
 
@@ -192,7 +193,8 @@ def test_a_part_has_so_many_tokens_and_none_that_the_whole_has_not(
 def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(
     lending, slo, profile, online, control
 ):
-    """hold 0.2, 0.1 on average: a decode step of 91 ms takes 101 ms beside R; tpot_p50_s is 100 ms."""
+    """hold 0.2, 0.1 on average: a decode step of 91 ms takes 101 ms beside R; tpot_p50_s is 100
+    ms."""
     gate = Gate(lending(), slo, profile(0.2))
 
     def ask(seconds):

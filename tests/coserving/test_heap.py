@@ -1,4 +1,5 @@
-"""What a step needs of glibc's heap is there before. In processes of their own: an allocator is set up once."""
+"""What a step needs of glibc's heap is there before. In processes of their own: an allocator is set
+up once."""
 
 import subprocess
 import sys

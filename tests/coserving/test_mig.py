@@ -9,7 +9,8 @@ from rose.coserving import names, plugin
 
 
 class Nvml:
-    """GPUs 0 and 1; the only slice of GPU 1 is the one with index 0 within it, that of GPU 0 has the index 3."""
+    """GPUs 0 and 1; the only slice of GPU 1 is the one with index 0 within it, that of GPU 0 has
+    the index 3."""
 
     parents = {"MIG-a": "GPU-1", "MIG-b": "GPU-0"}
     indices = {"GPU-0": 0, "GPU-1": 1, "MIG-a": 0, "MIG-b": 3}

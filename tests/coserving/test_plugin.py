@@ -20,7 +20,8 @@ def test_every_engine_asks_for_the_amx_tiles_that_its_cpu_has(monkeypatch, has_t
     assert asked == [True] * has_tiles
 
 
-# Steps, each with somewhat larger buffers: glibc maps what is larger than all that it has seen. Page faults of the last.
+# Steps, each with somewhat larger buffers: glibc maps what is larger than all that it has seen.
+# Page faults of the last.
 STEPS = """
 import resource, sys
 import torch

@@ -1,4 +1,5 @@
-"""Step times: the fit finds the device's coefficients, and what is observed afterwards moves it, within bounds."""
+"""Step times: the fit finds the device's coefficients, and what is observed afterwards moves it,
+within bounds."""
 
 import json
 import math

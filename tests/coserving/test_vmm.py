@@ -1,4 +1,5 @@
-"""The GPU's page pool against a driver that enforces CUDA's rules, and its calls against CUDA's own header."""
+"""The GPU's page pool against a driver that enforces CUDA's rules, and its calls against CUDA's own
+header."""
 
 import re
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_a_range_that_is_not_of_whole_pages_inside_is_refused(bad):
 
 
 def test_the_calls_are_those_of_cudas_header(tmp_path):
-    """A libcuda written against cuda.h, which the compiler holds to CUDA's signatures and structs."""
+    """A libcuda written against cuda.h, which the compiler holds to CUDA's signatures and
+    structs."""
     driver = CudaDriver(0, build_libcuda(tmp_path))
     page = driver.granularity
     assert page == 2**21

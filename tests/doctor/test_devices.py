@@ -1,4 +1,5 @@
-"""What the doctor makes of what nvidia-smi, torch and /dev/shm say; the texts are as real machines print them."""
+"""What the doctor makes of what nvidia-smi, torch and /dev/shm say; the texts are as real machines
+print them."""
 
 import json
 import os

@@ -250,7 +250,8 @@ def test_nccl_tells_its_bandwidth_or_what_went_wrong():
 
 @pytest.mark.slow
 def test_nccl_is_tried_between_two_gpus(make_config, tmp_path, monkeypatch):
-    """By an nvidia-smi of our own, since this machine may have no GPU: torch then sees fewer, and that is said."""
+    """By an nvidia-smi of our own, since this machine may have no GPU: torch then sees fewer, and
+    that is said."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some (UUID: GPU-a)\\nGPU 1: some (UUID: GPU-b)\\n'\nexit 0\n"
@@ -287,7 +288,8 @@ def test_nccl_is_tried_between_the_gpus_that_were_given_with_the_variables_of_ra
 
 
 def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_config, monkeypatch):
-    """IMPORT_S is what the check on the node waits for torch: the job, and who waits for it in the queue, last longer."""
+    """IMPORT_S is what the check on the node waits for torch: the job, and who waits for it in the
+    queue, last longer."""
     asked = []
     monkeypatch.setattr(
         slurm, "run", lambda argv, env, deadline_s: asked.append((argv, deadline_s)) or ended()

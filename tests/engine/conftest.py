@@ -1,4 +1,5 @@
-"""Tiny random models of three architectures, a loop for async tests, and engines that are always shut down."""
+"""Tiny random models of three architectures, a loop for async tests, and engines that are always
+shut down."""
 
 import asyncio
 from pathlib import Path

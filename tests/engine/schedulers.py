@@ -1,4 +1,5 @@
-"""vLLM schedulers for tests of engines: one gives requests back, as a co-serving engine's does, one awaits new weights."""
+"""vLLM schedulers for tests of engines: one gives requests back, as a co-serving engine's does, one
+awaits new weights."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -35,7 +36,8 @@ class EvictingScheduler(AsyncScheduler):
 
 
 class PatientScheduler(AsyncScheduler):
-    """No turn ends before the first new weights have come, however long that takes on a busy machine."""
+    """No turn ends before the first new weights have come, however long that takes on a busy
+    machine."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill who touches one which
-is not there: from its weights to the end of its warm-up."""
+"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill
+who touches one which is not there: from its weights to the end of its warm-up."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,8 @@ BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
 
 
 class Standing:
-    """For vLLM's worker: its calls in the order in which EngineCore makes them. `steps`: blocks that warm-up writes."""
+    """For vLLM's worker: its calls in the order in which EngineCore makes them. `steps`: blocks
+    that warm-up writes."""
 
     device = torch.device("cuda", 0)
 

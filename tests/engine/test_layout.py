@@ -1,4 +1,5 @@
-"""Slices put together over all ranks are the Hugging Face tensors: checked with vLLM's own rules on CPU tensors."""
+"""Slices put together over all ranks are the Hugging Face tensors: checked with vLLM's own rules on
+CPU tensors."""
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def load(tp: int) -> tuple[dict, list[dict]]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_every_rank_computes_its_part_of_the_layer(tp):
-    """Attention heads and MLP outputs of the ranks, added up as vLLM's all-reduce does, equal the whole layer's."""
+    """Attention heads and MLP outputs of the ranks, added up as vLLM's all-reduce does, equal the
+    whole layer's."""
     source, ranks = load(tp)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99))
     attn, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."

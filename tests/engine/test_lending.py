@@ -1,4 +1,5 @@
-"""An engine whose memory goes back to the system, by block and as a whole, and that is right again afterwards."""
+"""An engine whose memory goes back to the system, by block and as a whole, and that is right again
+afterwards."""
 
 import asyncio
 
@@ -89,8 +90,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
 
 
 async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int, int]:
-    """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile, resident bytes
-    before and in its sleep)."""
+    """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile,
+    resident bytes before and in its sleep)."""
     before, sampling = (
         engine.stats().generated_tokens,
         protocol.Sampling(max_new_tokens=200, temperature=0.0),

@@ -1,4 +1,5 @@
-"""How an engine follows its workers from one version to the next, with workers that only say their state."""
+"""How an engine follows its workers from one version to the next, with workers that only say their
+state."""
 
 import asyncio
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from rose.transfer import TransferError
 
 
 class Engine(staging.Staging):
-    """`answers`: of its one worker to each question in turn, the last one for good; an exception is raised."""
+    """`answers`: of its one worker to each question in turn, the last one for good; an exception is
+    raised."""
 
     pid = 4242
 

@@ -1,4 +1,5 @@
-"""A worker's own side of a new version: what it takes of its device, with the store's reader exchanged."""
+"""A worker's own side of a new version: what it takes of its device, with the store's reader
+exchanged."""
 
 import threading
 from types import SimpleNamespace
@@ -38,8 +39,8 @@ class Receiver:
 
 @pytest.fixture
 def made(monkeypatch):
-    """made(device) -> (the worker's engine, its receiver). The allocator's cache must not be emptied: what steps need of
-    a shared device is kept there."""
+    """made(device) -> (the worker's engine, its receiver). The allocator's cache must not be
+    emptied: what steps need of a shared device is kept there."""
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: pytest.fail("the memory that steps need is gone")
     )

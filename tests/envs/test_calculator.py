@@ -1,4 +1,5 @@
-"""The calculator computes exactly, refuses what is no arithmetic, and rewards the right answer once."""
+"""The calculator computes exactly, refuses what is no arithmetic, and rewards the right answer
+once."""
 
 import asyncio
 import random

@@ -1,4 +1,5 @@
-"""The worked example of docs/environments.md is what a reader types in: it must run as it stands."""
+"""The worked example of docs/environments.md is what a reader types in: it must run as it
+stands."""
 
 import asyncio
 import re

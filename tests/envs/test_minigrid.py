@@ -1,4 +1,5 @@
-"""MiniGrid as text: the picture shows the real state, calls move the real agent, a solved task pays."""
+"""MiniGrid as text: the picture shows the real state, calls move the real agent, a solved task
+pays."""
 
 import asyncio
 from collections import deque
@@ -89,7 +90,8 @@ def test_every_task_can_be_shown():
 
 
 def solve(task, seed):
-    """Shortest plan by breadth-first search over the package's own environment, replayed from the start."""
+    """Shortest plan by breadth-first search over the package's own environment, replayed from the
+    start."""
 
     def replay(plan):
         env = gymnasium.make(task, disable_env_checker=True).unwrapped

@@ -1,4 +1,5 @@
-"""An asynchronous run with real MPI, vLLM and DeepSpeed: rollouts go on in training, weights come while turns run."""
+"""An asynchronous run with real MPI, vLLM and DeepSpeed: rollouts go on in training, weights come
+while turns run."""
 
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ STEPS, ETA = 4, 1
 
 
 def test_rollouts_go_on_while_the_trainer_trains_and_no_token_is_older_than_allowed(tmp_path):
-    # One place in the engine: rollouts take longer than training, so that some run whenever new weights come.
+    # One place in the engine: rollouts take longer than training, so that some run whenever new
+    # weights come.
     job = Job(
         tmp_path,
         "scheduler/batching=bounded_staleness",

@@ -1,4 +1,5 @@
-"""Trainer and engine on the same device in turn: the whole job with real MPI, vLLM and DeepSpeed, on a CPU."""
+"""Trainer and engine on the same device in turn: the whole job with real MPI, vLLM and DeepSpeed,
+on a CPU."""
 
 import json
 import math
@@ -39,7 +40,8 @@ def absences(found: list[dict], leaves: str, comes: str) -> list[tuple[float, fl
 
 
 def assert_in_turn(folder: Path, steps: int) -> None:
-    """The trainer worked only while the engine had given its memory back, and the engine only while the trainer had."""
+    """The trainer worked only while the engine had given its memory back, and the engine only while
+    the trainer had."""
     trainer, engine = spans(folder, "trainer"), spans(folder, "rollout")
     first = next(
         span["start"] for span in engine if span["name"] == "engine_wake"

@@ -1,4 +1,5 @@
-"""The run's folder takes no more: the main job ends with one clear error, and continues once there is room again."""
+"""The run's folder takes no more: the main job ends with one clear error, and continues once there
+is room again."""
 
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ CONTINUES = "the same launch.py command then continues the run from its last che
 
 @pytest.fixture
 def start(disk):
-    """start() -> the job on the disk; whatever a failing test leaves of it is killed before the disk goes."""
+    """start() -> the job on the disk; whatever a failing test leaves of it is killed before the
+    disk goes."""
     jobs = []
 
     def begin() -> Job:
@@ -46,7 +48,8 @@ def halves(run: Path) -> list[Path]:
 
 
 def assert_complete(job: Job) -> None:
-    """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished left."""
+    """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished
+    left."""
     assert [row["step"] for row in job.steps()] == [1, 2, 3]
     trained = [
         t.id.split("r")[0]

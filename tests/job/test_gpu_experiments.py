@@ -1,5 +1,5 @@
-"""The GPU experiments as they are, but for their sizes: a tiny model of the same architecture from a hub's cache made
-by hand, no network, and one step through the whole job."""
+"""The GPU experiments as they are, but for their sizes: a tiny model of the same architecture from
+a hub's cache made by hand, no network, and one step through the whole job."""
 
 import os
 import shutil
@@ -44,7 +44,8 @@ SIZES = (
 
 
 def qwen2(tiny: Path, folder: Path) -> Path:
-    """The tiny model's tokenizer with a random Qwen2 decoder: biases in attention, an output matrix of its own."""
+    """The tiny model's tokenizer with a random Qwen2 decoder: biases in attention, an output matrix
+    of its own."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     of = AutoConfig.from_pretrained(tiny)
     torch.manual_seed(0)

@@ -106,7 +106,8 @@ def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
         "the midst of step 2's rollout",
     )
     engine = job.engine()
-    engine.suspend()  # what it is given meanwhile it has when it dies; at any moment it may have nothing
+    # what it is given meanwhile it has when it dies; at any moment it may have nothing
+    engine.suspend()
     time.sleep(0.5)
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()

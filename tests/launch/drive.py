@@ -1,4 +1,5 @@
-"""The launcher's part of a run with toy ranks, in a process of its own: python drive.py RUN_DIR; prints the outcome."""
+"""The launcher's part of a run with toy ranks, in a process of its own: python drive.py RUN_DIR;
+prints the outcome."""
 
 import sys
 from pathlib import Path

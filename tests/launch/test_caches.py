@@ -1,4 +1,5 @@
-"""Compiled kernels lie on the node's disk under Slurm, where the user says otherwise there, and nowhere strange."""
+"""Compiled kernels lie on the node's disk under Slurm, where the user says otherwise there, and
+nowhere strange."""
 
 import msgspec
 

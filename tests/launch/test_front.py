@@ -1,4 +1,5 @@
-"""`python launch.py`: a bad word on the command line costs nothing, a good one says what will run."""
+"""`python launch.py`: a bad word on the command line costs nothing, a good one says what will
+run."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The GPUs that a launcher, a Slurm step or a serving task was given, by index, UUID and MIG name."""
+"""The GPUs that a launcher, a Slurm step or a serving task was given, by index, UUID and MIG
+name."""
 
 import pytest
 

@@ -337,7 +337,8 @@ def test_only_the_gpus_that_ranks_use_are_asked_for(make_config, tmp_path, more,
 
 
 def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
-    """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder, would find first."""
+    """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder,
+    would find first."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$PYTHONPATH"; echo "$*"; env | grep BIND\nexit 0\n')
     srun.chmod(0o755)

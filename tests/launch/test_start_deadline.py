@@ -1,4 +1,5 @@
-"""Ranks have cluster.start_timeout_s to appear and to join the MPI world, whose own start waits for ever."""
+"""Ranks have cluster.start_timeout_s to appear and to join the MPI world, whose own start waits for
+ever."""
 
 import os
 import socket

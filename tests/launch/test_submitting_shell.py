@@ -1,5 +1,5 @@
-"""A run is submitted from any shell, one within another job too, as `srun --pty bash` on a GPU node gives: none of that
-job's settings may reach the ranks."""
+"""A run is submitted from any shell, one within another job too, as `srun --pty bash` on a GPU node
+gives: none of that job's settings may reach the ranks."""
 
 import os
 

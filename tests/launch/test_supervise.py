@@ -1,4 +1,5 @@
-"""A started job ends as it should, says why, and leaves nothing behind: real mpiexec, real MPI, toy ranks."""
+"""A started job ends as it should, says why, and leaves nothing behind: real mpiexec, real MPI, toy
+ranks."""
 
 import os
 import signal
@@ -26,8 +27,8 @@ def run_dir(tmp_path, make_config):
 
 @pytest.fixture
 def begin(run_dir):
-    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process, in `run_dir` or the folder given; whatever a failing
-    test leaves is killed."""
+    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process, in `run_dir` or the folder given;
+    whatever a failing test leaves is killed."""
     started = []
 
     def start(folder=run_dir, **toy):
@@ -52,7 +53,8 @@ def begin(run_dir):
 
 
 def of_run(run_dir):
-    """Living processes of the job: everything with the run's folder on its command line, and the toy engines."""
+    """Living processes of the job: everything with the run's folder on its command line, and the
+    toy engines."""
     engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
     alive = [
         p
@@ -190,7 +192,8 @@ def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
 def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_write(
     begin, disk, make_config, deed
 ):
-    """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even ends."""
+    """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even
+    ends."""
     configuration.save(make_config("cluster.stop_timeout_s=3"), disk.path / "config.json")
     process = begin(
         disk.path, TOY=f"trainer-0:{deed}", TOY_SECONDS="300", TOY_WAITS=str(disk.path / "filler")

@@ -1,4 +1,5 @@
-"""A job whose checkpoints take longer than the warning that it asked Slurm for warns itself in time."""
+"""A job whose checkpoints take longer than the warning that it asked Slurm for warns itself in
+time."""
 
 import os
 import signal
@@ -13,8 +14,9 @@ from rose.launch.layout import layout
 
 @pytest.fixture
 def warned():
-    """warned(seconds) -> whether USR2 has come by then. Python's handler runs in the main thread when that takes its next
-    step, and the system may have given the signal to another: a single long wait would not see it."""
+    """warned(seconds) -> whether USR2 has come by then. Python's handler runs in the main thread
+    when that takes its next step, and the system may have given the signal to another: a single
+    long wait would not see it."""
     came = threading.Event()
     before = signal.signal(signal.SIGUSR2, lambda *_: came.set())
 
@@ -48,7 +50,8 @@ def test_the_warning_comes_when_saving_needs_what_is_left_and_slurm_would_be_lat
 
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
-    """squeue(words, code): one that says so, in a job of a Slurm that sets no SLURM_JOB_END_TIME."""
+    """squeue(words, code): one that says so, in a job of a Slurm that sets no
+    SLURM_JOB_END_TIME."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

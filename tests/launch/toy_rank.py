@@ -1,8 +1,9 @@
-"""A rank program for the supervisor's tests: real MPI, a real guard, and a body that does what TOY says.
+"""A rank program for the supervisor's tests: real MPI, a real guard, and a body that does what TOY
+says.
 
-TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank works until the
-coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on SIGTERM. The deed waits for the file
-TOY_WAITS, if one is named.
+TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank
+works until the coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on
+SIGTERM. The deed waits for the file TOY_WAITS, if one is named.
 """
 
 import argparse

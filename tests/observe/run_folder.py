@@ -16,7 +16,8 @@ T0 = 1_790_000_000.0
 def write_run(
     run_dir: Path, steps: int = 12, engines: int = 2, turns: int = 40, tensorboard: bool = False
 ) -> Path:
-    """`turns` on each engine in each step, 8 at a time; evaluations before and after; one engine fault."""
+    """`turns` on each engine in each step, 8 at a time; evaluations before and after; one engine
+    fault."""
     draw = random.Random(3)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.json").write_text(

@@ -1,4 +1,5 @@
-"""The report's numbers, that it is one safe file of bounded size, and that a real browser draws it."""
+"""The report's numbers, that it is one safe file of bounded size, and that a real browser draws
+it."""
 
 import re
 import shutil

@@ -1,4 +1,5 @@
-"""The terminal shows a run from its files: lines when piped, a live screen on a terminal, a table at the end."""
+"""The terminal shows a run from its files: lines when piped, a live screen on a terminal, a table
+at the end."""
 
 import io
 import time

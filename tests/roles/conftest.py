@@ -1,4 +1,5 @@
-"""A turn hub on a real scheduler and journal; only what it sends to other ranks is kept in a list."""
+"""A turn hub on a real scheduler and journal; only what it sends to other ranks is kept in a
+list."""
 
 import pytest
 
@@ -29,7 +30,8 @@ def scheduler(routing="least_loaded"):
 
 
 class World:
-    """The hub and everything around it; `sent` are (rank, message), `actions` those about groups and batches."""
+    """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
+    and batches."""
 
     def __init__(self, folder, routing="least_loaded"):
         self.sent, self.actions, self.faults = [], [], []

@@ -1,4 +1,5 @@
-"""A serving rank without an engine, for tests: `python joiner.py RUN_DIR BEHAVIOUR`. Real door, real MPI, real porter."""
+"""A serving rank without an engine, for tests: `python joiner.py RUN_DIR BEHAVIOUR`. Real door,
+real MPI, real porter."""
 
 import os
 import sys

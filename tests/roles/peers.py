@@ -1,10 +1,13 @@
-"""A coordinator's world in one process: an environment host, a trainer and engines that answer in any order, by a seed.
+"""A coordinator's world in one process: an environment host, a trainer and engines that answer in
+any order, by a seed.
 
-Words of one rank stay in order, as MPI keeps them; whose word comes next is drawn. The trainer is slow: while others
-have something to say its word is rarely the next, so that rollouts may go on while it trains. What a word says of
-weights is decided when it is heard: a version may come in the middle of a turn.
+Words of one rank stay in order, as MPI keeps them; whose word comes next is drawn. The trainer is
+slow: while others have something to say its word is rarely the next, so that rollouts may go on
+while it trains. What a word says of weights is decided when it is heard: a version may come in the
+middle of a turn.
 
-Where devices are shared, a rank holds its device from the order on, and until its answer is heard: never both roles.
+Where devices are shared, a rank holds its device from the order on, and until its answer is heard:
+never both roles.
 """
 
 import asyncio
@@ -275,8 +278,9 @@ def run(
     stop_when=lambda coordinator: False,
     hardware="cpu",
 ):
-    """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is asked at every
-    message to a peer and at every turn of the loop: what lasts for less than a turn is seen, too."""
+    """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is
+    asked at every message to a peer and at every turn of the loop: what lasts for less than a turn
+    is seen, too."""
 
     async def scene():
         step = checkpoint.step_of(resume_from) if resume_from else 0

@@ -1,4 +1,5 @@
-"""Domains are alive in a live run: each member of a mixture is generated on the hardware that is declared for it."""
+"""Domains are alive in a live run: each member of a mixture is generated on the hardware that is
+declared for it."""
 
 import pytest
 

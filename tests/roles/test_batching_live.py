@@ -1,5 +1,5 @@
-"""Every batching policy drives the live coordinator: whole groups, each prompt once, no older than the policy says,
-the same decisions on replay; stopped and resumed, no prompt is lost."""
+"""Every batching policy drives the live coordinator: whole groups, each prompt once, no older than
+the policy says, the same decisions on replay; stopped and resumed, no prompt is lost."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Ranks that join over MPI and behave in every way: the hub's turns survive, and nobody else is concerned."""
+"""Ranks that join over MPI and behave in every way: the hub's turns survive, and nobody else is
+concerned."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""The coordinator's saving: a checkpoint is committed when every trainer rank has written its part, also when a
-stop comes in between."""
+"""The coordinator's saving: a checkpoint is committed when every trainer rank has written its part,
+also when a stop comes in between."""
 
 import asyncio
 from pathlib import Path

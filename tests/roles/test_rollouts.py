@@ -1,4 +1,5 @@
-"""Groups come and go at any time: each trajectory is started, counted, cancelled and forgotten once."""
+"""Groups come and go at any time: each trajectory is started, counted, cancelled and forgotten
+once."""
 
 import pytest
 

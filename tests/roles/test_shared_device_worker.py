@@ -1,5 +1,5 @@
-"""A rollout rank whose GPU is a trainer rank's too: its engine starts, wakes and sleeps in its turn, also when it dies
-in between."""
+"""A rollout rank whose GPU is a trainer rank's too: its engine starts, wakes and sleeps in its
+turn, also when it dies in between."""
 
 import asyncio
 from types import SimpleNamespace

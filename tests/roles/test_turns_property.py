@@ -1,4 +1,5 @@
-"""Whatever workers do, no turn is lost and no token is counted twice: random losses, returns, stalls, late words."""
+"""Whatever workers do, no turn is lost and no token is counted twice: random losses, returns,
+stalls, late words."""
 
 import tempfile
 import time
@@ -39,7 +40,8 @@ class Attempt:
 
 
 class Engines:
-    """Token servers whose i-th token of turn n is 10 n + i: a token lost, or there twice, shows in the result."""
+    """Token servers whose i-th token of turn n is 10 n + i: a token lost, or there twice, shows in
+    the result."""
 
     def __init__(self, folder, workers):
         self.world, self.workers = World(folder), WORKERS[-workers:]

@@ -11,8 +11,8 @@ STEPS_OF_THE_LOOP = range(6)  # a change needs less to get from the event to the
 
 @pytest.mark.parametrize("steps", STEPS_OF_THE_LOOP)
 def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(steps):
-    """`asyncio.wait_for` of Python 3.11 loses one that comes between a change and its being seen: a run that was told
-    to stop took another step."""
+    """`asyncio.wait_for` of Python 3.11 loses one that comes between a change and its being seen: a
+    run that was told to stop took another step."""
 
     async def scene():
         changes = Changes(lambda what: None)

@@ -1,4 +1,5 @@
-"""Tokenizer folders: one byte-level BPE with the chat templates of the models that ROSE is used with."""
+"""Tokenizer folders: one byte-level BPE with the chat templates of the models that ROSE is used
+with."""
 
 import importlib.util
 from pathlib import Path

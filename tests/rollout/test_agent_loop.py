@@ -58,7 +58,8 @@ class Walk:
 
 
 class Script:
-    """Turns from texts, in order (the last one again and again); remembers requests and what it gave."""
+    """Turns from texts, in order (the last one again and again); remembers requests and what it
+    gave."""
 
     def __init__(self, tokenizer, *texts, closed=True):
         self.tokenizer, self.texts, self.closed, self.requests, self.results = (
@@ -416,7 +417,8 @@ def test_the_first_cause_counts_when_closing_fails_too(run, tokenizer):
     assert "Walk.close did not return" in failure.value.__notes__[0]
 
 
-# --------------------------------------------------------------------------- cancellation and bad turns
+# --------------------------------------------------------------------------- cancellation and bad
+# turns
 
 
 @pytest.mark.parametrize("where", ["turn", "step"])

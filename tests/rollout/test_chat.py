@@ -1,4 +1,5 @@
-"""Prompts and observations are the template's own tokens, and generated tokens are never touched."""
+"""Prompts and observations are the template's own tokens, and generated tokens are never
+touched."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""An environment host runs each trajectory in the environment that it is of, under that one's own limits."""
+"""An environment host runs each trajectory in the environment that it is of, under that one's own
+limits."""
 
 import asyncio
 
@@ -10,7 +11,8 @@ from rose.rollout.generate import TrajectoryHost
 
 
 def hosted(config, chat, domain, tokens):
-    """What a host says about one trajectory whose every turn is these tokens, as many as it asks for."""
+    """What a host says about one trajectory whose every turn is these tokens, as many as it asks
+    for."""
 
     async def go():
         words, said = asyncio.Queue(), []

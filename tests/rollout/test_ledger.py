@@ -83,7 +83,8 @@ def test_tokens_without_their_logprobs_are_refused():
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=30))
 def test_whatever_arrives_only_the_current_attempts_tokens_count(words):
-    """Words of attempts 1..3 in any order; a new attempt starts when a higher number first shows up."""
+    """Words of attempts 1..3 in any order; a new attempt starts when a higher number first shows
+    up."""
     ledger, current, expected, serial = opened(new=1000), 1, [], 0
     ledger.dispatch("g0.0.t0", 1)
     for attempt, count in words:

@@ -1,5 +1,6 @@
-"""Drives a batching policy alone, as the trainer and the environments would: groups end in any order, the filter
-refuses some, versions come out while groups run, and the run may end and resume at any step boundary."""
+"""Drives a batching policy alone, as the trainer and the environments would: groups end in any
+order, the filter refuses some, versions come out while groups run, and the run may end and resume
+at any step boundary."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from rose.scheduler.groups import group_index
 
 
 class Trainer:
-    """`admitted`: group -> version. `trained`: (version, groups) of each step. All that must hold of any policy is
-    asserted on the way."""
+    """`admitted`: group -> version. `trained`: (version, groups) of each step. All that must hold
+    of any policy is asserted on the way."""
 
     def __init__(self, make: Callable, groups: int) -> None:
         self.make, self.groups = make, groups
@@ -82,7 +83,8 @@ class Trainer:
         self.publish(self.version)
 
     def run_step(self, random: Random, refuses: float = 0.0, slow: int = 0) -> None:
-        """Any order; indices divisible by `slow`, if it is not 0, end only when a step waits and no other runs."""
+        """Any order; indices divisible by `slow`, if it is not 0, end only when a step waits and no
+        other runs."""
         self.begin()
         while self.waits:
             self.finish_one(random, refuses, slow)
@@ -112,7 +114,8 @@ class Trainer:
         ]
 
     def check_accounts(self) -> None:
-        """Every index up to the newest was trained, was dropped on purpose, is out, or will be tried again."""
+        """Every index up to the newest was trained, was dropped on purpose, is out, or will be
+        tried again."""
         state = self.policy.snapshot()
         again = {index for index, _ in state["again"]}
         assert sorted(self.fate) == list(range(len(self.fate)))

@@ -1,5 +1,5 @@
-"""An honest driver of a scheduler without time: engines, environments, a trainer and a queue of jobs that do as they are
-told in any order, and check that what they are told can be done."""
+"""An honest driver of a scheduler without time: engines, environments, a trainer and a queue of
+jobs that do as they are told in any order, and check that what they are told can be done."""
 
 from dataclasses import dataclass, field
 
@@ -381,7 +381,8 @@ class Driver:
             self.at_worker(name, "load")
 
     def settle(self):
-        """Without newcomers every turn that waits gets a worker after no more ends of turns and chunks than there are."""
+        """Without newcomers every turn that waits gets a worker after no more ends of turns and
+        chunks than there are."""
         waiting = [name for name, turn in self.turns.items() if turn.worker is None]
         for _ in range(sum(1 + turn.new for turn in self.turns.values())):
             self.load()
@@ -394,8 +395,8 @@ class Driver:
         assert not waiting, "a turn starves"
 
     def work(self):
-        """One more turn ends, or a chunk of it. While none can, trajectories whose tools have returned go on, and time
-        passes."""
+        """One more turn ends, or a chunk of it. While none can, trajectories whose tools have
+        returned go on, and time passes."""
         for _ in range(100):
             held = self.held()
             if held:

@@ -222,7 +222,8 @@ def test_a_turn_that_lost_its_worker_keeps_its_trajectorys_progress():
 
 
 def learn(rollout, outcome, lengths):
-    """Trajectories whose tool returned `outcome` after 10 tokens and that went on for so many more."""
+    """Trajectories whose tool returned `outcome` after 10 tokens and that went on for so many
+    more."""
     for i, length in enumerate(lengths):
         name = f"g{1000 + i}.{outcome}"
         rollout.request(f"{name}.0"), rollout.end(f"{name}.0", 10)

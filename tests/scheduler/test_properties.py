@@ -1,7 +1,9 @@
-"""Whatever workers, environments, trainer and cluster do, in whatever order: what every combination of policies keeps.
+"""Whatever workers, environments, trainer and cluster do, in whatever order: what every combination
+of policies keeps.
 
-The driver checks each action as it comes: a turn is with one worker at a time, on the newest version, within the
-worker's caps; a group is trained once or dropped once, and no staler than its policy allows.
+The driver checks each action as it comes: a turn is with one worker at a time, on the newest
+version, within the worker's caps; a group is trained once or dropped once, and no staler than its
+policy allows.
 """
 
 from pathlib import Path

@@ -307,7 +307,9 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
             3,
             10.0,
             ["h0"],
-        ),  # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what saves most
+            # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what
+            # saves most
+        ),
         (1, 60.0, []),  # training is what takes long: all of them train already
         (1, 10.0, []),  # rollout 20 s by 1: 5 s could be saved, less than a change costs
     ],

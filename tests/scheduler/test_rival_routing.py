@@ -312,7 +312,8 @@ def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
 
 
 def live(s, trajectory, outcome, tokens):
-    """A trajectory of a first turn of 10 tokens and, after a tool call, one of `tokens`: where the second one went."""
+    """A trajectory of a first turn of 10 tokens and, after a tool call, one of `tokens`: where the
+    second one went."""
     request(s, f"{trajectory}.t0", domain="env")
     s.handle(ev.TurnEnded(at=1.0, turn=f"{trajectory}.t0", tokens=10))
     went = request(s, f"{trajectory}.t1", domain="env", outcome=outcome)

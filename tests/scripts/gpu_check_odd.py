@@ -1,4 +1,5 @@
-"""Checks that go wrong in every way, for test_gpu_check.py: run as a script it is the process of one of them."""
+"""Checks that go wrong in every way, for test_gpu_check.py: run as a script it is the process of
+one of them."""
 
 import os
 import signal

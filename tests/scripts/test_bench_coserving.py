@@ -1,4 +1,5 @@
-"""The co-serving benchmark: figures follow from what was measured, the client is an open loop, the runs are real."""
+"""The co-serving benchmark: figures follow from what was measured, the client is an open loop, the
+runs are real."""
 
 import asyncio
 import csv
@@ -271,7 +272,8 @@ def test_every_way_in_which_a_request_fails_is_told(serve):
     assert [r.tpot for r in requests] == [None] * 4 and requests[1].ttft is not None
 
 
-# --------------------------------------------------------------------------- options, traffic, a real run
+# --------------------------------------------------------------------------- options, traffic, a
+# real run
 
 
 @pytest.mark.parametrize(

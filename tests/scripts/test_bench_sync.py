@@ -1,4 +1,5 @@
-"""The benchmark of a whole sync: every encoding arrives bit for bit over its link; verdicts follow the figures."""
+"""The benchmark of a whole sync: every encoding arrives bit for bit over its link; verdicts follow
+the figures."""
 
 import json
 import socket

@@ -1,4 +1,5 @@
-"""The estimates of dry runs against what DeepSpeed allocates, counted tensor by tensor on the CPU."""
+"""The estimates of dry runs against what DeepSpeed allocates, counted tensor by tensor on the
+CPU."""
 
 import sys
 

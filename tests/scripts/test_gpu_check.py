@@ -1,4 +1,5 @@
-"""gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU twin is the same code."""
+"""gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU twin
+is the same code."""
 
 import asyncio
 import ctypes
@@ -215,7 +216,8 @@ def test_no_check_hides_another_of_its_name():
 
 
 class QuickEngine:
-    """Its turns have long ended when a version is staged, as those of a small model on a fast GPU."""
+    """Its turns have long ended when a version is staged, as those of a small model on a fast
+    GPU."""
 
     version, ended = -1, 0
 
@@ -259,7 +261,8 @@ def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
     assert old >= 5 * 4 and new >= 1
 
 
-# --------------------------------------------------------------------------- the page pool, against a fake libcuda
+# --------------------------------------------------------------------------- the page pool, against
+# a fake libcuda
 
 
 class HostPool(PagePool):
@@ -302,10 +305,12 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
         gpu_check_coserving.page_pool(pool, free)
 
 
-# --------------------------------------------------------------------------- the twins: the same code on the CPU
+# --------------------------------------------------------------------------- the twins: the same
+# code on the CPU
 
-# Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it); `profile` is a command
-# that tests/serving/test_profile.py runs; `nccl` is the doctor's; `job` is `colocated` with fewer words.
+# Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
+# `profile` is a command that tests/serving/test_profile.py runs; `nccl` is the doctor's; `job` is
+# `colocated` with fewer words.
 TWINS = (
     "machine",
     "two",

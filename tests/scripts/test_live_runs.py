@@ -1,4 +1,5 @@
-"""What validate_sim.py reads out of live runs: tails, the ways to an engine and back, and which steps count."""
+"""What validate_sim.py reads out of live runs: tails, the ways to an engine and back, and which
+steps count."""
 
 import json
 import subprocess
@@ -136,7 +137,8 @@ def test_ways_lie_between_decisions_and_the_engines_own_steps(tmp_path, monkeypa
     entries += [(ev.TurnEnded(at=at, turn=turn), []) for turn, at in known.items()]
     there, back = validate_sim.ways(live, entries, steps, [validate_sim.Window(0.0, 7.0)])
     assert back == pytest.approx([0.04, 0.06, 0.06, 0.1])
-    # a: came between 0.94 and the step at 1.0; b and idle: the engine had stood still; full: both seats were taken
+    # a: came between 0.94 and the step at 1.0; b and idle: the engine had stood still; full: both
+    # seats were taken
     assert there == pytest.approx([0.03, 0.05, 0.02])
 
 

@@ -1,4 +1,5 @@
-"""The recipe of SmolLM2 makes a folder that the rest of ROSE accepts, of a model that knows what it should."""
+"""The recipe of SmolLM2 makes a folder that the rest of ROSE accepts, of a model that knows what it
+should."""
 
 import importlib.util
 

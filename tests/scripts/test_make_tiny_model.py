@@ -1,4 +1,5 @@
-"""The tiny model's recipe: a tokenizer that loses nothing, labels on the policy's own tokens, equal files by seed."""
+"""The tiny model's recipe: a tokenizer that loses nothing, labels on the policy's own tokens, equal
+files by seed."""
 
 import random
 import sys

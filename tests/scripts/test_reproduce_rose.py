@@ -1,4 +1,5 @@
-"""The paper beside the simulator: tables, picture and what is put into the docs, from made outcomes."""
+"""The paper beside the simulator: tables, picture and what is put into the docs, from made
+outcomes."""
 
 import math
 import sys
@@ -31,7 +32,8 @@ SPEED = {
 
 @pytest.fixture
 def outcomes():
-    """Each system `SPEED` times as fast as roll_grpo, with a spread over three seeds that all share."""
+    """Each system `SPEED` times as fast as roll_grpo, with a spread over three seeds that all
+    share."""
     return [
         Outcome(
             point="p",

@@ -1,4 +1,5 @@
-"""The search over policies: what is composed, what goes on to the next round, and the front, from made outcomes."""
+"""The search over policies: what is composed, what goes on to the next round, and the front, from
+made outcomes."""
 
 import math
 import sys
@@ -32,7 +33,8 @@ def cached(setting, overrides):
 
 
 def outcomes_of(c):
-    """Faster by `SPEED` and `ROUTING` and by the trainer's GPUs; as stale as the bound. The setting's own is ROSE."""
+    """Faster by `SPEED` and `ROUTING` and by the trainer's GPUs; as stale as the bound. The
+    setting's own is ROSE."""
     made = []
     for name, system in build.systems(c).items():
         policies = system.scheduler

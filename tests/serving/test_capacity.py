@@ -69,7 +69,8 @@ def test_the_next_opening_is_expected_as_the_last_ones_came(watch):
 
 
 def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(watch):
-    """vLLM's scheduler does not run without requests: a gate that was shut then would be shut for ever."""
+    """vLLM's scheduler does not run without requests: a gate that was shut then would be shut for
+    ever."""
     watch.look(0.0, state(0.0, open=0))
     assert watch.look(1.1, state(1.1, open=0)).max_sequences == 0
     idle = dict(open=0, running=0)

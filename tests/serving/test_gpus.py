@@ -105,7 +105,8 @@ def test_a_server_and_its_lender_take_as_many_as_the_larger_of_both(
 
 
 def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
-    """What Slurm tells a task: of a real cluster with GPUs that are none, by srun of these shapes."""
+    """What Slurm tells a task: of a real cluster with GPUs that are none, by srun of these
+    shapes."""
     return {
         "SLURM_LOCALID": str(local),
         "SLURM_GPUS_ON_NODE": str(total),

@@ -1,5 +1,5 @@
-"""The operator's process: both children, signals, the report. The children are small programs here; with vLLM's server
-in the last test."""
+"""The operator's process: both children, signals, the report. The children are small programs here;
+with vLLM's server in the last test."""
 
 import json
 import os
@@ -29,7 +29,8 @@ PROFILE = {
 }
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
-# A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a signal.
+# A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a
+# signal.
 LENDER = """
 import os, signal, sys, time
 home = sys.argv[1]

@@ -1,4 +1,5 @@
-"""A device's profile: what is refused, what it was measured on, what interference is, and two tiny models for real."""
+"""A device's profile: what is refused, what it was measured on, what interference is, and two tiny
+models for real."""
 
 import copy
 import json
@@ -130,7 +131,8 @@ def test_no_file_and_no_json_are_named(tmp_path):
 
 
 def made(slower, count=400, noise=0.0, covered=1.0):
-    """Online steps, every second one beside a rollout step that covers a share of it and makes it `slower` times."""
+    """Online steps, every second one beside a rollout step that covers a share of it and makes it
+    `slower` times."""
     dice, now, online, rollout = random.Random(0), 0.0, [], []
     for at in range(count):
         seconds = 0.01 * dice.lognormvariate(0, noise) * (slower if at % 2 else 1)

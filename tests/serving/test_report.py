@@ -1,4 +1,5 @@
-"""The lending report: its numbers go on over restarts, stay bounded, and a real browser draws it."""
+"""The lending report: its numbers go on over restarts, stay bounded, and a real browser draws
+it."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""The online server as a child: started, watched, started again, ended. Its program is a small one here, but for one
-test with vLLM's."""
+"""The online server as a child: started, watched, started again, ended. Its program is a small one
+here, but for one test with vLLM's."""
 
 import asyncio
 import os
@@ -243,7 +243,8 @@ def test_settings_become_arguments_and_engine_args_go_over_them(make):
 
 
 def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monkeypatch):
-    """So that pages of it can be given back. Its operator's environment says nothing of a shared device."""
+    """So that pages of it can be given back. Its operator's environment says nothing of a shared
+    device."""
     monkeypatch.delenv("ROSE_COSERVING", raising=False)
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     made = make(kind=OnlineServer)

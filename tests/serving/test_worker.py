@@ -1,4 +1,5 @@
-"""A borrowed worker on a real vLLM whose scheduler gives turns back; only the way to the coordinator is a list."""
+"""A borrowed worker on a real vLLM whose scheduler gives turns back; only the way to the
+coordinator is a list."""
 
 import asyncio
 import time

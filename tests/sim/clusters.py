@@ -17,8 +17,8 @@ TRAINER = spec.Trainer(2, probes.GPU, 0.5, 1e9, 3.0, 1.0)
 
 
 class Agents:
-    """Four turns; a member of each group dies the first time if `crash` is 1, every time if it is 2; rewards differ but
-    in the groups `equal`."""
+    """Four turns; a member of each group dies the first time if `crash` is 1, every time if it is
+    2; rewards differ but in the groups `equal`."""
 
     max_new_tokens = 400
 

@@ -1,6 +1,8 @@
-"""Steps with lent devices beside a cluster of its own, and without them, by ROSE's routing, on the same episodes.
+"""Steps with lent devices beside a cluster of its own, and without them, by ROSE's routing, on the
+same episodes.
 
-Looking at seeds 1 to 6 shaped the routing; 7 to 9 were looked at once, afterwards: 1.003 at most (docs/policies.md).
+Looking at seeds 1 to 6 shaped the routing; 7 to 9 were looked at once, afterwards: 1.003 at most
+(docs/policies.md).
 """
 
 from functools import lru_cache
@@ -15,7 +17,8 @@ from rose.sim import environments, spec
 from rose.sim.driver import simulate
 from tests.sim.clusters import cluster, made_load, pool, serving
 
-# about Qwen3-8B on an H800: a decode step of 7 ms and more, 30,000 tokens/s of prefill; 400,000 tokens of KV
+# about Qwen3-8B on an H800: a decode step of 7 ms and more, 30,000 tokens/s of prefill; 400,000
+# tokens of KV
 ENGINE = spec.Engine(spec.StepTime(0.007, 3.3e-5, 1e-9, 2e-5, 4.5e-8), 16, 8192, 400_000, True)
 ENVIRONMENTS = {name: (name,) for name in ("frozen_lake", "alfworld", "maths", "swe")} | {
     "mixed": ("frozen_lake", "alfworld", "search", "maths")
@@ -32,7 +35,8 @@ ROSE = {"n_serving": 16, "recent_s": 60.0, "hysteresis": 0.1, "activation_s": 5.
 
 
 def devices(share, seed):
-    """Seconds of an online service that lend so much on average, each for itself more or less, down to a tenth."""
+    """Seconds of an online service that lend so much on average, each for itself more or less, down
+    to a tenth."""
     draw = np.random.default_rng(seed)
     lent = np.clip(share * draw.gamma(2.0, 0.5, 300), 0.1 * share, 1.0)
     lent = np.minimum(lent * share / lent.mean(), 1.0)
@@ -72,8 +76,8 @@ def fixed(environment, seed):
 
 
 def longer(environment, share, count, seeds):
-    """The steps' time with so many lent devices, over the time without; of several seeds together, as which trajectory
-    is the last, and where it runs, is chance."""
+    """The steps' time with so many lent devices, over the time without; of several seeds together,
+    as which trajectory is the last, and where it runs, is chance."""
 
     def lent(seed):
         return pool(

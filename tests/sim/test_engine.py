@@ -32,7 +32,8 @@ def run(engine, until=math.inf):
 
 
 def step_by_step(arrivals, sequences, batched, step=STEP):
-    """What `run` returns, by one loop round per engine step. `arrivals`: (time, key, context, tokens), in order."""
+    """What `run` returns, by one loop round per engine step. `arrivals`: (time, key, context,
+    tokens), in order."""
     now, waiting, prefill, decode, ended = 0.0, list(arrivals), [], [], []
     while waiting or prefill or decode:
         if not prefill and not decode:

@@ -1,4 +1,5 @@
-"""Made trajectories: bounded, heavy-tailed, drifting as the policy learns, and the same for every rival."""
+"""Made trajectories: bounded, heavy-tailed, drifting as the policy learns, and the same for every
+rival."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""From peak rates to step times, memory and transfers: what must hold whatever the efficiencies are."""
+"""From peak rates to step times, memory and transfers: what must hold whatever the efficiencies
+are."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What serving leaves to rollouts: compute by work time, memory by the budget's rule, latency by its targets."""
+"""What serving leaves to rollouts: compute by work time, memory by the budget's rule, latency by
+its targets."""
 
 import dataclasses
 from array import array
@@ -37,7 +38,8 @@ def test_work_time_passes_at_the_idle_share(busy, wall, ahead):
     pace = lending.Pace(found, 1 - found.busy, 0.0).moved(ahead)
     work = pace.work(wall)
     assert pace.work(pace.wall(work)) == pytest.approx(work, abs=1e-6)
-    # where no work passes, a rounding of `work` decides between the beginning and the end of that time
+    # where no work passes, a rounding of `work` decides between the beginning and the end of that
+    # time
     assert pace.wall(work - 1e-9 * (1 + work)) <= wall + 1e-6
     assert pace.work(wall + found.period_s) - work == pytest.approx(10.0 * (1 - found.busy).sum())
 

@@ -1,4 +1,5 @@
-"""Every policy of conf/scheduler runs a small cluster with workers of all kinds, and decides the same on replay."""
+"""Every policy of conf/scheduler runs a small cluster with workers of all kinds, and decides the
+same on replay."""
 
 from pathlib import Path
 
@@ -25,7 +26,8 @@ OPTIONS = [(kind, path.stem) for kind in PLAIN for path in sorted((CONF / kind).
 
 
 def policy(kind, name):
-    """The option's YAML; what it takes from other groups is about borrowed workers, of which there are a few here."""
+    """The option's YAML; what it takes from other groups is about borrowed workers, of which there
+    are a few here."""
     found = yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
     args = {
         key: 4 if isinstance(value, str) and value.startswith("${") else value

@@ -1,7 +1,8 @@
 """The simulated engine and scheduler against queues whose answer is known in closed form.
 
-Means over a few thousand arrivals are off by several per cent from chance alone. So an exact recursion on the very
-same arrivals serves as a control variate: its mean differs from the closed form by the same chance.
+Means over a few thousand arrivals are off by several per cent from chance alone. So an exact
+recursion on the very same arrivals serves as a control variate: its mean differs from the closed
+form by the same chance.
 """
 
 import heapq

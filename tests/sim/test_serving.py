@@ -1,4 +1,5 @@
-"""An online server's traffic as load: no request is lost, fast-forwarding changes nothing, its targets set its pace."""
+"""An online server's traffic as load: no request is lost, fast-forwarding changes nothing, its
+targets set its pace."""
 
 import math
 from dataclasses import replace

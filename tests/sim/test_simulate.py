@@ -1,4 +1,5 @@
-"""Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the same for a seed."""
+"""Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the
+same for a seed."""
 
 import dataclasses
 import math
@@ -43,7 +44,8 @@ def test_a_step_is_rollout_training_and_sync_in_this_order():
         train_s = 3.0 + step.trained_tokens * 1e9 / (2 * probes.GPU.flops * 0.5)
         assert step.trained_at - step.training_at == pytest.approx(train_s)
         assert step.published_at - step.trained_at == pytest.approx(1.0)
-        # two workers, one link without relay: both at the end of 2 x 0.5 s, then 0.1 s of latency and 0.2 s to apply
+        # two workers, one link without relay: both at the end of 2 x 0.5 s, then 0.1 s of latency
+        # and 0.2 s to apply
         assert step.ended - step.published_at == pytest.approx(1.3)
     assert result.steps[1].began == result.steps[0].ended
     assert all(step.staleness == (0, 0, 0) for step in result.steps)
@@ -126,7 +128,8 @@ def test_each_turn_takes_the_ways_to_its_engine_and_back():
 
 
 def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
-    """As in a live run: the next attempt begins with the tokens that the coordinator had heard of."""
+    """As in a live run: the next attempt begins with the tokens that the coordinator had heard
+    of."""
     result, memory = run(cluster(answer_s=3.0), timeout=3.8)
     assert result.counts.aborted > 0
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
@@ -308,7 +311,8 @@ def test_hybrid_workers_roll_out_only_between_training_phases():
 
 
 def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
-    """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on the other side."""
+    """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on
+    the other side."""
     pools = pool(count=1), pool("elastic", "hybrid", 2, split=True, switch_s=1.0)
     args = {"period_steps": 2, "gain": 0.05, "cost_s": 1.0, "training_workers": 0}
     trainer = dataclasses.replace(clusters.TRAINER, flops_per_token=2e10)

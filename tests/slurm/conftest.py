@@ -1,4 +1,5 @@
-"""A real Slurm on this machine for all tests here, and the main job submitted to it as a user does."""
+"""A real Slurm on this machine for all tests here, and the main job submitted to it as a user
+does."""
 
 from __future__ import annotations
 

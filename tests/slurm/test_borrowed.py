@@ -1,4 +1,5 @@
-"""Serving jobs on a real Slurm lend their ranks to a training job: they come, go, are killed and preempted."""
+"""Serving jobs on a real Slurm lend their ranks to a training job: they come, go, are killed and
+preempted."""
 
 import json
 import os
@@ -76,7 +77,8 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def lending(cluster, tmp_path_factory):
-    """A training job that goes on until the module's end; then what must hold of any run is checked."""
+    """A training job that goes on until the module's end; then what must hold of any run is
+    checked."""
     job = SlurmJob(tmp_path_factory.mktemp("lending"))
     job.submit(
         "trainer.steps=100000",
@@ -198,7 +200,8 @@ def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
 
 
 def profiled(lending, *arguments):
-    """A profile of this machine with step times that are made up: what is measured with it is tested elsewhere."""
+    """A profile of this machine with step times that are made up: what is measured with it is
+    tested elsewhere."""
     config = settings.of_run(lending.run, list(arguments))
     folder = resolve(config.model)
     found = profile.fingerprint(config, folder)
@@ -294,7 +297,8 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
 
 
 def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
-    """A short one of scripts/storm.py; what must hold of the run afterwards is checked at the module's end."""
+    """A short one of scripts/storm.py; what must hold of the run afterwards is checked at the
+    module's end."""
 
     def ended():
         return "" if state.is_active(lending.id) else lending.logs()

@@ -1,4 +1,5 @@
-"""The doctor on a real Slurm of several nodes: what works, a folder that isn't shared, an MPI that isn't there."""
+"""The doctor on a real Slurm of several nodes: what works, a folder that isn't shared, an MPI that
+isn't there."""
 
 import os
 import subprocess
@@ -66,7 +67,8 @@ def test_a_folder_of_one_node_is_not_shared(doctor, cluster):
 
 
 def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch):
-    """In a container, by an Apptainer of our own that notes its arguments and starts what it was to start."""
+    """In a container, by an Apptainer of our own that notes its arguments and starts what it was to
+    start."""
     (tmp_path / "bin").mkdir()
     apptainer = tmp_path / "bin" / "apptainer"
     apptainer.write_text(

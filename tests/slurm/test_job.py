@@ -1,4 +1,5 @@
-"""The main job as a heterogeneous job on a real Slurm: it completes, requeues itself, resumes, and says how it ended."""
+"""The main job as a heterogeneous job on a real Slurm: it completes, requeues itself, resumes, and
+says how it ended."""
 
 import os
 import signal

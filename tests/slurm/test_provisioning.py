@@ -1,4 +1,5 @@
-"""A run asks a real Slurm for jobs that lend it a worker, gives them back, and takes no for an answer."""
+"""A run asks a real Slurm for jobs that lend it a worker, gives them back, and takes no for an
+answer."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""The online service that the settings of ROSE's paper share: alone as in its Table 1, and what rollouts beside cost."""
+"""The online service that the settings of ROSE's paper share: alone as in its Table 1, and what
+rollouts beside cost."""
 
 from array import array
 from statistics import fmean

@@ -1,4 +1,5 @@
-"""`mode=simulate` and `mode=plan` from the command line: refused with words, or answered with a table and a page."""
+"""`mode=simulate` and `mode=plan` from the command line: refused with words, or answered with a
+table and a page."""
 
 import csv
 import json
@@ -36,7 +37,8 @@ SMALL = (
 
 @pytest.fixture
 def answer(tree, tmp_path, monkeypatch):
-    """answer(("a=b", ...), ...) -> (exit code, what was printed), one configuration per tuple, in an empty folder."""
+    """answer(("a=b", ...), ...) -> (exit code, what was printed), one configuration per tuple, in
+    an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def run(*points):

@@ -1,7 +1,7 @@
 """Every algorithm against its paper's formula in plain Python floats, on one hand-made batch.
 
-Nothing expected here is computed by the code under test: the formulas are written out again from the
-papers, over lists, token by token. `objective` is the trainer's contract of `algorithms.base`.
+Nothing expected here is computed by the code under test: the formulas are written out again from
+the papers, over lists, token by token. `objective` is the trainer's contract of `algorithms.base`.
 """
 
 import math
@@ -40,7 +40,8 @@ ARGS = {
     "decoupled_ppo": DECOUPLED,
 }
 
-# Two groups of three trajectories. Ratios new / proximal lie inside and outside of every clip range, on both sides.
+# Two groups of three trajectories. Ratios new / proximal lie inside and outside of every clip
+# range, on both sides.
 REWARDS = [1.0, 0.0, 0.25, 2.0, 2.0, -1.0]
 GROUPS = [0, 0, 0, 1, 1, 1]
 MASK = [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]
@@ -145,7 +146,8 @@ def ppo(ratio: float, advantage: float, low: float, high: float) -> tuple[float,
 def token_level(
     advantages: list[float], low: float, high: float, weight
 ) -> tuple[float, list[list[float]]]:
-    """sum_i sum_t weight(i, t) * PPO of the token's ratio, and its gradient by the new log-probabilities."""
+    """sum_i sum_t weight(i, t) * PPO of the token's ratio, and its gradient by the new
+    log-probabilities."""
     loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
     for i in ROWS:
         for t in response(i):

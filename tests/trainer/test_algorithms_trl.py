@@ -1,4 +1,5 @@
-"""ROSE's losses against TRL's own, on the same model and tokens (TRL is a dependency of this test only).
+"""ROSE's losses against TRL's own, on the same model and tokens (TRL is a dependency of this test
+only).
 
 TRL's `GRPOTrainer` is the real one, built around a tiny random Qwen3: its `_compute_loss` runs the
 model and returns the loss that it would train on. Ours gets log-probabilities from the same model.
@@ -23,7 +24,8 @@ LENGTHS = [5, 2, 4, 1, 5, 3]
 
 @pytest.fixture(scope="module")
 def trl_trainer(tmp_path_factory):
-    """(trainer settings) -> GRPOTrainer in training mode with a model of its own, always the same one."""
+    """(trainer settings) -> GRPOTrainer in training mode with a model of its own, always the same
+    one."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

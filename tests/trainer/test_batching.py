@@ -1,4 +1,5 @@
-"""The plan of micro-batches: complete, within the limit, equal in number and balanced over ranks."""
+"""The plan of micro-batches: complete, within the limit, equal in number and balanced over
+ranks."""
 
 import random
 
@@ -93,7 +94,8 @@ SMALL_MODEL = ModelShape(
 
 
 def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
-    """Token rows: all begin with `system` tokens, those of a group go on with the same `prompt` tokens."""
+    """Token rows: all begin with `system` tokens, those of a group go on with the same `prompt`
+    tokens."""
     draw = np.random.default_rng(seed)
     begin = draw.integers(0, 1000, system)
     rows = []

@@ -1,4 +1,5 @@
-"""A rank's part of a checkpoint is what it was when it was saved, whatever training does meanwhile."""
+"""A rank's part of a checkpoint is what it was when it was saved, whatever training does
+meanwhile."""
 
 import errno
 import os
@@ -183,7 +184,8 @@ def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch
 def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group(
     tmp_path, monkeypatch, version, line, home, limit, usage, prefix
 ):
-    """Slurm limits job and step, never the group in which a task is; what files fill can be given back."""
+    """Slurm limits job and step, never the group in which a task is; what files fill can be given
+    back."""
     path = "/slurm/job_7/step_0/user/task_3"
     task = tmp_path / home / path.strip("/")
     task.mkdir(parents=True)

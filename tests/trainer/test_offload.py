@@ -1,4 +1,5 @@
-"""A trainer rank's memory goes to the host and comes back: every tensor is the same object with the same values."""
+"""A trainer rank's memory goes to the host and comes back: every tensor is the same object with the
+same values."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""A prefix tree gives the numbers and gradients of separate rows, and says which models it is not for."""
+"""A prefix tree gives the numbers and gradients of separate rows, and says which models it is not
+for."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""The real trainer (DeepSpeed, gloo, 1 and 2 processes) equals a plain PyTorch loop, resumes bit for bit, publishes
-exactly its weights, and refuses what is not finite."""
+"""The real trainer (DeepSpeed, gloo, 1 and 2 processes) equals a plain PyTorch loop, resumes bit
+for bit, publishes exactly its weights, and refuses what is not finite."""
 
 import numpy as np
 import pytest

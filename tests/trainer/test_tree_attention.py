@@ -1,6 +1,8 @@
-"""Flex attention over a tree: which blocks it is given, and that these blocks give the numbers and gradients of rows.
+"""Flex attention over a tree: which blocks it is given, and that these blocks give the numbers and
+gradients of rows.
 
-Its own kernels train on GPUs only; here `by_blocks` stands for them, which like them sees nothing but the block mask.
+Its own kernels train on GPUs only; here `by_blocks` stands for them, which like them sees nothing
+but the block mask.
 """
 
 import numpy as np
@@ -39,8 +41,8 @@ def random_tree(seed):
 
 
 def by_blocks(query, key, value, block_mask, scale, enable_gqa):
-    """What flex attention's kernels compute, from the blocks alone: each block of queries with the keys of its blocks,
-    masked in those that aren't full."""
+    """What flex attention's kernels compute, from the blocks alone: each block of queries with the
+    keys of its blocks, masked in those that aren't full."""
     assert enable_gqa
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

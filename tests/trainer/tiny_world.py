@@ -1,4 +1,5 @@
-"""A tiny random model, random trajectories, and a run of the real Trainer in processes of its own."""
+"""A tiny random model, random trajectories, and a run of the real Trainer in processes of its
+own."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def save_model(folder: Path, tied: bool = True) -> Path:
 
 
 def make_batch(seed: int):
-    """(trajectories by row, summary): two groups of four that begin alike; behaviour near uniform, so off-policy
-    as can be."""
+    """(trajectories by row, summary): two groups of four that begin alike; behaviour near uniform,
+    so off-policy as can be."""
     from rose import protocol as p
 
     random = np.random.default_rng(seed)
@@ -104,7 +105,8 @@ def plan(seed: int, rows, ranks: int, limit: int, updates: int):
 
 
 def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
-    """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or hangs."""
+    """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
+    hangs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
@@ -135,7 +137,8 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
 
 @functools.cache
 def server():
-    """Processes are forked from one that has imported DeepSpeed, which takes each rank ten seconds otherwise."""
+    """Processes are forked from one that has imported DeepSpeed, which takes each rank ten seconds
+    otherwise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"]
@@ -172,8 +175,9 @@ def settings(job: dict):
 
 
 def main(job: dict, rank: int) -> None:
-    """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to publish or nothing], ["publish", version], ["save"], ["load"],
-    ["turn"]: the device is given back and taken again."""
+    """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
+    publish or nothing], ["publish", version], ["save"], ["load"], ["turn"]: the device is given
+    back and taken again."""
     from rose.comm.address import local_place
     from rose import protocol as p
     from rose.config import read_shape

@@ -1,4 +1,5 @@
-"""Real MPI ranks that broadcast; run by test_broadcast.py under mpiexec: `broadcast_ranks.py CASE FOLDER`.
+"""Real MPI ranks that broadcast; run by test_broadcast.py under mpiexec: `broadcast_ranks.py CASE
+FOLDER`.
 
 Rank 0 belongs to no broadcast (a coordinator), then come the roots, then the receivers.
 """
@@ -32,7 +33,8 @@ VERSIONS = 4
 
 
 def payloads(root: int, version: int) -> list[bytes]:
-    """What `root` sends of `version`: sizes of none, of a few bytes, of about a frame and of several."""
+    """What `root` sends of `version`: sizes of none, of a few bytes, of about a frame and of
+    several."""
     rng = np.random.default_rng([root, version])
     sizes = [
         0,
@@ -95,7 +97,8 @@ def barrier(comm=ours) -> None:
 
 
 async def chat() -> None:
-    """With the coordinator, all the time: the mailbox probes and receives on another communicator."""
+    """With the coordinator, all the time: the mailbox probes and receives on another
+    communicator."""
     for number in itertools.count():
         box.send(0, p.AbortTurn(f"t{number}" * (number % 5_000), number))
         _, echo = await box.receive()
@@ -165,7 +168,8 @@ def exchange(kind, roots: int, full: int | None = None) -> None:
 
 
 def silent_root() -> None:
-    """The second root begins and says no more; what the first one sends still comes, also after the error."""
+    """The second root begins and says no more; what the first one sends still comes, also after the
+    error."""
     broadcast = make(MpiBroadcast, 2, 2)
     if broadcast.root == 0:
         send(broadcast, 0)

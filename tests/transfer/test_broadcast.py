@@ -1,4 +1,5 @@
-"""Every byte of every trainer rank reaches every rollout rank, in order; whoever is late is named."""
+"""Every byte of every trainer rank reaches every rollout rank, in order; whoever is late is
+named."""
 
 import os
 import subprocess
@@ -44,8 +45,8 @@ def run(case: str, ranks: int, folder: Path) -> str:
 def test_all_receivers_get_the_bytes_of_two_roots_while_the_mailbox_talks_and_one_has_no_memory_left(
     tmp_path,
 ):
-    """2 roots, 4 receivers with busy loops, 4 versions; the second one's kernel refuses files over a frame.
-    A root sends one edge at a time, under a name that is a path below the mirror."""
+    """2 roots, 4 receivers with busy loops, 4 versions; the second one's kernel refuses files over
+    a frame. A root sends one edge at a time, under a name that is a path below the mirror."""
     said = run("exchange", 7, tmp_path)
     assert all(
         f"identical at receiver {receiver}" in said for receiver in (0, 2, 3)

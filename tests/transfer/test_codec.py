@@ -1,4 +1,5 @@
-"""Every payload gives back every bit, is as small as promised, and a wrong one never harms the reader."""
+"""Every payload gives back every bit, is as small as promised, and a wrong one never harms the
+reader."""
 
 import re
 import threading
@@ -56,7 +57,8 @@ def weights(size: int, dtype, seed: int = 0) -> np.ndarray:
 
 
 def trained(old: np.ndarray, fraction: float, seed: int = 0) -> np.ndarray:
-    """After a step that moves this fraction, mostly by one pattern up or down: the figures of published RL runs."""
+    """After a step that moves this fraction, mostly by one pattern up or down: the figures of
+    published RL runs."""
     draw = np.random.default_rng(seed)
     at = np.flatnonzero(draw.random(old.size) < fraction)
     new = old.copy()
@@ -77,7 +79,8 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def bound(new: np.ndarray, old: np.ndarray) -> float:
-    """Bytes: entropy of which values changed and of the integer differences, both as independent draws."""
+    """Bytes: entropy of which values changed and of the integer differences, both as independent
+    draws."""
     differences = (new.astype(np.int64) - old)[new != old]
     mask = entropy(np.array([differences.size, new.size - differences.size]))
     return (
@@ -86,7 +89,8 @@ def bound(new: np.ndarray, old: np.ndarray) -> float:
 
 
 def check(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Every way from a payload to the values gives the new ones, bit for bit. Returns the payload."""
+    """Every way from a payload to the values gives the new ones, bit for bit. Returns the
+    payload."""
     payload = encode(new, old)
     values = old.copy()
     apply(payload, values)
@@ -269,7 +273,8 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(payload, old values): the kinds, k of 0 and above, complement, escapes, plain differences."""
+    """(payload, old values): the kinds, k of 0 and above, complement, escapes, plain
+    differences."""
     old = weights(300, dtype)
     wild = np.where(np.arange(300) % 10 == 0, noise(300, dtype), old)
     made = [

@@ -1,4 +1,5 @@
-"""Weight transfer under damage, briefly: scripts/fuzz_transfer.py has all of it, and says what must hold."""
+"""Weight transfer under damage, briefly: scripts/fuzz_transfer.py has all of it, and says what must
+hold."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""What a rollout rank keeps in its node's memory: whole edges or none, and nothing after the run."""
+"""What a rollout rank keeps in its node's memory: whole edges or none, and nothing after the
+run."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""A reader comes to the version that it wants by whatever way is left, exactly, or says what is missing."""
+"""A reader comes to the version that it wants by whatever way is left, exactly, or says what is
+missing."""
 
 import os
 import shutil

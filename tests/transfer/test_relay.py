@@ -1,4 +1,5 @@
-"""A relay pulls each byte once, gives out exact bytes or an error, and nothing without the token."""
+"""A relay pulls each byte once, gives out exact bytes or an error, and nothing without the
+token."""
 
 import json
 import os

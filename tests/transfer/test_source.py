@@ -1,4 +1,5 @@
-"""A folder as the source of weight versions: exact bytes, nothing outside of it, and leases that end."""
+"""A folder as the source of weight versions: exact bytes, nothing outside of it, and leases that
+end."""
 
 import os
 import time

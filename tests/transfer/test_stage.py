@@ -1,4 +1,5 @@
-"""Staging touches nothing, a flip happens whole or is taken back, and each engine rank gets its own part."""
+"""Staging touches nothing, a flip happens whole or is taken back, and each engine rank gets its own
+part."""
 
 import tracemalloc
 import weakref
@@ -43,7 +44,8 @@ def staged(store, route, live, dense_bytes=ALL, places=whole, device_bytes=None)
 
 
 class Breaking(Live):
-    """Some write fails in its middle, as that of a device may; later ones work again, or none does."""
+    """Some write fails in its middle, as that of a device may; later ones work again, or none
+    does."""
 
     def __init__(self, parameters, at: int, mended: bool = True):
         super().__init__(parameters)
@@ -64,7 +66,8 @@ class Breaking(Live):
 
 @pytest.fixture
 def two(tmp_path):
-    """Versions 0 and 1, between which the embeddings change everywhere and the rest a little; their weights."""
+    """Versions 0 and 1, between which the embeddings change everywhere and the rest a little; their
+    weights."""
     world = World(tmp_path / "store")
     world.publish(0)
     zero = dict(world.weights)
@@ -164,7 +167,8 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made by torch's operations had at once: what a device's allocator would see."""
+    """The most bytes that tensors made by torch's operations had at once: what a device's allocator
+    would see."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +232,8 @@ def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(
 
 
 def added_again(made) -> dict:
-    """What was added to the changes, of what is left of it: to bring it to the device under the eyes of `Peak`."""
+    """What was added to the changes, of what is left of it: to bring it to the device under the
+    eyes of `Peak`."""
     added = {}
     for piece in made.changes.pieces:
         added.setdefault(piece.parameter, []).append(
@@ -278,7 +283,8 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
         assert changes.budget(live, most) == wanted
 
 
-# --------------------------------------------------------------------------- tensor-parallel servers
+# --------------------------------------------------------------------------- tensor-parallel
+# servers
 
 
 def shape_of(kv_heads: int, tied: bool) -> ModelShape:
@@ -496,7 +502,8 @@ def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tm
 
 
 def test_a_thread_of_a_rank_on_another_device_never_returns_to_the_first_one(monkeypatch):
-    """What torch does there: a thread's device is 0 until it is set, and a stream's context goes back to what it was."""
+    """What torch does there: a thread's device is 0 until it is set, and a stream's context goes
+    back to what it was."""
     live, calls = Live(zeros()), []
     live.device, live._aside = torch.device("cuda", 1), "a stream of it"
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))

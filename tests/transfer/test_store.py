@@ -1,4 +1,5 @@
-"""An edge is either committed, whole and verified, or it doesn't exist; and the collector leaves what is needed."""
+"""An edge is either committed, whole and verified, or it doesn't exist; and the collector leaves
+what is needed."""
 
 import errno
 import os
@@ -284,7 +285,8 @@ except TransferError as error:
 
 
 def limited(store, limit: int) -> str:
-    """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk would."""
+    """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk
+    would."""
     code = "from pathlib import Path" + LIMITED
     done = subprocess.run(
         [sys.executable, "-c", code, str(store), str(limit)],

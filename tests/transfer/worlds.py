@@ -37,8 +37,8 @@ class Peer:
 
 
 class Model:
-    """Tensors, how they are cut into blocks, and what each trainer rank has of them: an even run of each tensor's
-    values, as with ZeRO-3."""
+    """Tensors, how they are cut into blocks, and what each trainer rank has of them: an even run of
+    each tensor's values, as with ZeRO-3."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Model:
 
 
 class World(Model):
-    """Its ranks are threads that publish. The weights are those of the model's folder until `step` or an assignment
-    changes them."""
+    """Its ranks are threads that publish. The weights are those of the model's folder until `step`
+    or an assignment changes them."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class World(Model):
             self.weights[name] = torch.where(mask, tensor + noise, tensor)
 
     def publish(self, version: int, **options):
-        """And in full, where that is due: without the squashing and collecting that `tidy` does besides."""
+        """And in full, where that is due: without the squashing and collecting that `tidy` does
+        besides."""
         published = self.together(lambda rank: self.publishers[rank].publish(version, **options))[0]
         if self.publishers[0].full_due():
             self.together(lambda rank: self.publishers[rank].write_full())

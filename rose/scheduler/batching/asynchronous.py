@@ -1,4 +1,5 @@
-"""What the asynchronous batching policies share: groups of several versions, and a bound on their staleness."""
+"""What the asynchronous batching policies share: groups of several versions, and a bound on their
+staleness."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from rose.scheduler.groups import group_index
 
 
 class Asynchronous:
-    """Rollouts go on while the trainer trains. Staleness of a group: the version that a step trains from, minus the
-    newest version when the group was admitted. It never exceeds `staleness`.
+    """Rollouts go on while the trainer trains. Staleness of a group: the version that a step trains
+    from, minus the newest version when the group was admitted. It never exceeds `staleness`.
 
-    Up to `1 + staleness` batches of groups are out. A step takes the oldest batch of accepted groups. A group that the
-    filter refuses is dropped, and another admitted; after `max_admitted - 1` batches of such since the last step,
-    refused groups fill up the batch, behind accepted ones, so that a solved task can't sample for ever.
+    Up to `1 + staleness` batches of groups are out. A step takes the oldest batch of accepted
+    groups. A group that the filter refuses is dropped, and another admitted; after `max_admitted -
+    1` batches of such since the last step, refused groups fill up the batch, behind accepted ones,
+    so that a solved task can't sample for ever.
     """
 
     def __init__(self, staleness: int, max_admitted: float) -> None:

@@ -35,18 +35,20 @@ class _State:
 
 
 class CarryOver:
-    """A step trains on the first of its groups that finish, oldest version first; the tail goes on through training and
-    belongs to the next steps. Nothing is dropped, so that long trajectories are neither lost nor under-represented.
+    """A step trains on the first of its groups that finish, oldest version first; the tail goes on
+    through training and belongs to the next steps. Nothing is dropped, so that long trajectories
+    are neither lost nor under-represented.
 
-    Ours; the parts are known (AReaL's staleness bound, partial rollouts), the admission rule is what makes them safe
-    together. Groups are work with deadlines: one admitted at version a must be trained at version a + `staleness` at
-    the latest. A group is admitted, and a step is cut, only where every deadline can still be met at one batch of G
-    groups per version (earliest deadline first: of the groups left, at most k G are due within the next k batches);
-    else the step waits for the older ones. So the bound holds without dropping, which AReaL's count alone does not
-    give. `carry`, in batches: groups in flight beyond the G of a step; at most `staleness`. Of a batch the share
-    min(carry, 1) is one version old in the steady state, or older with more of it, and 0 is synchronous training.
-    A refused group (DAPO's dynamic sampling) is replaced until `max_admitted` times G were admitted for the step; then
-    it is used.
+    Ours; the parts are known (AReaL's staleness bound, partial rollouts), the admission rule is
+    what makes them safe together. Groups are work with deadlines: one admitted at version a must be
+    trained at version a + `staleness` at the latest. A group is admitted, and a step is cut, only
+    where every deadline can still be met at one batch of G groups per version (earliest deadline
+    first: of the groups left, at most k G are due within the next k batches); else the step waits
+    for the older ones. So the bound holds without dropping, which AReaL's count alone does not
+    give. `carry`, in batches: groups in flight beyond the G of a step; at most `staleness`. Of a
+    batch the share min(carry, 1) is one version old in the steady state, or older with more of it,
+    and 0 is synchronous training. A refused group (DAPO's dynamic sampling) is replaced until
+    `max_admitted` times G were admitted for the step; then it is used.
     """
 
     def __init__(self, staleness: int, carry: float, max_admitted: float) -> None:
@@ -108,7 +110,8 @@ class CarryOver:
         return batch if self._feasible(left, state.version + 1) else []
 
     def _feasible(self, versions: list[int], first: int) -> bool:
-        """Whether groups admitted at these versions can all be trained in time, the first batch at version `first`."""
+        """Whether groups admitted at these versions can all be trained in time, the first batch at
+        version `first`."""
         due = [0] * (self.staleness + 1)  # groups by the number of batches that they may wait for
         for version in versions:
             slack = version + self.staleness - first
@@ -125,7 +128,8 @@ class CarryOver:
     def _admit(self) -> list[Action]:
         state = self._state
         actions: list[Action] = []
-        # While the trainer trains, what is in flight will be a version old at best: no more of that than the carry.
+        # While the trainer trains, what is in flight will be a version old at best: no more of that
+        # than the carry.
         room = math.ceil(self._batch * (self.carry if state.training else 1 + self.carry)) - len(
             state.open
         )

@@ -10,14 +10,16 @@ from rose.scheduler.events import Action
 
 
 class OneStepOff:
-    """A step trains on a batch admitted under the last version, while the next one is generated: staleness 1, but for
-    the first batch (Noukhovitch et al., arXiv 2410.18252; veRL's one-step-off-policy recipe; ROSE's one-step-off).
+    """A step trains on a batch admitted under the last version, while the next one is generated:
+    staleness 1, but for the first batch (Noukhovitch et al., arXiv 2410.18252; veRL's
+    one-step-off-policy recipe; ROSE's one-step-off).
 
-    When a batch is complete it trains, and the whole next one is admitted in the same moment. Batches don't mix: a slow
-    group holds up its own batch, never another (`bounded_staleness` with eta=1 mixes). A group that the filter refuses
-    is replaced within its batch, up to `max_admitted` times it, as in `synchronous`. After the last step one batch has
-    been begun in vain: no policy is told which step is the last. Live: turns in flight when the new version comes go on
-    by `transfer.in_flight`, so a trajectory may end on newer weights than it began with.
+    When a batch is complete it trains, and the whole next one is admitted in the same moment.
+    Batches don't mix: a slow group holds up its own batch, never another (`bounded_staleness` with
+    eta=1 mixes). A group that the filter refuses is replaced within its batch, up to `max_admitted`
+    times it, as in `synchronous`. After the last step one batch has been begun in vain: no policy
+    is told which step is the last. Live: turns in flight when the new version comes go on by
+    `transfer.in_flight`, so a trajectory may end on newer weights than it began with.
     """
 
     staleness = 1

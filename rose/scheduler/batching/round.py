@@ -10,10 +10,12 @@ from rose.scheduler.groups import group_index
 
 
 class Round:
-    """Admits until `groups` are accepted; what the filter refuses is replaced, up to `max_admitted` times the groups.
+    """Admits until `groups` are accepted; what the filter refuses is replaced, up to `max_admitted`
+    times the groups.
 
-    From then on refused groups fill the batch, newest last, so that a solved task can't sample for ever. It keeps
-    `oversample` times the groups accepted or running and is complete with the first `groups` accepted.
+    From then on refused groups fill the batch, newest last, so that a solved task can't sample for
+    ever. It keeps `oversample` times the groups accepted or running and is complete with the first
+    `groups` accepted.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Round:
 
 
 def check(max_admitted: float, **factor: float) -> None:
-    """`factor`: the name and value of what is started at once, in batches. Raises ValueError for bounds that can't be
-    kept."""
+    """`factor`: the name and value of what is started at once, in batches. Raises ValueError for
+    bounds that can't be kept."""
     for name, value in factor.items():
         if not value >= 1:
             raise ValueError(f"{name}={value:g}: batches, at least 1")

@@ -1,4 +1,5 @@
-"""The prompt stream, as batching policies take from it: an index is trained, dropped on purpose, or tried again."""
+"""The prompt stream, as batching policies take from it: an index is trained, dropped on purpose, or
+tried again."""
 
 from __future__ import annotations
 
@@ -38,12 +39,13 @@ class Stream:
         self._again.append((group_index(group), group_retry(group) + 1))
 
     def snapshot(self, unfinished: Iterable[str]) -> dict[str, Any]:
-        """`unfinished`: groups admitted and not trained, first admitted first. Their processes end with the run, so
-        `restore` tries them again, before those that were put back earlier."""
+        """`unfinished`: groups admitted and not trained, first admitted first. Their processes end
+        with the run, so `restore` tries them again, before those that were put back earlier."""
         lost = [[group_index(g), group_retry(g) + 1] for g in unfinished]
         return {"next": self._next, "again": lost + [list(entry) for entry in self._again]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Another policy's, too: the form is the same. Checkpoints from before there were second tries lack `again`."""
+        """Another policy's, too: the form is the same. Checkpoints from before there were second
+        tries lack `again`."""
         self._next = state["next"]
         self._again = deque((index, retry) for index, retry in state.get("again", []))

@@ -10,12 +10,13 @@ from rose.scheduler.events import Action
 
 
 class Synchronous:
-    """A step trains on exactly its own groups, all made by the current version; the trainer waits for the slowest
-    (veRL, arXiv 2409.19256; ROLL with GRPO, arXiv 2506.06122).
+    """A step trains on exactly its own groups, all made by the current version; the trainer waits
+    for the slowest (veRL, arXiv 2409.19256; ROLL with GRPO, arXiv 2506.06122).
 
-    A group that the filter refuses is replaced by the next prompt (dynamic sampling, DAPO section 3.2), up to
-    `max_admitted` times the groups wanted; from then on refused groups are used, newest last, so that a solved task
-    can't sample for ever. veRL's recipe gives up after 10 such batches; 8 is ours. Live: nothing is missing.
+    A group that the filter refuses is replaced by the next prompt (dynamic sampling, DAPO section
+    3.2), up to `max_admitted` times the groups wanted; from then on refused groups are used, newest
+    last, so that a solved task can't sample for ever. veRL's recipe gives up after 10 such batches;
+    8 is ours. Live: nothing is missing.
     """
 
     staleness = 0

@@ -12,15 +12,17 @@ from rose.scheduler.events import Action
 class TailBatching(Synchronous):
     """Synchronous, in short and long rounds (RollPacker, arXiv 2509.21009, section 4.1).
 
-    A short round starts `speculation` (the paper's eta) times the groups wanted and takes the first accepted ones; each
-    of them starts `spare` of its trajectories more and takes the first that are in: a race that long ones lose. Groups
-    still running are cancelled, and their prompts go to the long queue. A step that finds a whole batch in that queue is
-    a long round: the longest-waiting prompts, none more than needed, and all are waited for. So every prompt is trained,
-    and few rounds see the tail. In both, a group that the filter refuses is replaced (in a long round from the queue,
-    then by a new prompt), up to `max_admitted` times the batch.
+    A short round starts `speculation` (the paper's eta) times the groups wanted and takes the first
+    accepted ones; each of them starts `spare` of its trajectories more and takes the first that are
+    in: a race that long ones lose. Groups still running are cancelled, and their prompts go to the
+    long queue. A step that finds a whole batch in that queue is a long round: the longest-waiting
+    prompts, none more than needed, and all are waited for. So every prompt is trained, and few
+    rounds see the tail. In both, a group that the filter refuses is replaced (in a long round from
+    the queue, then by a new prompt), up to `max_admitted` times the batch.
 
-    The paper's eta is 1.25, for prompts and responses alike. A cancelled prompt begins anew, with the version of its
-    long round: the policy stays on-policy. Live: nothing is missing; engines end cancelled turns at once.
+    The paper's eta is 1.25, for prompts and responses alike. A cancelled prompt begins anew, with
+    the version of its long round: the policy stays on-policy. Live: nothing is missing; engines end
+    cancelled turns at once.
     """
 
     def __init__(self, speculation: float, spare: float, max_admitted: float) -> None:

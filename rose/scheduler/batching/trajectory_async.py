@@ -8,18 +8,20 @@ from rose.scheduler.groups import group_retry
 
 
 class TrajectoryAsync(Asynchronous):
-    """Environments roll out without a break, and what is too old is aborted (RollArt, arXiv 2512.22560,
-    trajectory-level asynchrony with its asynchronous bound alpha; ROLL's `async_generation_ratio`).
+    """Environments roll out without a break, and what is too old is aborted (RollArt, arXiv
+    2512.22560, trajectory-level asynchrony with its asynchronous bound alpha; ROLL's
+    `async_generation_ratio`).
 
-    As many groups run as a batch has, and when one has finished the next is admitted at once, also while the trainer
-    trains, up to 1 + alpha batches that run or lie in the sample buffer. A step takes the oldest finished groups and
-    waits for none that runs. When version n is
-    published, groups admitted under a version older than n - alpha are aborted, running or finished, so that none is
-    staler than alpha. An aborted prompt begins anew, at most `retries` times; then it is dropped for good, or a prompt
-    that never ends in time would hold its place for ever.
+    As many groups run as a batch has, and when one has finished the next is admitted at once, also
+    while the trainer trains, up to 1 + alpha batches that run or lie in the sample buffer. A step
+    takes the oldest finished groups and waits for none that runs. When version n is published,
+    groups admitted under a version older than n - alpha are aborted, running or finished, so that
+    none is staler than alpha. An aborted prompt begins anew, at most `retries` times; then it is
+    dropped for good, or a prompt that never ends in time would hold its place for ever.
 
-    alpha=1 is the paper's setting. It bounds single trajectories, here the group that they are trained in is what is
-    bounded and aborted. `retries` is ours. Live: as in `bounded_staleness`; engines end aborted turns at once.
+    alpha=1 is the paper's setting. It bounds single trajectories, here the group that they are
+    trained in is what is bounded and aborted. `retries` is ours. Live: as in `bounded_staleness`;
+    engines end aborted turns at once.
     """
 
     def __init__(self, alpha: int, retries: int, max_admitted: float) -> None:

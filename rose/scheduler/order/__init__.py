@@ -1,1 +1,2 @@
-"""Which waiting turn goes first: a file per policy. Policies read the cluster and change nothing."""
+"""Which waiting turn goes first: a file per policy. Policies read the cluster and change
+nothing."""

@@ -7,9 +7,10 @@ from rose.scheduler.state import Cluster, TurnState
 
 
 class DueFirst:
-    """By the version that was the newest at the group's first turn, then by arrival. Ours, for batching policies that
-    carry groups over (`carry_over`, `bounded_staleness`): what the next step waits for is not held up by what a later
-    one may take. Nothing starves: only finitely many groups are older. With synchronous batching it is `fifo`."""
+    """By the version that was the newest at the group's first turn, then by arrival. Ours, for
+    batching policies that carry groups over (`carry_over`, `bounded_staleness`): what the next step
+    waits for is not held up by what a later one may take. Nothing starves: only finitely many
+    groups are older. With synchronous batching it is `fifo`."""
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}  # group -> version

@@ -20,16 +20,19 @@ class _Group:
 
 
 class LongestFirst:
-    """The group's own trajectories tell how long the others will be (Seer, arXiv 2511.14617, context-aware scheduling).
+    """The group's own trajectories tell how long the others will be (Seer, arXiv 2511.14617,
+    context-aware scheduling).
 
-    Of each group one trajectory is the probe, the first that asks for a turn. Probes go before all others, those that
-    have made the fewest tokens first, so that short ones end and long ones show themselves early. The others go in
-    order of their group's estimate, the longest first: the tokens of its longest finished trajectory. A group of which
-    none has finished counts as the longest of all. Equal ones go by arrival.
+    Of each group one trajectory is the probe, the first that asks for a turn. Probes go before all
+    others, those that have made the fewest tokens first, so that short ones end and long ones show
+    themselves early. The others go in order of their group's estimate, the longest first: the
+    tokens of its longest finished trajectory. A group of which none has finished counts as the
+    longest of all. Equal ones go by arrival.
 
-    Seer estimates single responses; here a trajectory of several turns is what has a length. Nothing starves: a step
-    has finitely many turns, and an asynchronous policy admits no new groups while old ones hold its places. Live:
-    nothing is missing; a turn that an engine has is not preempted for one that waits.
+    Seer estimates single responses; here a trajectory of several turns is what has a length.
+    Nothing starves: a step has finitely many turns, and an asynchronous policy admits no new groups
+    while old ones hold its places. Live: nothing is missing; a turn that an engine has is not
+    preempted for one that waits.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,8 @@ class LongestFirst:
         return self._moved
 
     def _trajectory_ended(self, trajectory: str, tokens: int, name: str) -> None:
-        """`tokens` is 0 if it was cancelled or its environment failed: then another becomes the probe."""
+        """`tokens` is 0 if it was cancelled or its environment failed: then another becomes the
+        probe."""
         group = self._groups.get(name)
         if group is None:
             return

@@ -10,14 +10,16 @@ from rose.scheduler.state import Cluster, TurnState
 
 
 class Mlfq:
-    """Levels by the work that is left, told by causes, not by a length prediction (Libra, arXiv 2606.03077, C-MLFQ; the
-    authors' code, github.com/NetX-lab/Libra). `rose.scheduler.causal_tree.Levels` says how a trajectory moves.
+    """Levels by the work that is left, told by causes, not by a length prediction (Libra, arXiv
+    2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
+    `rose.scheduler.causal_tree.Levels` says how a trajectory moves.
 
-    `limits`: tokens of each level but the last; Libra's code has short (5,000) and long. Its levels are buckets of
-    engines, which is `routing=libra`; as an order, the first level goes `first`: `short` is the feedback queue, `long`
-    starts the tail early. Here one without evidence sinks. Levels are not strict, or the last would starve: a turn goes
-    behind those of the levels before its own that arrive within the next `patience` turns per level, which is ours.
-    Live: nothing is missing, if the environments say whether tools failed; one that does not has one outcome.
+    `limits`: tokens of each level but the last; Libra's code has short (5,000) and long. Its levels
+    are buckets of engines, which is `routing=libra`; as an order, the first level goes `first`:
+    `short` is the feedback queue, `long` starts the tail early. Here one without evidence sinks.
+    Levels are not strict, or the last would starve: a turn goes behind those of the levels before
+    its own that arrive within the next `patience` turns per level, which is ours. Live: nothing is
+    missing, if the environments say whether tools failed; one that does not has one outcome.
     """
 
     def __init__(self, limits: list[int], first: Literal["short", "long"], patience: int) -> None:

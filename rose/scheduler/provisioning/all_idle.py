@@ -8,12 +8,13 @@ from rose.scheduler.state import Cluster
 
 
 class AllIdle(Rose):
-    """ROSE's cooperative provisioning, and beside it the trainer's GPUs (hybrid workers) from each step's begin until
-    its batch is complete. Ours: RLBoost (arXiv 2510.19225) lets the trainer's GPUs roll out beside spot machines, ROSE
-    leaves them idle; borrowed ones and they go together, and with an asynchronous batching they shorten just the time
-    for which the trainer waits. Only while that is long: they roll out if the trainer waited for longer than
-    `hybrid_wait_s` (waking up, weights, and going to sleep again) in the last step; in the first one they do.
-    The other arguments are those of `rose`.
+    """ROSE's cooperative provisioning, and beside it the trainer's GPUs (hybrid workers) from each
+    step's begin until its batch is complete. Ours: RLBoost (arXiv 2510.19225) lets the trainer's
+    GPUs roll out beside spot machines, ROSE leaves them idle; borrowed ones and they go together,
+    and with an asynchronous batching they shorten just the time for which the trainer waits. Only
+    while that is long: they roll out if the trainer waited for longer than `hybrid_wait_s` (waking
+    up, weights, and going to sleep again) in the last step; in the first one they do. The other
+    arguments are those of `rose`.
     """
 
     def __init__(

@@ -28,18 +28,21 @@ class Measured(NamedTuple):
 
 
 class Libra:
-    """Splits the trainer's GPUs between training and rollout by predicted times (Libra, arXiv 2606.03077, global
-    resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra, infra/cost_model).
+    """Splits the trainer's GPUs between training and rollout by predicted times (Libra, arXiv
+    2606.03077, global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
+    infra/cost_model).
 
-    Every `period_steps` steps each split is judged by max(rollout, training) of a step, as the two overlap. Rollout: the
-    trajectories of a step, sorted by length, are cut into neighbouring parts, one for each rollout worker, such that the
-    longest part takes least; a part takes as long as its tokens at a worker's rate. Training: inversely proportional to
-    the workers that train. Rate and training are measured, where the authors have formulas and simulators. The best split is taken if it saves more than `cost_s` seconds of a step, which is what changing sides
-    costs, and at least `gain` of it: the authors' rule with their values, 15 s and 5 %. Their plans also choose
+    Every `period_steps` steps each split is judged by max(rollout, training) of a step, as the two
+    overlap. Rollout: the trajectories of a step, sorted by length, are cut into neighbouring parts,
+    one for each rollout worker, such that the longest part takes least; a part takes as long as its
+    tokens at a worker's rate. Training: inversely proportional to the workers that train. Rate and
+    training are measured, where the authors have formulas and simulators. The best split is taken
+    if it saves more than `cost_s` seconds of a step, which is what changing sides costs, and at
+    least `gain` of it: the authors' rule with their values, 15 s and 5 %. Their plans also choose
     tensor-parallel degrees; here those of a pool are alike.
 
-    Hybrid workers train at first. `training_workers`: as many workers' worth of GPUs train and never roll out; without
-    any one hybrid worker always trains.
+    Hybrid workers train at first. `training_workers`: as many workers' worth of GPUs train and
+    never roll out; without any one hybrid worker always trains.
     """
 
     def __init__(

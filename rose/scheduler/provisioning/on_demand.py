@@ -11,10 +11,11 @@ MAX_BACK_OFF = 64  # times `back_off_s`
 class OnDemand:
     """Low-priority jobs, one worker each, as the queue of turns demands.
 
-    From `min` to `max` of them: one more when turns have waited without a break for `patience_s`; one less when none
-    has waited for `idle_s` (longer than a training phase, in which none does), the last asked for first. At least
-    `cool_down_s` lie between two decisions. After a refusal nothing is asked for `back_off_s`, twice that after the
-    next in a row, up to MAX_BACK_OFF times. All in seconds.
+    From `min` to `max` of them: one more when turns have waited without a break for `patience_s`;
+    one less when none has waited for `idle_s` (longer than a training phase, in which none does),
+    the last asked for first. At least `cool_down_s` lie between two decisions. After a refusal
+    nothing is asked for `back_off_s`, twice that after the next in a row, up to MAX_BACK_OFF times.
+    All in seconds.
     """
 
     def __init__(

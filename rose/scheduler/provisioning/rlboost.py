@@ -21,16 +21,18 @@ SETTLED, CHANGED = (
 
 
 class RlBoost:
-    """Spot workers roll out all the time; the trainer's own GPUs (hybrid workers) help for the first `T_seed` seconds
-    of a step, then they rest and their turns move on, tokens and all (RLBoost, arXiv 2510.19225, adaptive offload).
+    """Spot workers roll out all the time; the trainer's own GPUs (hybrid workers) help for the
+    first `T_seed` seconds of a step, then they rest and their turns move on, tokens and all
+    (RLBoost, arXiv 2510.19225, adaptive offload).
 
-    T_seed balances two waits of the last step: with t_trainer the time from the window's end to the start of training
-    (the trainer idles) and t_rollout that from the start of training to the next step (the spot workers idle),
-    T_seed += (t_trainer - t_rollout) / 3, never below `minimum_s`. The best window is kept per number of spot workers,
-    as the mean of the windows at which tokens per second stopped to grow, and used at once when that number comes
-    back. Rule and constants are those of the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the
-    trainer takes micro-batches while rollouts go on; here it waits for all groups, so the rule keeps more of the step
-    in the window. Without a spot worker the window does not end.
+    T_seed balances two waits of the last step: with t_trainer the time from the window's end to the
+    start of training (the trainer idles) and t_rollout that from the start of training to the next
+    step (the spot workers idle), T_seed += (t_trainer - t_rollout) / 3, never below `minimum_s`.
+    The best window is kept per number of spot workers, as the mean of the windows at which tokens
+    per second stopped to grow, and used at once when that number comes back. Rule and constants are
+    those of the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the trainer
+    takes micro-batches while rollouts go on; here it waits for all groups, so the rule keeps more
+    of the step in the window. Without a spot worker the window does not end.
     """
 
     def __init__(self, initial_s: float, minimum_s: float) -> None:

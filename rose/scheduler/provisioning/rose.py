@@ -19,18 +19,18 @@ from rose.scheduler.state import Cluster, WorkerState
 
 
 class Rose:
-    """At most `n_serving` cooperative workers are used at a time, those first whose online server has held the least KV
-    of late (ROSE, arXiv 2605.06534, cooperative provisioning).
+    """At most `n_serving` cooperative workers are used at a time, those first whose online server
+    has held the least KV of late (ROSE, arXiv 2605.06534, cooperative provisioning).
 
-    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall by 1/e each `recent_s`. When training
-    begins, it chooses anew for the next step: activation is over, and the new version there, when that begins; one
-    that is used gives way only to one whose use is lower by more than `hysteresis`. Within a step a worker is added
-    (one joined, or one was lost) only if that pays: activation takes `activation_s` (weights, KV pages), and one more
-    worker beside n saves at most 1/(n + 1) of what is left of the step, which is guessed from the steps before
-    (exponential mean). One without a turn for `idle_s` is given back when fewer turns are left than workers: the tail
-    needs no more of them.
-    A serving GPU lends itself to one training job at a time: its executor joins one coordinator, so that what has
-    joined here is lent to no other job.
+    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall by 1/e each
+    `recent_s`. When training begins, it chooses anew for the next step: activation is over, and the
+    new version there, when that begins; one that is used gives way only to one whose use is lower
+    by more than `hysteresis`. Within a step a worker is added (one joined, or one was lost) only if
+    that pays: activation takes `activation_s` (weights, KV pages), and one more worker beside n
+    saves at most 1/(n + 1) of what is left of the step, which is guessed from the steps before
+    (exponential mean). One without a turn for `idle_s` is given back when fewer turns are left than
+    workers: the tail needs no more of them. A serving GPU lends itself to one training job at a
+    time: its executor joins one coordinator, so that what has joined here is lent to no other job.
     The paper names cap, ranking and the one job per GPU; the numbers of `conf` are ours.
     """
 
@@ -125,7 +125,8 @@ class Rose:
 
 
 def kv_use(worker: WorkerState) -> float:
-    """Share of its KV memory that a cooperative worker is not lent: the online server's use, and what it reserves."""
+    """Share of its KV memory that a cooperative worker is not lent: the online server's use, and
+    what it reserves."""
     return 1 - worker.kv_tokens / worker.whole_kv_tokens if worker.whole_kv_tokens else 1.0
 
 

@@ -11,13 +11,14 @@ MAX_BACK_OFF = 64  # times `back_off_s`
 
 
 class Serverless:
-    """Workers are asked for as turns come and given back as they go, like functions (λRL-like: the serverless baseline
-    of ROSE's evaluation, and MinionsRL before it).
+    """Workers are asked for as turns come and given back as they go, like functions (λRL-like: the
+    serverless baseline of ROSE's evaluation, and MinionsRL before it).
 
-    As many as the unfinished turns need at `turns_per_worker` each, up to `max`, all at once; what is not needed any
-    more for `keep_alive_s` ends, the last asked for first. Every step so pays for allocation anew: queue, start and a
-    whole copy of the weights. After a refusal nothing is asked for `back_off_s`, twice that after the next in a row, up
-    to MAX_BACK_OFF times. All in seconds; the numbers of `conf` are ours.
+    As many as the unfinished turns need at `turns_per_worker` each, up to `max`, all at once; what
+    is not needed any more for `keep_alive_s` ends, the last asked for first. Every step so pays for
+    allocation anew: queue, start and a whole copy of the weights. After a refusal nothing is asked
+    for `back_off_s`, twice that after the next in a row, up to MAX_BACK_OFF times. All in seconds;
+    the numbers of `conf` are ours.
     """
 
     def __init__(

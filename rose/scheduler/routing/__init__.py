@@ -1,1 +1,2 @@
-"""Which worker takes a turn: a file per policy. Policies ask the fleet, in O(log workers), and change nothing."""
+"""Which worker takes a turn: a file per policy. Policies ask the fleet, in O(log workers), and
+change nothing."""

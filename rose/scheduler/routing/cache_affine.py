@@ -7,10 +7,10 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class CacheAffine:
-    """The worker that has the trajectory's prefix cached while it has room; a new trajectory goes where
-    its group's prompt is cached unless that worker is busier than the least loaded by more than
-    `imbalance` (share of capacity); else the least loaded. Workers from which memory was taken back come
-    last. ROSE section 4's order, without cooperative workers."""
+    """The worker that has the trajectory's prefix cached while it has room; a new trajectory goes
+    where its group's prompt is cached unless that worker is busier than the least loaded by more
+    than `imbalance` (share of capacity); else the least loaded. Workers from which memory was taken
+    back come last. ROSE section 4's order, without cooperative workers."""
 
     def __init__(self, imbalance: float) -> None:
         if imbalance < 0:

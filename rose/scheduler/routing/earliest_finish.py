@@ -10,18 +10,20 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class EarliestFinish:
-    """Cached prefix, load, hardware and interference have one unit: the seconds until the turn ends (`Speeds`). Ours.
+    """Cached prefix, load, hardware and interference have one unit: the seconds until the turn ends
+    (`Speeds`). Ours.
 
-    Compared are the worker that has the prefix cached and the least loaded one of each pool of like workers, for the
-    mean output of the turn's domain (at most a chunk); the smallest time wins, delay of the turns there included. After
-    each `chunk_tokens` a turn is placed anew (Seer's divided rollout, arXiv 2511.14617; most stay). So a trajectory
-    leaves its cached prefix when waiting costs more than prefill, and the last trajectories of a step, which alone
-    decide its end, gather on the fastest engines. Until a pool has been measured it comes first, where the prefix is
-    cached, else where least is to do.
-    A trajectory begins only where its prefix can stay: while the mean context at the end of a trajectory, times those
-    that have begun and not ended, fits in what all workers have now. More of them would evict each other's prefixes
-    while their tools run, and be prefilled whole at every turn. `chunk_tokens` is ours: well above what prefill of a
-    context costs.
+    Compared are the worker that has the prefix cached and the least loaded one of each pool of like
+    workers, for the mean output of the turn's domain (at most a chunk); the smallest time wins,
+    delay of the turns there included. After each `chunk_tokens` a turn is placed anew (Seer's
+    divided rollout, arXiv 2511.14617; most stay). So a trajectory leaves its cached prefix when
+    waiting costs more than prefill, and the last trajectories of a step, which alone decide its
+    end, gather on the fastest engines. Until a pool has been measured it comes first, where the
+    prefix is cached, else where least is to do. A trajectory begins only where its prefix can stay:
+    while the mean context at the end of a trajectory, times those that have begun and not ended,
+    fits in what all workers have now. More of them would evict each other's prefixes while their
+    tools run, and be prefilled whole at every turn. `chunk_tokens` is ours: well above what prefill
+    of a context costs.
     """
 
     def __init__(self, chunk_tokens: int) -> None:

@@ -9,15 +9,17 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class Libra:
-    """Workers form buckets for short to long trajectories; tool outcomes, not length predictions, move a trajectory
-    between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
+    """Workers form buckets for short to long trajectories; tool outcomes, not length predictions,
+    move a trajectory between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code,
+    github.com/NetX-lab/Libra).
 
-    `rose.scheduler.causal_tree.Levels` says how: at a tool return, by what finished trajectories with the same outcomes
-    had left; without evidence it stays. In its bucket it goes where its prefix is cached, else to the least loaded
-    worker; if the bucket has no room, to a longer one, then to a shorter one (Libra's fallback: the other buckets, then
-    any). `limits`: tokens of each bucket but the last, 5,000 in Libra's code. `shares`: of the workers, from the first
-    bucket to the last, given out as they join. Libra's buckets are engines of different tensor-parallel degrees, and its
-    planner sizes them; the shares are ours.
+    `rose.scheduler.causal_tree.Levels` says how: at a tool return, by what finished trajectories
+    with the same outcomes had left; without evidence it stays. In its bucket it goes where its
+    prefix is cached, else to the least loaded worker; if the bucket has no room, to a longer one,
+    then to a shorter one (Libra's fallback: the other buckets, then any). `limits`: tokens of each
+    bucket but the last, 5,000 in Libra's code. `shares`: of the workers, from the first bucket to
+    the last, given out as they join. Libra's buckets are engines of different tensor-parallel
+    degrees, and its planner sizes them; the shares are ours.
     """
 
     def __init__(self, limits: list[int], shares: list[float]) -> None:

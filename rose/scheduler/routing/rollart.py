@@ -7,13 +7,15 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class RollArt:
-    """A domain's turns go to the GPUs that suit them: prefill-heavy ones (many turns, short outputs) to devices with
-    much compute, decode-heavy ones (few turns, long outputs) to those with much memory bandwidth per cost; to any
-    other if those are full (RollArt, arXiv 2512.22560, hardware-affinity workload mapping).
+    """A domain's turns go to the GPUs that suit them: prefill-heavy ones (many turns, short
+    outputs) to devices with much compute, decode-heavy ones (few turns, long outputs) to those with
+    much memory bandwidth per cost; to any other if those are full (RollArt, arXiv 2512.22560,
+    hardware-affinity workload mapping).
 
-    The user declares it, as in the paper: `hardware` maps a domain (`TurnRequested.domain`) to the hardware's name
-    (`WorkerJoined.hardware`), and `default` is for every other domain; "" means any. The paper's mapping: prefill-heavy
-    on H800, decode-heavy on H20. On the chosen hardware the worker with the trajectory's cached prefix comes first.
+    The user declares it, as in the paper: `hardware` maps a domain (`TurnRequested.domain`) to the
+    hardware's name (`WorkerJoined.hardware`), and `default` is for every other domain; "" means
+    any. The paper's mapping: prefill-heavy on H800, decode-heavy on H20. On the chosen hardware the
+    worker with the trajectory's cached prefix comes first.
     """
 
     def __init__(self, hardware: dict[str, str], default: str) -> None:

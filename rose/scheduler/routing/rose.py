@@ -10,7 +10,8 @@ from rose.scheduler.routing.lengths import Lengths
 from rose.scheduler.routing.speeds import Speeds
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-SLACK = 0.25  # a turn leaves its prefix, or the worker that it runs on, for one that saves more than this share
+# a turn leaves its prefix, or the worker that it runs on, for one that saves more than this share
+SLACK = 0.25
 FEW = 2  # turns of a borrowed worker of which nothing has been measured
 TRIAL_TOKENS = 128  # after which a turn of such a worker is placed anew: then its pace is known
 PATIENCE = 16  # decisions for which a lane that waits is not asked again
@@ -20,22 +21,25 @@ class Rose:
     """Each turn is placed anew (ROSE, arXiv 2605.06534, the elastic rollout scheduler):
 
     1. the worker that has the trajectory's prefix cached, while it has room;
-    2. an SLO-safe cooperative worker: nothing was taken back from it, and it is lent enough KV for the turn;
+    2. an SLO-safe cooperative worker: nothing was taken back from it, and it is lent enough KV for
+      the turn;
     3. the least loaded worker;
     4. none: the turn waits.
 
-    A worker holds no more trajectories than their KV need fits in what it has now (the per-GPU cap): that of a
-    trajectory is the context and output limit of its last turn, and it counts while its tools run, since its prefix
-    stays cached; once trajectories have ended, at least their mean context at the end. A trajectory that has begun is
-    never stopped by the cap, or its work would lie idle; but from a cooperative worker it goes to another below the
-    cap only, as a new one would: else what begins on lent devices evicts the prefixes of those with their own.
-    Ours, where the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where they
-    are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker with its own device.
-    A cooperative worker of which nothing has been measured gets FEW turns, each placed anew after TRIAL_TOKENS; once
-    one like it has been measured, turns only for which others have no room.
-    A turn on a cooperative worker keeps its place in the queue: when a worker with its own device gets free, and at
-    ticks, it moves there if what is left of it (a mean turn, at the measured pace) takes longer than that, prefill, and
-    what the turns there wait for it, by up to SLACK as that worker is loaded.
+    A worker holds no more trajectories than their KV need fits in what it has now (the per-GPU
+    cap): that of a trajectory is the context and output limit of its last turn, and it counts while
+    its tools run, since its prefix stays cached; once trajectories have ended, at least their mean
+    context at the end. A trajectory that has begun is never stopped by the cap, or its work would
+    lie idle; but from a cooperative worker it goes to another below the cap only, as a new one
+    would: else what begins on lent devices evicts the prefixes of those with their own. Ours, where
+    the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where
+    they are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker
+    with its own device. A cooperative worker of which nothing has been measured gets FEW turns,
+    each placed anew after TRIAL_TOKENS; once one like it has been measured, turns only for which
+    others have no room. A turn on a cooperative worker keeps its place in the queue: when a worker
+    with its own device gets free, and at ticks, it moves there if what is left of it (a mean turn,
+    at the measured pace) takes longer than that, prefill, and what the turns there wait for it, by
+    up to SLACK as that worker is loaded.
     """
 
     def __init__(self) -> None:
@@ -92,8 +96,8 @@ class Rose:
         return self._all_wait
 
     def lane(self, turn: TurnState) -> str:
-        """A trajectory that the cap lets wait holds up none that has begun; one that waits for a worker with its own
-        device, none that has its prefix on a cooperative worker."""
+        """A trajectory that the cap lets wait holds up none that has begun; one that waits for a
+        worker with its own device, none that has its prefix on a cooperative worker."""
         where = self._where.get(turn.trajectory)
         return "new" if where is None else "lent" if where in self._lent else "own"
 
@@ -125,7 +129,8 @@ class Rose:
         return own is not None and len(own.turns) > 0 and fleet.least(turn, kind=own.kind) is None
 
     def _waits(self, turn: TurnState, worker: WorkerState, cluster: Cluster) -> bool:
-        """Whether the turn ends sooner by waiting for a place at a worker with its own device than on `worker`."""
+        """Whether the turn ends sooner by waiting for a place at a worker with its own device than
+        on `worker`."""
         if not self._is_known(worker):
             return len(worker.turns) >= FEW
         own, home, output = (
@@ -200,8 +205,9 @@ class Rose:
         return found
 
     def _overestimated(self, turn: TurnState, here: WorkerState, left: float) -> float:
-        """At most 1: what was measured of the running turn over what is expected of it here. The contexts of long turns
-        are beyond those that the fit has seen, and what it makes of them here it does of them elsewhere."""
+        """At most 1: what was measured of the running turn over what is expected of it here. The
+        contexts of long turns are beyond those that the fit has seen, and what it makes of them
+        here it does of them elsewhere."""
         token_s, expected = self._speeds.token_s(turn), self._speeds.staying_s(turn, here, left)
         return 1.0 if token_s is None or expected <= 0 else min(1.0, token_s * left / expected)
 

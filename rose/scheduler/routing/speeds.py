@@ -14,11 +14,15 @@ from rose.scheduler.events import (
 )
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-FORGET = 0.995  # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred count
+# weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred
+# count
+FORGET = 0.995
 # What no observation varies would be forgotten without end.
-LARGEST = 1e6  # variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
+# variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
+LARGEST = 1e6
 FEW_TOKENS = 4  # of an attempt, fewer say nothing about its pace
-PREFILL = 0.02  # of a decode step, what prefill of a token takes at most: it reads the weights once for many
+# of a decode step, what prefill of a token takes at most: it reads the weights once for many
+PREFILL = 0.02
 RECENT = 0.2  # weight of a worker's newest turn in its own slowness
 
 Features = tuple[float, float, float]
@@ -37,11 +41,12 @@ class Sent:
 
 
 class Speeds:
-    """A turn's seconds on a worker: a x output + b x output x held + c x uncached context, with `held` the context of
-    all turns there, mean of the attempt's begin and end (a decode step reads the weights and the KV of every sequence;
-    prefill goes by its tokens). The coefficients are fitted per pool of like workers (kind and hardware) by recursive
-    least squares over the attempts that ended. A worker's own slowness, which on borrowed GPUs is mostly the online
-    server's compute, is the recent mean of its turns' measured seconds over the fitted ones."""
+    """A turn's seconds on a worker: a x output + b x output x held + c x uncached context, with
+    `held` the context of all turns there, mean of the attempt's begin and end (a decode step reads
+    the weights and the KV of every sequence; prefill goes by its tokens). The coefficients are
+    fitted per pool of like workers (kind and hardware) by recursive least squares over the attempts
+    that ended. A worker's own slowness, which on borrowed GPUs is mostly the online server's
+    compute, is the recent mean of its turns' measured seconds over the fitted ones."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, str], LeastSquares] = {}
@@ -101,8 +106,8 @@ class Speeds:
         )
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
-        """A new pool begins as one that is known, slower or faster as its first attempt was: one attempt can't tell
-        decode from prefill."""
+        """A new pool begins as one that is known, slower or faster as its first attempt was: one
+        attempt can't tell decode from prefill."""
         known = next((pool for pool in self._pools.values() if pool.of(x) > 0), None)
         return LeastSquares(
             FORGET, *([w * seconds / known.of(x) for w in known.weights] if known else ())
@@ -138,18 +143,20 @@ class Speeds:
     def seconds(
         self, turn: TurnState, worker: WorkerState, output: float, cached: bool
     ) -> float | None:
-        """Of the turn's next `output` tokens there, and as much again as it delays those that are there: each of its
-        decode steps is longer by their contexts, and each of theirs by its own, about as long. So the sum of all turns
-        falls, not just this one's. None: no worker like it has been measured."""
+        """Of the turn's next `output` tokens there, and as much again as it delays those that are
+        there: each of its decode steps is longer by their contexts, and each of theirs by its own,
+        about as long. So the sum of all turns falls, not just this one's. None: no worker like it
+        has been measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
         return None if pool is None else self._of(pool, turn, worker, output, cached, 2)
 
     def joining_s(
         self, turn: TurnState, worker: WorkerState, output: float, twice: bool
     ) -> float | None:
-        """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for which the others
-        wait for its prefill; `twice`: and as much again as its decode steps delay theirs, as in `seconds`.
-        Where contexts are alike the fit takes waiting for prefill: that is at most PREFILL decode steps a token."""
+        """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for
+        which the others wait for its prefill; `twice`: and as much again as its decode steps delay
+        theirs, as in `seconds`. Where contexts are alike the fit takes waiting for prefill: that is
+        at most PREFILL decode steps a token."""
         pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
             return None
@@ -160,7 +167,8 @@ class Speeds:
         ) * self._slowness.get(worker.worker, 1.0)
 
     def staying_s(self, turn: TurnState, worker: WorkerState, output: float) -> float:
-        """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been measured."""
+        """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been
+        measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
         return 0.0 if pool is None else self._of(pool, turn, worker, output, True, 1)
 
@@ -189,8 +197,8 @@ def features(output: float, held: float, uncached: int) -> Features:
 
 
 class LeastSquares:
-    """Recursive least squares with exponential forgetting: y = w . x with three coefficients, in plain floats and
-    written out, as it runs once per turn."""
+    """Recursive least squares with exponential forgetting: y = w . x with three coefficients, in
+    plain floats and written out, as it runs once per turn."""
 
     def __init__(self, forget: float, w0: float = 0.0, w1: float = 0.0, w2: float = 0.0) -> None:
         self._forget = forget
@@ -233,8 +241,8 @@ class LeastSquares:
 
 
 def project(w: Features, p: tuple[float, ...]) -> Features:
-    """The best fit without negative coefficients, but for those that are 0 by then: each negative one is set to 0, and
-    the others as fits best to that, by the covariances `p`."""
+    """The best fit without negative coefficients, but for those that are 0 by then: each negative
+    one is set to 0, and the others as fits best to that, by the covariances `p`."""
     columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
     for i in range(3):
         if w[i] < 0:

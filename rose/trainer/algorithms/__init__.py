@@ -1,7 +1,8 @@
-"""One file per RL algorithm (`base.Algorithm` says what one is) and `build`, which picks one by name.
+"""One file per RL algorithm (`base.Algorithm` says what one is) and `build`, which picks one by
+name.
 
-May import torch and `rose.config`; knows nothing of ranks, engines or DeepSpeed. A new algorithm is a
-new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
+May import torch and `rose.config`; knows nothing of ranks, engines or DeepSpeed. A new algorithm is
+a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ALGORITHMS: dict[str, type] = {
 def build(name: str, args: dict[str, Any]) -> Algorithm:
     """The algorithm of `algorithm.name` with `algorithm.args`.
 
-    Raises `ConfigError` for an unknown name, an unknown or missing argument, or an impossible value.
+    Raises `ConfigError` for an unknown name, an unknown or missing argument, or an impossible
+    value.
     """
     if name not in ALGORITHMS:
         raise ConfigError(

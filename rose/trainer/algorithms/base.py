@@ -52,8 +52,8 @@ class Algorithm(Protocol):
         """(N,) float32: the weight of each response token of trajectory i in the batch's loss."""
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """((B, T) loss before weights; statistics as masked sums (scalar tensors), which the trainer
-        divides by the number of response tokens of the batch)."""
+        """((B, T) loss before weights; statistics as masked sums (scalar tensors), which the
+        trainer divides by the number of response tokens of the batch)."""
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:

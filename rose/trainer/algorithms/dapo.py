@@ -24,9 +24,9 @@ from rose.trainer.importance import log_ratio
 
 @dataclass(frozen=True)
 class Dapo:
-    """`overlong_buffer` tokens before `max_response_tokens` (of a whole trajectory) the punishment starts
-    to grow, from 0 to -1 reward; 0 switches it off. `overlong_filtering` gives truncated trajectories no
-    loss: their reward says more about the limit than about the answer."""
+    """`overlong_buffer` tokens before `max_response_tokens` (of a whole trajectory) the punishment
+    starts to grow, from 0 to -1 reward; 0 switches it off. `overlong_filtering` gives truncated
+    trajectories no loss: their reward says more about the limit than about the answer."""
 
     clip_low: ClipLow
     clip_high: NonNegative

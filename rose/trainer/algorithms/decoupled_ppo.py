@@ -1,4 +1,5 @@
-"""Decoupled PPO for stale data (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298).
+"""Decoupled PPO for stale data (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025,
+arXiv:2505.24298).
 
 The trust region is around the proximal policy (the one at the start of the step), whatever older
 policy the tokens came from; the weight proximal / behaviour corrects for that age and, in the same
@@ -25,7 +26,8 @@ from rose.trainer.importance import log_ratio
 
 @dataclass(frozen=True)
 class DecoupledPpo:
-    """A token whose weight exceeds `weight_cap` gets no loss, as in AReaL's code (it still counts in the mean)."""
+    """A token whose weight exceeds `weight_cap` gets no loss, as in AReaL's code (it still counts
+    in the mean)."""
 
     clip_low: ClipLow
     clip_high: NonNegative

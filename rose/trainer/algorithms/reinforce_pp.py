@@ -34,8 +34,9 @@ class ReinforcePP:
     corrects_mismatch: ClassVar[bool] = False
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(A - mean) / std over the tokens of the batch, where a trajectory's tokens share its A: so a
-        trajectory counts as often as it has response tokens, as in OpenRLHF; 0 if all A are equal."""
+        """(A - mean) / std over the tokens of the batch, where a trajectory's tokens share its A:
+        so a trajectory counts as often as it has response tokens, as in OpenRLHF; 0 if all A are
+        equal."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
         share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(

@@ -1,7 +1,8 @@
 """The few terms that the algorithms are put together from: advantages, weights, clipped surrogate.
 
-Advantages are computed in float64: the mean of equal float32 rewards is then exact, so a group whose
-rewards are all equal has a standard deviation of exactly 0 and never rounding noise blown up by 1/std.
+Advantages are computed in float64: the mean of equal float32 rewards is then exact, so a group
+whose rewards are all equal has a standard deviation of exactly 0 and never rounding noise blown up
+by 1/std.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
 
 
 def sequence_mean_weights(summary: Summary) -> Tensor:
-    """Mean over a trajectory's tokens, then over the N trajectories: (N,) 1 / (N * tokens); 0 without tokens."""
+    """Mean over a trajectory's tokens, then over the N trajectories: (N,) 1 / (N * tokens); 0
+    without tokens."""
     tokens = summary.response_tokens
     return (tokens > 0).float() / (tokens.clamp(min=1) * max(1, len(tokens)))
 
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean over all response tokens of the batch: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
+    """Mean over all response tokens of the batch: (N,) 1 / total for the rows of `keep` (N,) bool,
+    else 0."""
     kept = torch.ones_like(response_tokens) if keep is None else keep.long()
     return kept.float() / (response_tokens * kept).sum().clamp(min=1)
 
@@ -56,10 +59,12 @@ def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> T
 def clipped_surrogate(
     log_ratios: Tensor, batch: TokenBatch, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0 where mask is 0.
+    """PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0 where
+    mask is 0.
 
-    `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction` (tokens
-    whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal || policy)).
+    `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction`
+    (tokens whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal
+    || policy)).
     """
     ratio = log_ratios.exp()
     advantages = batch.advantages[:, None]  # (B, 1)

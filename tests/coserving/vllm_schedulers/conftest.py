@@ -1,5 +1,5 @@
-"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model runner that answers
-each step with one token per request."""
+"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model
+runner that answers each step with one token per request."""
 
 import queue
 import threading
@@ -48,7 +48,8 @@ def model_folder(tmp_path_factory):
 
 
 class Boards:
-    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were begun."""
+    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were
+    begun."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -84,8 +85,8 @@ class Boards:
 @pytest.fixture
 def boards(tmp_path, monkeypatch, make_config):
     serving = make_config().serving
-    # A test on a busy machine may be held up for long, between any two lines: what is stale, or takes longer than was
-    # predicted, is a matter of single tests.
+    # A test on a busy machine may be held up for long, between any two lines: what is stale, or
+    # takes longer than was predicted, is a matter of single tests.
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
     monkeypatch.setattr(gate, "AHEAD_S", 60.0)
     observe = Predictor.observe
@@ -112,14 +113,15 @@ def boards(tmp_path, monkeypatch, make_config):
 
 @pytest.fixture
 def asynchronous():
-    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's parameter."""
+    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's
+    parameter."""
     return False
 
 
 @pytest.fixture
 def make_scheduler(model_folder, asynchronous):
-    """make_scheduler("rose.coserving.rollout", blocks=...) -> a `Driven` scheduler. `memory`: a `BlockMemory` of
-    so many blocks, else nothing is behind the blocks."""
+    """make_scheduler("rose.coserving.rollout", blocks=...) -> a `Driven` scheduler. `memory`: a
+    `BlockMemory` of so many blocks, else nothing is behind the blocks."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import (
@@ -191,8 +193,8 @@ class Worker:
 
 
 class Driven:
-    """A scheduler and the engine core around it: `step` computes a step in no time; `plan` and `done` are its halves, of
-    which vLLM plans one ahead where scheduling is asynchronous."""
+    """A scheduler and the engine core around it: `step` computes a step in no time; `plan` and
+    `done` are its halves, of which vLLM plans one ahead where scheduling is asynchronous."""
 
     def __init__(self, scheduler, memory=None):
         self.scheduler, self.memory = scheduler, memory

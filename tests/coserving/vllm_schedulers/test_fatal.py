@@ -1,5 +1,5 @@
-"""Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not there: with steps in
-flight, as on a GPU, or without."""
+"""Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not
+there: with steps in flight, as on a GPU, or without."""
 
 import random
 import time
@@ -25,7 +25,8 @@ def asynchronous(request):
 
 
 class Running:
-    """An engine's steps on the device: each writes to the blocks of its requests when the device comes to it."""
+    """An engine's steps on the device: each writes to the blocks of its requests when the device
+    comes to it."""
 
     def __init__(self, driven, gpu: Device) -> None:
         self.driven, self.gpu, self.kernels = driven, gpu, []
@@ -66,7 +67,8 @@ class Kernel:
 
 @pytest.fixture
 def pair(boards, make_scheduler, monkeypatch):
-    """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of the null blocks."""
+    """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
+    the null blocks."""
     monkeypatch.setattr(board, "LOOK_S", 0.0)  # for boards that are made later
     here = device.here().serving
     lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
@@ -85,7 +87,8 @@ def pair(boards, make_scheduler, monkeypatch):
 
 
 def used(*engines) -> list[int]:
-    """Bytes that each has of the device beyond its null block's page; what its pool and its worker count is that."""
+    """Bytes that each has of the device beyond its null block's page; what its pool and its worker
+    count is that."""
     found = []
     for engine in engines:
         pool, memory = engine.driven.scheduler.pool, engine.driven.memory
@@ -99,8 +102,8 @@ def used(*engines) -> list[int]:
 def test_both_live_on_one_budget_whatever_comes(
     pair, boards, asynchronous, seed, missing, monkeypatch
 ):
-    """`missing`: pages of the budget that somebody else on the device has. With the second seed little changes hands at
-    once, as it does where there is much."""
+    """`missing`: pages of the budget that somebody else on the device has. With the second seed
+    little changes hands at once, as it does where there is much."""
     for module in (pool, online_scheduler, rollout_scheduler) if seed else ():
         monkeypatch.setattr(module, "AT_ONCE", 6 * BLOCK_BYTES)
     dice = random.Random(seed)

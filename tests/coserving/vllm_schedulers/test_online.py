@@ -1,4 +1,5 @@
-"""The online engine's scheduler: what it tells of its requests, and how it gets lent memory back."""
+"""The online engine's scheduler: what it tells of its requests, and how it gets lent memory
+back."""
 
 import os
 import signal

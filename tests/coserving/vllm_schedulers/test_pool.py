@@ -1,5 +1,6 @@
-"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's: vLLM's own block pool
-over the GPU's page pool, on pages of 2 MiB that kill who touches one which is not there."""
+"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's:
+vLLM's own block pool over the GPU's page pool, on pages of 2 MiB that kill who touches one which is
+not there."""
 
 import math
 import os
@@ -73,8 +74,8 @@ class Engine:
         return [block.block_id for blocks in self.requests.values() for block in blocks]
 
     def step(self) -> None:
-        """Touch the first and last byte, and one in each page, of each block that a request holds, and of the free
-        ones; a page that isn't there ends this process."""
+        """Touch the first and last byte, and one in each page, of each block that a request holds,
+        and of the free ones; a page that isn't there ends this process."""
         free = [block.block_id for block in self.blocks.free_block_queue.get_all_free_blocks()]
         assert not set(free) & set(self.held)
         for worker in self.workers:
@@ -242,7 +243,8 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
 
 
 def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
-    """A seventh of the blocks, strewn over the pool by a burst that ended; then traffic of the same amount."""
+    """A seventh of the blocks, strewn over the pool by a burst that ended; then traffic of the same
+    amount."""
     engine = Engine(one_region(1601, 896 * KiB), [Device(1)])
     engine.workers = [Counted(engine.layout)]  # 1.4 GiB are counted, not touched
     pool, dice = engine.pool, random.Random(0)
