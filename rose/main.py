@@ -123,23 +123,23 @@ def run_role(
     try:
         match me.role:
             case p.Role.COORDINATOR:
-                from rose.roles.coordinator import Coordinator, drive
+                from rose.coordinator.coordinator import Coordinator, drive
 
                 asyncio.run(
                     drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from))
                 )
             case p.Role.ENVIRONMENT:
-                from rose.roles import environment
+                from rose.agent import host as environment
 
                 asyncio.run(environment.run(config, mailbox, recorder))
             case p.Role.TRAINER:
-                from rose.roles import trainer
+                from rose.trainer import rank as trainer
 
                 trainer.run(
                     config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
                 )
             case p.Role.ROLLOUT:
-                from rose.roles.rollout import RolloutWorker
+                from rose.engine.rank import RolloutWorker
                 from rose.transfer.mirror import Mirror
 
                 limit = int(

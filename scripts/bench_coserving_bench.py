@@ -20,11 +20,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import yaml
-
-from rose import config, traces
-from rose.coserving import board, device
-from rose.models import cache_dir
-
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import (
     Failed,
@@ -39,6 +34,12 @@ from bench_coserving_engines import (
 )
 from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
 from live_runs import Stolen, wait_for_calm
+
+from rose import config
+from rose.lending import board
+from rose.lending.vllm import device
+from rose.models import cache_dir
+from rose.sim import traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # scenario -> (server, rollout side)
@@ -79,7 +80,7 @@ class Options:
     )
     output_scale: float = 0.05
     profile: str = (
-        ""  # of rose.serving.profile, for these very models and this core; empty: measured
+        ""  # of rose.lending.profile, for these very models and this core; empty: measured
     )
     concurrency: int = 32  # turns of R at a time
     kv_mib: float = 64.0  # of the device
@@ -160,7 +161,7 @@ class Bench:
         if kind == "priority":
             args["scheduling_policy"] = "priority"
         if kind == "ours":
-            args["scheduler_cls"] = "rose.coserving.online.scheduler"
+            args["scheduler_cls"] = "rose.lending.vllm.online.scheduler"
             args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
             env |= self._lends()
         made = Server(
@@ -179,7 +180,7 @@ class Bench:
         else:
             kind, engine_args = "engine", {}
             if name == "ours":
-                engine_args["scheduler_cls"] = "rose.coserving.rollout.scheduler"
+                engine_args["scheduler_cls"] = "rose.lending.vllm.rollout.scheduler"
                 env |= self._lends()
             job |= {
                 "model": str(model(options.rollout_model, 1)),
@@ -262,7 +263,7 @@ class Bench:
             str(options.device),
             sys.executable,
             "-m",
-            "rose.serving.profile",
+            "rose.lending.profile",
             *(f"{key}={value}" for key, value in given.items()),
         ]
         making = Process(self.guard, "profile", command, self.folder / "profile.log")

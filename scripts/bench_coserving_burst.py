@@ -8,13 +8,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-
-from rose.coserving import board
-from rose.traces import Trace
-
 from bench_coserving_bench import Bench
 from bench_coserving_engines import Operator
 from bench_coserving_tables import ALONE, OURS, Run, Slo
+
+from rose.lending import board
+from rose.sim.traces import Trace
 
 TIMES = 20  # the usual rate
 BEGINS_S, LASTS_S, AFTER_S = (

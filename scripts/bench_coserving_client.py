@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 CONNECT_S = 10.0
 # of a kept connection: uvicorn closes it after 5, and closing as a request leaves is an error here

@@ -47,11 +47,11 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from rose.coordinator import journal  # noqa: E402
+from rose.coordinator.coordinator import TICK_S  # noqa: E402
+from rose.engine.rank import PROGRESS_S  # noqa: E402
 from rose.launch import state  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.roles.coordinator import TICK_S  # noqa: E402
-from rose.roles.rollout import PROGRESS_S  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
 
 DEADLINE_S = 300.0

@@ -41,11 +41,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.processes import die_with_parent  # noqa: E402
-
 from bench_sync_link import Namespaces, Proxy  # noqa: E402
 from bench_sync_parts import RANKS, WARM_UP, Shards, digest  # noqa: E402
 from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained  # noqa: E402
+
+from rose.processes import die_with_parent  # noqa: E402
 
 DEADLINE_S = 900.0
 VARIABLES = {

@@ -368,9 +368,9 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
 
 def started(report: Report, config, rank: int, world: int, port: int):
     """The rank's `Trainer`, with its store open."""
+    from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
-    from rose.comm.address import local_place
     from rose.observe.recorder import NullRecorder
     from rose.trainer.trainer import Trainer
 

@@ -28,11 +28,11 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.coserving import names  # noqa: E402
+from rose.coordinator import journal  # noqa: E402
+from rose.engine import names  # noqa: E402
+from rose.lending.profile import stolen_s  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.roles import journal  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
-from rose.serving.profile import stolen_s  # noqa: E402
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
@@ -45,7 +45,7 @@ WATCH_S, PATIENCE_S = (
 )  # how long before a run the machine is to be calm, and how long to wait for that
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # vLLM's own where no device is shared; it can write down its steps
-SCHEDULER = "rose.coserving.rollout.scheduler"
+SCHEDULER = "rose.lending.vllm.rollout.scheduler"
 ALIKE = (
     "eval.episodes=0",
     "observe.terminal=false",

@@ -30,8 +30,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rose.envs.base import Action, ToolCall
-from rose.envs.frozen_lake import DIRECTIONS, FrozenLake
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
 
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -30,14 +30,15 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from rose import config as configuration  # noqa: E402
+from rose import front  # noqa: E402
 from rose.config import Config  # noqa: E402
 from rose.config.errors import value_at  # noqa: E402
-from rose.launch import front, model  # noqa: E402
+from rose.launch import model  # noqa: E402
 from rose.sim.hardware import EFFICIENCY  # noqa: E402
+from rose.sim.study import runs, table  # noqa: E402
+from rose.sim.study.gains import Interval, gain, interval  # noqa: E402
+from rose.sim.study.outcome import Outcome, by_system, values  # noqa: E402
 from rose.storage import write_whole  # noqa: E402
-from rose.study import runs, table  # noqa: E402
-from rose.study.gains import Interval, gain, interval  # noqa: E402
-from rose.study.outcome import Outcome, by_system, values  # noqa: E402
 
 SYSTEMS = (
     "roll_grpo",

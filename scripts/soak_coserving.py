@@ -31,13 +31,14 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import traces  # noqa: E402
-from rose.coserving import board, heap  # noqa: E402
-
 from bench_coserving import parse, say  # noqa: E402
 from bench_coserving_bench import ALONE, DRAIN_S, Bench  # noqa: E402
 from bench_coserving_client import Request, replay  # noqa: E402
 from bench_coserving_engines import Failed, Process, confine  # noqa: E402
+
+from rose.engine import heap  # noqa: E402
+from rose.lending import board  # noqa: E402
+from rose.sim import traces  # noqa: E402
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included
 PAUSE_S = (6.0, 12.0)  # between two faults

@@ -38,10 +38,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg  # noqa: E402
 from rose import scheduler  # noqa: E402
+from rose.coordinator import (
+    journal,  # noqa: E402
+    replay,  # noqa: E402
+)
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.protocol import unpack_tokens  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.rollout import replay  # noqa: E402
 
 SMALL = (
     "trainer.steps=1000000",

@@ -38,9 +38,9 @@ import yaml  # noqa: E402
 from reproduce_rose import SETTINGS, composed, outcomes_of, put, read_csv, write_csv  # noqa: E402
 
 from rose.config import Config, Policy, Scheduler, SimSystem  # noqa: E402
-from rose.study import runs, table  # noqa: E402
-from rose.study.gains import Interval, gain  # noqa: E402
-from rose.study.outcome import Outcome, by_system, mean, values  # noqa: E402
+from rose.sim.study import runs, table  # noqa: E402
+from rose.sim.study.gains import Interval, gain  # noqa: E402
+from rose.sim.study.outcome import Outcome, by_system, mean, values  # noqa: E402
 
 CONF = REPOSITORY / "conf" / "scheduler"
 FILE = "policies_search.csv"

@@ -66,7 +66,7 @@ class SimSlo(Section):
 class SimServing(Section):
     """Online traffic of each cooperative device, and what lending beside the online engine costs
     either side (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake
-    or BurstGPT; null: made by rose.traces.generate with `args`."""
+    or BurstGPT; null: made by rose.sim.traces.generate with `args`."""
 
     model: str  # one of rose.sim.hardware's shapes
     slo: SimSlo
@@ -79,7 +79,7 @@ class SimServing(Section):
     trace: str | None
     args: dict[
         str, Any
-    ]  # of rose.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
+    ]  # of rose.sim.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
     hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
     # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
     pace: Share

@@ -256,7 +256,7 @@ class Lending(Section):
 
     profile: (
         str | None
-    )  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
+    )  # file of python -m rose.lending.profile for this device and these models; null: lend nothing
     chunk_tokens: Count  # the most that one step of the rollout engine takes in
     # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
     step_share: Share

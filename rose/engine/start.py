@@ -157,7 +157,7 @@ def build(args: dict, gpus: bool):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from rose.coserving import plugin
+    from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
     transfer = WeightTransferConfig(

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from rose import protocol
 from rose.config import Model, Rollout, Transfer
-from rose.coserving import names
+from rose.engine import names
 from rose.engine.activation import Activation
 from rose.engine.staging import Staging
 from rose.engine.start import (

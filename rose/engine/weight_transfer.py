@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.config import read_shape
-from rose.coserving import names
+from rose.engine import names
 from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST

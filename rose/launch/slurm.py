@@ -27,7 +27,7 @@ from submitit.core.utils import FailedJobError
 from rose import config as configuration
 from rose import processes
 from rose.config import Config, ConfigError, Slurm
-from rose.launch import lend, local, logs, model, resume, sbatch, state, supervise
+from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe import views
 from rose.observe.terminal import say
@@ -157,7 +157,7 @@ class Run:
         # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
         if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
-        lend.cancel_all(self.run_dir)
+        lent.cancel_all(self.run_dir)
         if outcome.failure:
             raise RunFailed(outcome.failure)
         return "stopped" if outcome.interrupted else "finished"

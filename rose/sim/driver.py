@@ -1,7 +1,7 @@
 """Drives the scheduler through simulated time: feeds its events, carries out its actions.
 `simulate` is the whole.
 
-What rose.roles.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
+What rose.coordinator.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
 training, version published, dedicated workers loaded, next step. Like them it tells of tokens now
 and then, not of each.
 """
@@ -30,7 +30,7 @@ RANK = {
 
 
 class Writer(Protocol):
-    """Such as rose.roles.journal.Journal."""
+    """Such as rose.coordinator.journal.Journal."""
 
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None: ...
 
@@ -403,7 +403,7 @@ class Simulation:
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
         """The coordinator hears of it. A word about an attempt that it took back meanwhile is not
-        heard, as in rose.roles.turn_hub; nor is one of a worker that was lost before it had sent
+        heard, as in rose.coordinator.turns; nor is one of a worker that was lost before it had sent
         it."""
         trajectory, turn, attempt = what
         if (

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rose.sim.spec import Engine
-from rose.traces import BLOCK, Trace
+from rose.sim.traces import BLOCK, Trace
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from rose.sim import online
 from rose.sim.online import Served
 from rose.sim.spec import Engine, Load, StepTime
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 PIECE_S = 1.0
 ATTAINED = 0.99  # of the requests: a P99 target

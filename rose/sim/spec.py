@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True)
 class StepTime:
-    """c0 to c5 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
+    """c0 to c5 of an engine's step, seconds: the rule of rose/lending/rules/predictor.py.
 
     T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see
     rose/sim/hardware.py.
@@ -266,7 +266,7 @@ class Spec:
     environment: Environment
     trainer: Trainer
     pools: tuple[Pool, ...]
-    tick_s: float  # between two Ticks (rose.roles.coordinator.TICK_S)
+    tick_s: float  # between two Ticks (rose.coordinator.coordinator.TICK_S)
     progress_s: float  # between two words about a running turn; inf: one at its end
     dispatch_s: float  # from a decision to the engine
     answer_s: float  # from the engine's last token of a turn to the next decision

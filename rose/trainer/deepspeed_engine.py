@@ -25,8 +25,8 @@ from rose import config as configuration
 from rose import locks
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.storage import write_whole
-from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 

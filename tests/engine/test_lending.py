@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config.tree import Serving
-from rose.coserving import board, device, gate
-from rose.coserving.pages import resident_bytes
 from rose.engine.vllm_engine import EngineDied, EngineError
+from rose.lending import board
+from rose.lending.rules import gate
+from rose.lending.vllm import device
+from rose.memory import resident_bytes
 from tests.engine.test_vllm_engine import (
     CONF,
     PROMPTS,
@@ -255,7 +257,7 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
         writer = board.Writer(tmp_path / name, kind)
         vars(writer.state).update(said)
         writer.write()
-    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.coserving.rollout.scheduler"})
+    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.lending.vllm.rollout.scheduler"})
     told = board.Reader(tmp_path / "rollout", board.Rollout)
 
     async def until_lent() -> None:

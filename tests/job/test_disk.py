@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from job import Job  # noqa: E402
 
-from rose.rollout import replay  # noqa: E402
+from rose.coordinator import replay  # noqa: E402
 from rose.trainer import checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

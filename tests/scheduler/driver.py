@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose.roles.journal import Entry
+from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
 from rose.scheduler.groups import group_index
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_coserving  # noqa: E402

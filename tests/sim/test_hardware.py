@@ -10,7 +10,7 @@ import yaml
 from rose.config.tree import ModelShape
 from rose.sim import hardware
 from rose.sim.hardware import EFFICIENCY, GPUS, SHAPES
-from rose.study import build
+from rose.sim.study import build
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {

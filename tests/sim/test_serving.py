@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose import traces
-from rose.sim import online, serving
+from rose.sim import online, serving, traces
 from rose.sim.spec import Engine, StepTime
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 STEP = StepTime(c0=0.008, c1=2.6e-5, c2=7e-10, c3=1e-5, c4=2e-8)
 ENGINE = Engine(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rose.roles import journal
+from rose.coordinator import journal
 from rose.scheduler import events as ev
 from rose.sim import probes, spec
 from rose.sim.driver import simulate

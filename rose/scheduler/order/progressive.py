@@ -5,7 +5,6 @@ from __future__ import annotations
 from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
-
 ARRIVALS = 1 << 48  # turns of a run, at most
 
 
