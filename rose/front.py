@@ -45,6 +45,7 @@ from rose.observe import terminal, views
 from rose.observe.terminal import say
 from rose.sim.study import front as study
 
+# Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
     (
         "--help",
@@ -58,7 +59,7 @@ INSTEAD_OF_RUNNING = frozenset(
         "--shell-completion",
         "-sc",
     )
-)  # Hydra's flags that compose no point
+)
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
 
 
@@ -160,9 +161,8 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
-    from rose.trainer import (
-        algorithms,
-    )  # imports torch (2 s): worth the wait for the algorithm's own checks, here only
+    # imports torch (2 s): worth the wait for the algorithm's own checks, here only
+    from rose.trainer import algorithms
 
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
@@ -257,9 +257,8 @@ def launch(made: plan.Plan, console: Console) -> int:
             terminal.final_table(c.run_dir, console)
             return 0
         c = model.fetch(c, c.run_dir / "config.json")
-        if (
-            c.model != made.config.model
-        ):  # what a hub has, and not what conf/ says of it, is what is planned
+        # what a hub has, and not what conf/ says of it, is what is planned
+        if c.model != made.config.model:
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
         if c.cluster.kind == "slurm":

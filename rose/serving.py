@@ -54,9 +54,8 @@ def main(arguments: list[str]) -> int:
                 "launch.py had"
             )
         serving = settings.of_server(overrides)
-        if (
-            serving.online.model is None or names.FOLDER in os.environ
-        ):  # started by an operator, beside its server
+        # started by an operator, beside its server
+        if serving.online.model is None or names.FOLDER in os.environ:
             return Lender(run_dir, overrides).run()
         measured = None
         if serving.lending.profile is not None:
@@ -74,6 +73,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # a thread that looks for a stop file on a dead mount would never let the interpreter end
+    # a thread that looks for a stop file on a dead mount would never let the interpreter end
+    os._exit(code)

@@ -88,9 +88,8 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
     for scenario in chosen:
         if scenario != ALONE:
             bench.warm(scenario)
-    sides = {
-        PLAN[name][1] for name in chosen
-    }  # each is compared with such an engine of its own, ungated
+    # each is compared with such an engine of its own, ungated
+    sides = {PLAN[name][1] for name in chosen}
     bench.start(*["naive"] * bool(sides & {"static", "ours"}))
     runs, alone = [], Alone([], [])
     for seed in range(bench.options.seeds):

@@ -50,11 +50,8 @@ PLAN = {
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
 }
-MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (
-    1024,
-    64,
-    2048,
-)  # the latter two as conf/serving/borrow.yaml
+# the latter two as conf/serving/borrow.yaml
+MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
@@ -121,9 +118,8 @@ class Bench:
 
     def start(self, *scenarios: str) -> None:
         """Start what these scenarios need and is not up, all at once, and park it."""
-        os.sched_setaffinity(
-            0, self.host | self.device
-        )  # starting takes a core's time several times over
+        # starting takes a core's time several times over
+        os.sched_setaffinity(0, self.host | self.device)
         new: list[Process] = []
         for server, rollouts in (PLAN[name] for name in scenarios):
             if server not in self.servers:
@@ -442,9 +438,8 @@ class Bench:
                     f"ended {sum(found.done)} of {len(found.done)} requests at "
                     f"{rate:.2f} a second ({'; '.join(found.why)})"
                 )
-            self.factor *= float(
-                np.clip(found.busy / self.options.busy, 0.25, 4.0)
-            )  # a short slice may be empty
+            # a short slice may be empty
+            self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
             yield (
                 f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time"
             )

@@ -169,9 +169,8 @@ class Serving:
         return at
 
     def drain(self) -> float:
-        psutil.Process(self.pid).parent().send_signal(
-            signal.SIGUSR2
-        )  # its command, which begins no other membership
+        # its command, which begins no other membership
+        psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)
         at = time.time()
         self.training.until(
             lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave"

@@ -80,9 +80,8 @@ def page_pool(pool, free: Callable[[], int]) -> str:
             )
 
     values = pool.tensor()
-    step(
-        f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page
-    )  # its first page was there
+    # its first page was there
+    step(f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page)
     if values[:half].any():
         raise RuntimeError("page pool: fresh pages are not zeros")
     values[:half] = 7

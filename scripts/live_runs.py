@@ -39,10 +39,8 @@ PERIOD_US = 10_000
 LOOK_S = 0.5  # a look at all processes takes 10 ms
 CORES = os.cpu_count() or 1
 CALM = 0.05
-WATCH_S, PATIENCE_S = (
-    5.0,
-    600.0,
-)  # how long before a run the machine is to be calm, and how long to wait for that
+# how long before a run the machine is to be calm, and how long to wait for that
+WATCH_S, PATIENCE_S = (5.0, 600.0)
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # vLLM's own where no device is shared; it can write down its steps
 SCHEDULER = "rose.lending.vllm.rollout.scheduler"

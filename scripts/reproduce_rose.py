@@ -110,9 +110,8 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
         "sim.pool.lend.allocation.start_s",
     ),
 }
-VALUES = {
-    "pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))
-}  # what may be anything: some values
+# what may be anything: some values
+VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
 CONSOLE = Console(width=120)
@@ -170,9 +169,8 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "difference": found.mean / fmean((low, high)) - 1,
             }
         )
-    for name in (
-        name for name in ("best", "best_sync") if name in systems
-    ):  # no counterpart in any paper
+    # no counterpart in any paper
+    for name in (name for name in ("best", "best_sync") if name in systems):
         found = gain(
             values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s")
         )

@@ -199,9 +199,8 @@ class Storm:
             lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
             print(f"{len(self.joined):3} joined: {lender.worker}", flush=True)
         if lender.kill_at and now >= lender.kill_at:
-            self._kill(
-                lender, whole=self.chance.random() < 0.3
-            )  # else its command begins another membership
+            # else its command begins another membership
+            self._kill(lender, whole=self.chance.random() < 0.3)
 
     def _kill(self, lender: Lender, whole: bool) -> None:
         worker, at = lender.worker, lender.kill(whole)

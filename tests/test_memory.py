@@ -80,9 +80,8 @@ def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_
         }
         assert pages_mapped == memory.mapped_bytes == len(needed) * PAGE
         assert memory.held == len(held)
-        assert (
-            resident(pool) == len(needed) * PAGE
-        )  # every held byte was written, so its page is resident
+        # every held byte was written, so its page is resident
+        assert resident(pool) == len(needed) * PAGE
         for block in held:
             assert all(
                 (values[low:high] == block + 1).all() for low, high in spans_of(layout, block)

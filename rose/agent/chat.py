@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable, Literal
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer

@@ -27,6 +27,5 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     try:
         await tasks.run_until(receive())
     finally:
-        await tasks.close(
-            config.env.step_timeout_s
-        )  # cancelled trajectories close their environments
+        # cancelled trajectories close their environments
+        await tasks.close(config.env.step_timeout_s)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 

@@ -16,6 +16,7 @@ from rose.config.tree import Config, Container, ModelShape, Mpi, Serving, nodes_
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
+# of vLLM, which serving.online.engine_args may not set
 OWN_ARGUMENTS = (
     "model",
     "host",
@@ -25,21 +26,12 @@ OWN_ARGUMENTS = (
     "worker_extension_cls",
     "api_server_count",
     "data_parallel_size",
-)  # of vLLM, which serving.online.engine_args may not set
+)
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
-DRAFTS = (
-    "speculative_config",
-    "spec_method",
-    "spec_model",
-    "spec_tokens",
-)  # of vLLM, for speculative decoding
-GROUP_RELATIVE = (
-    "grpo",
-    "dapo",
-    "gspo",
-    "rloo",
-    "decoupled_ppo",
-)  # algorithms whose baseline is the group's mean reward
+# of vLLM, for speculative decoding
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+# algorithms whose baseline is the group's mean reward
+GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SHORTEST_STALE_S = (
     0.1  # the online engine says that it lives every 20 ms, on a machine that is busy

@@ -89,12 +89,8 @@ class Borrowed:
         """For ever. The door's files may lie on a slow file system, so another thread looks at
         them."""
         self._tasks = Tasks()
-        self._launcher = (
-            local.find_mpiexec(),
-            *local.MPIEXEC_OPTIONS,
-            "-n",
-            "1",
-        )  # not every site's MPI has one
+        # not every site's MPI has one
+        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
         await asyncio.to_thread(self._door.open)
         try:
             await self._tasks.run_until(self._attend())

@@ -54,9 +54,8 @@ class Groups:
         self._late: dict[
             str, list[str]
         ] = {}  # complete group -> spare trajectories of it that still run
-        self._failures_in_row = dict.fromkeys(
-            limits, 0
-        )  # of one domain: another that works says nothing of it
+        # of one domain: another that works says nothing of it
+        self._failures_in_row = dict.fromkeys(limits, 0)
         self.failed = 0  # over the run
 
     def open(
@@ -113,9 +112,8 @@ class Groups:
             return None
         group.running.remove(trajectory)
         group.replaced += 1
-        member = trajectory.removeprefix(name).partition("r")[
-            0
-        ]  # the group's own name may hold an r, as g12r1
+        # the group's own name may hold an r, as g12r1
+        member = trajectory.removeprefix(name).partition("r")[0]
         return self._start(name, group, f"{name}{member}r{group.replaced}")
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:

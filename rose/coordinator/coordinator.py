@@ -86,9 +86,8 @@ class Coordinator:
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
         )
-        self.ranks: dict[p.Role, dict[int, int]] = {
-            role: {} for role in p.Role
-        }  # role -> index -> rank
+        # role -> index -> rank
+        self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}
         self.rollouts = Rollouts(
             config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault
         )
@@ -264,9 +263,8 @@ class Coordinator:
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
-            await self.device.to(
-                p.Role.ROLLOUT
-            )  # an engine that wakes loads it before its KV cache is there
+            # an engine that wakes loads it before its KV cache is there
+            await self.device.to(p.Role.ROLLOUT)
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True

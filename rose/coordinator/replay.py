@@ -26,9 +26,8 @@ def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
     """Write the step's groups, whole or not at all."""
     path = path_of(run_dir, step)
     path.parent.mkdir(exist_ok=True)
-    write_whole(
-        path, msgspec.msgpack.encode(groups), sync=True
-    )  # before the checkpoint that says they are done
+    # before the checkpoint that says they are done
+    write_whole(path, msgspec.msgpack.encode(groups), sync=True)
 
 
 def load(run_dir: Path, step: int) -> list[list[Trajectory]]:

@@ -126,7 +126,6 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     edges = [8]
     while edges[-1] < lengths.max():
         edges.append(int(edges[-1] * 1.25) + 1)
-    counts, _ = np.histogram(
-        lengths, bins=[-1, *(edge + 0.5 for edge in edges)]
-    )  # responses of up to `edge` tokens
+    # responses of up to `edge` tokens
+    counts, _ = np.histogram(lengths, bins=[-1, *(edge + 0.5 for edge in edges)])
     return [[edge, int(n)] for edge, n in zip(edges, counts)]

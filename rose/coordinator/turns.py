@@ -94,10 +94,8 @@ class TurnHub:
         self.sync_pause_s = 0.0
         self.engine_restarts = 0
         self.returned = 0  # turns that engines gave back since `begin_step`
-        self.past = {
-            "dedicated": 0,
-            "borrowed": 0,
-        }  # tokens since `begin_step` of workers that are gone
+        # tokens since `begin_step` of workers that are gone
+        self.past = {"dedicated": 0, "borrowed": 0}
         self.heard_at = time.time()  # last progress of any kind
         self._begun_at = self._token_at = (
             0.0  # the last `begin_step`, and the last token since then

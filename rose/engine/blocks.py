@@ -165,7 +165,7 @@ class BlockMemory:
     def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
         """[low, high) of neighbouring ids among those that are held, or are not."""
         wanted = np.unique(np.fromiter(ids, np.int64))
-        if wanted.size and not (0 <= wanted[0] and wanted[-1] < self.layout.blocks):
+        if wanted.size and not (wanted[0] >= 0 and wanted[-1] < self.layout.blocks):
             raise ValueError(
                 f"blocks {wanted[0]} to {wanted[-1]} asked for; the KV cache has 0 to "
                 f"{self.layout.blocks - 1}"

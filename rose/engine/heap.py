@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-MAPPED = (
-    32 << 20
-)  # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
+# bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
+MAPPED = 32 << 20
 KEPT = 1 << 30  # bytes free at the heap's end
 AHEAD = 256 << 20  # bytes by which the heap grows beyond what is asked for
 PIECE = 2 << 20  # bytes, populated at once: some milliseconds at most, in which the heap can't grow

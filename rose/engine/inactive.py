@@ -61,9 +61,8 @@ class InactiveWorker:
             self.wake_up()
         self._read_folder()
         if self.rose_headroom is not None:
-            self.rose_headroom.keep(
-                SPARE // 2
-            )  # the rest may be what the spare memory is for, by now
+            # the rest may be what the spare memory is for, by now
+            self.rose_headroom.keep(SPARE // 2)
         if self.rose_kv is not None:
             self.rose_kv.resume()
         found = self.rose_checksum() if self._rose_initial is not None else None

@@ -33,10 +33,8 @@ STOP_DEADLINE_S = 5.0
 PROGRESS_S = (
     0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
 )
-BEGINS_S, ARRIVES_S = (
-    0.2,
-    30.0,
-)  # for a broadcast to begin, and to end, after the word that it was sent
+# for a broadcast to begin, and to end, after the word that it was sent
+BEGINS_S, ARRIVES_S = (0.2, 30.0)
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -82,9 +80,8 @@ class RolloutWorker:
         self._has_device = asyncio.Event()  # clear while it is the trainer's
         self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
         self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
-        self._up = (
-            asyncio.Event()
-        )  # the coordinator knows the engine, which lives as far as we know
+        # the coordinator knows the engine, which lives as far as we know
+        self._up = asyncio.Event()
         self._load_tasks: set[asyncio.Task] = set()
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()

@@ -160,9 +160,8 @@ def build(args: dict, gpus: bool):
     from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
-    transfer = WeightTransferConfig(
-        backend="rose"
-    )  # rose.engine.worker_extension registers it in each worker
+    # rose.engine.worker_extension registers it in each worker
+    transfer = WeightTransferConfig(backend="rose")
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

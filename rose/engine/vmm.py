@@ -152,9 +152,8 @@ class PagePool:
             for first, end in _runs(shown, self.page):
                 self._driver.allow(self.address + first, end - first)
             if shown:
-                self._driver.zero(
-                    self.address + shown[0], self.page
-                )  # not what another process left: it may be NaN
+                # not what another process left: it may be NaN
+                self._driver.zero(self.address + shown[0], self.page)
             yield
         finally:
             self._driver.synchronize()

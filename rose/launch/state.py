@@ -21,6 +21,7 @@ from rich.table import Table
 from rose.launch import rank_status
 
 COMMAND_DEADLINE_S = 30.0
+# a PREEMPTED job that comes back is PENDING
 ACTIVE = {
     "PENDING",
     "RUNNING",
@@ -32,7 +33,7 @@ ACTIVE = {
     "CONFIGURING",
     "SIGNALING",
     "STAGE_OUT",
-}  # a PREEMPTED job that comes back is PENDING
+}
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 

@@ -114,9 +114,8 @@ class Epoch:
     pid: float = 0
     pid_started: float = 0
     beat: float = 0
-    epoch: float = (
-        -1
-    )  # the policy version that the rollout engine loaded last: another one ends a freeze
+    # the policy version that the rollout engine loaded last: another one ends a freeze
+    epoch: float = -1
 
 
 State = TypeVar("State", Online, Rollout, Control, Epoch)

@@ -27,14 +27,8 @@ from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.vllm import priority
 
 REQUEST_S = 120.0  # one request of a probe; nothing that can be served beside others takes so long
-PROBES = (
-    16,
-    64,
-    256,
-    1024,
-    4096,
-    16384,
-)  # tokens of the first prompts, as far as one takes PROBE_SHARE of the time
+# tokens of the first prompts, as far as one takes PROBE_SHARE of the time
+PROBES = (16, 64, 256, 1024, 4096, 16384)
 PROBE_SHARE = 0.06
 ANSWER = (
     4,
@@ -43,10 +37,8 @@ ANSWER = (
 )
 # of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
 SLICES = 12
-BESIDE, ALONE = (
-    0.5,
-    0.01,
-)  # an online step with rollout steps for more, or less, of its time counts as either
+# an online step with rollout steps for more, or less, of its time counts as either
+BESIDE, ALONE = (0.5, 0.01)
 FEWEST = 20  # steps of both kinds, or nothing can be said of a P99
 STEP_SHARE = 0.125  # of a slice, that a step in it may take
 LEAST_HOLD = 0.01  # less can't be told from none with so few steps
@@ -184,9 +176,8 @@ class Measured:
             logprobs=self.side.logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        tokens = [
-            self._dice.randrange(self.side.vocabulary) for _ in range(prompt)
-        ]  # no prefix is ever cached
+        # no prefix is ever cached
+        tokens = [self._dice.randrange(self.side.vocabulary) for _ in range(prompt)]
         try:
             async for _ in self._llm.generate(
                 tokens_input(tokens), params, f"{self.side.name}-{next(self._serial)}"

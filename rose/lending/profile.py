@@ -93,9 +93,8 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
     """The configuration of both engines and the rollout engine's folder. Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
-    own = operate.beside_online(
-        config.serving, config.cluster.gpus > 0, overrides
-    )  # as the lender starts it
+    # as the lender starts it
+    own = operate.beside_online(config.serving, config.cluster.gpus > 0, overrides)
     config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
         raise ConfigError(

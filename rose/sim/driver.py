@@ -23,10 +23,8 @@ from rose.sim.loop import Loop
 from rose.sim.workers import SimWorker, Workers
 
 STALLED_S = 24 * 3600.0  # no turn has run for so long while some waited: no worker will come
-RANK = {
-    ev.AbortTurn: 0,
-    ev.AssignTurn: 1,
-}  # turns where the scheduler believes them, before what drops groups
+# turns where the scheduler believes them, before what drops groups
+RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}
 
 
 class Writer(Protocol):
@@ -324,9 +322,8 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        if (
-            trajectory.made
-        ):  # its last attempt ended, and the word of that was lost or came too late
+        # its last attempt ended, and the word of that was lost or came too late
+        if trajectory.made:
             trajectory.total += trajectory.reported
             trajectory.made = trajectory.reported = 0
         trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total

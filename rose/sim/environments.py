@@ -22,11 +22,8 @@ import numpy as np
 from rose.sim.spec import Episode
 
 HARDEST = 100.0  # logits: every prompt is then solved always or never
-LONGEST = {
-    "observation": 1e9,
-    "tool_s": 86400.0,
-    "reset_s": 86400.0,
-}  # medians, tokens and seconds; of no environment
+# medians, tokens and seconds; of no environment
+LONGEST = {"observation": 1e9, "tool_s": 86400.0, "reset_s": 86400.0}
 MOST_FACTOR = 50.0  # a tail is cut there: beyond, max_new_tokens or the tool's timeout has ended it
 
 

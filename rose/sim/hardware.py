@@ -165,13 +165,11 @@ PASSES = 1
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
 DELTA_SOURCE = "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on the link"
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
-ENCODE_BYTES_S = (
-    0.27 * GB
-)  # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
+# of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
+ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # of each trainer rank; ours
-APPLY_BYTES_S = (
-    10.3 * GB
-)  # of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+# of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+APPLY_BYTES_S = 10.3 * GB
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:

@@ -18,9 +18,8 @@ from rose.lending.rules.budget import HALF_LIFE_S, LOW
 from rose.sim import spec
 from rose.sim.result import Latency, ServingUse
 
-Latencies = tuple[
-    np.ndarray, np.ndarray
-]  # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+# (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+Latencies = tuple[np.ndarray, np.ndarray]
 MINUTE_S = 60.0
 
 

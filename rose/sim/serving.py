@@ -30,9 +30,8 @@ class Devices:
 
     loads: tuple[Load, ...]
     devices: int
-    gap_p99_s: tuple[
-        float, float
-    ]  # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    gap_p99_s: tuple[float, float]
 
     def load(self, device: int) -> tuple[Load, float]:
         turn = device // len(self.loads) * len(self.loads) / max(1, self.devices)

@@ -191,10 +191,8 @@ class Serving:
     high_watermark: float
     # the rollout side hears of a change of lendable KV of at least this share of the whole
     step: float
-    gap_p99_s: tuple[float, float] = (
-        math.nan,
-        math.nan,
-    )  # between two tokens of a request: alone, beside; if known
+    # between two tokens of a request: alone, beside; if known
+    gap_p99_s: tuple[float, float] = (math.nan, math.nan)
 
 
 # --------------------------------------------------------------------------- environment
@@ -208,9 +206,8 @@ class Episode:
     output_tokens: tuple[int, ...]  # generated, each >= 1
     observation_tokens: tuple[int, ...]  # appended to the context after the turn
     tool_s: tuple[float, ...]  # from the turn's end to the next request; the last: to the reward
-    failed: tuple[
-        bool, ...
-    ]  # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    failed: tuple[bool, ...]
     reward: float
     reset_s: float = 0.0  # from its start to its first request
     crashed: bool = (
@@ -275,6 +272,5 @@ class Spec:
     )
     max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
     horizon_s: float = math.inf  # a run that takes longer is an error
-    source: dict[str, str] = field(
-        default_factory=dict
-    )  # field -> where its number is from, for reports
+    # field -> where its number is from, for reports
+    source: dict[str, str] = field(default_factory=dict)

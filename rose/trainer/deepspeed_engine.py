@@ -265,9 +265,8 @@ class DeepSpeedEngine:
     def states(self) -> Iterator[torch.Tensor]:
         """Weights, and what the optimizer updates and keeps."""
         yield from self.policy.parameters()
-        optimizer = getattr(
-            self.engine.optimizer, "optimizer", self.engine.optimizer
-        )  # torch's, within ZeRO's
+        # torch's, within ZeRO's
+        optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         for group in optimizer.param_groups:
             yield from group["params"]
         for state in optimizer.state.values():

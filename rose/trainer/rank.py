@@ -50,9 +50,8 @@ def run(
     trainer = Trainer(config, index, world, place, model, recorder)
     store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
     if index == 0:
-        shutil.rmtree(
-            store.parent, ignore_errors=True
-        )  # versions of earlier attempts: no engine holds them
+        # versions of earlier attempts: no engine holds them
+        shutil.rmtree(store.parent, ignore_errors=True)
     shape, degrees = (
         read_shape(model),
         {*config.transfer.tensor_parallel, config.rollout.tensor_parallel},

@@ -9,9 +9,8 @@ import pytest
 from rose.agent.chat import ChatFormat
 from scripts.make_tiny_model import CHAT_TEMPLATE, demonstrations, make_tokenizer
 
-TRL_TEMPLATES = (
-    Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
-)  # copies of the models' own
+# copies of the models' own
+TRL_TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 
 SMOLLM2 = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system

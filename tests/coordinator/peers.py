@@ -38,9 +38,8 @@ class Peers:
         self.size = len(ranks)
         self.hardware = hardware  # of every engine, or a list of each one's
         self.role = {rank.rank: rank for rank in ranks}
-        self.words = {
-            rank.rank: deque() for rank in ranks[1:]
-        }  # to be heard: functions that give a message, or None
+        # to be heard: functions that give a message, or None
+        self.words = {rank.rank: deque() for rank in ranks[1:]}
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
         self.trained = {}  # step -> [trajectory]

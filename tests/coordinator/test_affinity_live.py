@@ -9,11 +9,8 @@ from tests.coordinator import peers
 
 HARDWARE = {"frozen_lake": "H800", "calculator": "H20"}
 WORKERS = {"H800": "rollout-0", "H20": "rollout-1"}
-ROOM = (
-    "trainer.batch_size=4",
-    "rollout.group_size=2",
-    "eval.episodes=3",
-)  # fewer trajectories than an engine takes
+# fewer trajectories than an engine takes
+ROOM = ("trainer.batch_size=4", "rollout.group_size=2", "eval.episodes=3")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -94,9 +94,8 @@ class FatalDriver:
             None, nbytes + PAGE, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
         )
         assert around not in (None, ctypes.c_void_p(-1).value)
-        return (
-            -(-around // PAGE) * PAGE
-        )  # what lies around it stays reserved, as no test lives for long
+        # what lies around it stays reserved, as no test lives for long
+        return -(-around // PAGE) * PAGE
 
     def free(self, address, nbytes):
         assert not any(address <= page < address + nbytes for page in self.shown)

@@ -46,9 +46,8 @@ def test_a_page_outlives_the_steps_in_flight_that_touch_it():
     device.kernels += [lambda: pool.touch(3 * PAGE), lambda: pool.touch(PAGE)]
     pool.release([(PAGE, 4 * PAGE)])
     assert not device.kernels and device.used == 1
-    device.kernels.append(
-        lambda: pool.touch(3 * PAGE)
-    )  # one that was submitted afterwards is nobody's to wait for
+    # one that was submitted afterwards is nobody's to wait for
+    device.kernels.append(lambda: pool.touch(3 * PAGE))
     assert dies_of(device.run) == signal.SIGSEGV
 
 

@@ -56,10 +56,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
     before = loop.run_until_complete(engine.checksum())
     made = loop.run_until_complete(turns(engine))
     full = resident_bytes(engine.pid)
-    for version in (
-        1,
-        None,
-    ):  # deactivated with the folder's own weights, and with a trained version
+    # deactivated with the folder's own weights, and with a trained version
+    for version in (1, None):
         loop.run_until_complete(engine.deactivate())
         loop.run_until_complete(engine.deactivate())
         assert not engine.active
@@ -71,9 +69,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
             with pytest.raises(EngineError, match="inactive"):
                 loop.run_until_complete(call)
         if version is not None:  # before other work has let the heap grow
-            assert (
-                full - resident_bytes(engine.pid) > 200 * MiB
-            )  # its KV cache is 256 MiB, its model less than one
+            # its KV cache is 256 MiB, its model less than one
+            assert full - resident_bytes(engine.pid) > 200 * MiB
         loop.run_until_complete(engine.activate())
         assert engine.active and engine.version == -1
         assert loop.run_until_complete(engine.checksum()) == before
@@ -148,9 +145,8 @@ def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
     """vLLM refuses to clear it while blocks are withheld, as a shared device's scheduler does."""
     from vllm.v1.core.block_pool import BlockPool
 
-    monkeypatch.setattr(
-        BlockPool, "reset_prefix_cache", lambda self: False
-    )  # before the fork: the engine has it too
+    # before the fork: the engine has it too
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: False)
     engine = start("Qwen3", engine_args={"block_size": 32})
     long = [PROMPTS[5] * 3]
     made = loop.run_until_complete(turns(engine, long))

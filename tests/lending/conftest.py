@@ -12,14 +12,8 @@ from rose.lending.board import Control, Online
 from rose.lending.rules.predictor import Predictor, Work
 
 CONF = Path(__file__).parents[2] / "conf"
-COEFFICIENTS = (
-    0.02,
-    2e-4,
-    1e-7,
-    1e-3,
-    2e-6,
-    0.0,
-)  # 20 ms to read the weights, 5,000 prompt tokens/s
+# 20 ms to read the weights, 5,000 prompt tokens/s
+COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 
 
 @pytest.fixture

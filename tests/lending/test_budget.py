@@ -36,17 +36,15 @@ def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(
     budget, online, control
 ):
     whole = budget.update(0.0, online(0.0), control(0.0))
-    assert (
-        budget.update(0.1, online(0.1, kv_used=GIB // 2), control(0.1)) == whole
-    )  # up to the watermark it may
+    # up to the watermark it may
+    assert budget.update(0.1, online(0.1, kv_used=GIB // 2), control(0.1)) == whole
     assert (
         budget.update(0.2, online(0.2, kv_used=2 * GIB), control(0.2)) == whole // 2
         and budget.frozen
     )
     assert budget.update(0.3, online(0.3, kv_wanted=7 * GIB), control(0.3)) == whole // 8
-    assert (
-        budget.update(900.0, online(900.0), control(900.0)) == whole // 8
-    )  # S is idle again: still frozen
+    # S is idle again: still frozen
+    assert budget.update(900.0, online(900.0), control(900.0)) == whole // 8
     assert (
         budget.update(901.0, online(901.0), control(901.0, epoch=1)) == pytest.approx(whole)
         and not budget.frozen

@@ -33,9 +33,8 @@ def test_the_budget_in_bytes_is_said_in_tokens_when_it_has_changed_by_more_than_
     assert watch.look(0.1, state(0.1, kv_budget=3900)) is None
     assert watch.look(0.2, state(0.2, kv_budget=3000)) == Capacity(750, SEQUENCES, -1.0, False)
     assert watch.look(0.3, state(0.3, kv_budget=2900)) is None
-    assert (
-        watch.look(0.4, state(0.4, kv_budget=2700)).kv_tokens == 675
-    )  # little by little is a change, too
+    # little by little is a change, too
+    assert watch.look(0.4, state(0.4, kv_budget=2700)).kv_tokens == 675
 
 
 def test_memory_that_was_taken_back_and_may_not_grow_is_said_at_once(watch):
@@ -80,9 +79,8 @@ def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(watch
     assert watch.look(6.0, state(6.0)).max_sequences == SEQUENCES
     assert watch.look(9.0, state(9.0, running=0)) is None
     watch.look(9.1, state(9.1, running=0, open=0, kv_budget=0))
-    assert (
-        watch.look(20.0, state(20.0, running=0, open=0, kv_budget=0)) is None
-    )  # no memory: nothing to try
+    # no memory: nothing to try
+    assert watch.look(20.0, state(20.0, running=0, open=0, kv_budget=0)) is None
 
 
 def test_without_a_board_it_takes_nothing(watch):

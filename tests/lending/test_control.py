@@ -129,9 +129,8 @@ def test_a_new_policy_version_is_a_new_epoch(tmp_path, serving):
     writer.write()
     made, _, reader = make(tmp_path, serving)
     assert reader.read().epoch == 3
-    (tmp_path / "epoch").write_bytes(
-        bytes((tmp_path / "epoch").stat().st_size)
-    )  # damaged: the last one holds
+    # damaged: the last one holds
+    (tmp_path / "epoch").write_bytes(bytes((tmp_path / "epoch").stat().st_size))
     made.write()
     assert reader.read().epoch == 3
 

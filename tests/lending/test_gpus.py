@@ -36,9 +36,8 @@ def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_member
     nvidia_smi(variable="4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setattr(lender.start, "preload", lambda: None)
-    monkeypatch.setattr(
-        os, "environ", dict(os.environ)
-    )  # what it sets is vLLM's, for the rest of a process's life
+    # what it sets is vLLM's, for the rest of a process's life
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     one, config = lender.Lender(run, []), settings.of_run(run, [])
     one._prepare(config)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"

@@ -162,10 +162,8 @@ def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_
 def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator):
     running = operator(SLO)
     for pid in (running.lender("began").split()[1], (running.boards / "child").read_text()):
-        for number in (
-            signal.SIGUSR1,
-            signal.SIGRTMIN,
-        ):  # as Slurm may send it to every process of a step
+        # as Slurm may send it to every process of a step
+        for number in (signal.SIGUSR1, signal.SIGRTMIN):
             os.kill(int(pid), number)
     running.process.send_signal(signal.SIGUSR1)
     running.until(lambda: running.control().lend == 0, "stop")

@@ -178,9 +178,8 @@ asyncio.run(run())
         assert lives(pid)
         process.kill()
     asyncio.run(gone(pid))
-    os.kill(
-        int((tmp_path / "child").read_text()), 9
-    )  # this one's engine process follows its server by the plugin
+    # this one's engine process follows its server by the plugin
+    os.kill(int((tmp_path / "child").read_text()), 9)
 
 
 def test_what_can_be_said_before_a_start_is(make, tmp_path):

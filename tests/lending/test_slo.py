@@ -72,9 +72,8 @@ def test_decodes_beside_a_prefill_take_their_time_and_their_place(predictor, slo
 
 def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_target(predictor, slo):
     step = predictor.p99(Work((), 1, 50))
-    late = Request(
-        NOW - 9, 0, 50, NOW - 1.9, 10
-    )  # 10 tokens: the eleventh is due 2 s after the first
+    # 10 tokens: the eleventh is due 2 s after the first
+    late = Request(NOW - 9, 0, 50, NOW - 1.9, 10)
     assert hold_until(NOW, [late], predictor, slo) == pytest.approx(NOW + 0.1 - step)
 
 
@@ -128,9 +127,8 @@ def test_one_more_request_never_gives_more_time(requests, another, batched):
     before = hold_until(NOW, requests, predictor, slo, batched)
     assert math.isfinite(before)
     latest = requests + [another._replace(arrival=101.0)]
-    if (
-        another.prompt_left == 0 and another.first_token_at is not None
-    ):  # a decode makes steps longer
+    # a decode makes steps longer
+    if another.prompt_left == 0 and another.first_token_at is not None:
         assert (
             hold_until(NOW, latest, predictor, slo, max(batched, 100))
             <= hold_until(NOW, requests, predictor, slo, max(batched, 100)) + 1e-9
@@ -230,9 +228,8 @@ def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts
         promptness.add(now, found[-1])
     needed = min(1.0, 0.1 / delay) if delay else 1.0
     assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
-    assert statistics.mean(shares[200:]) == pytest.approx(
-        needed, rel=0.2
-    )  # no more is taken than that
+    # no more is taken than that
+    assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)
 
 
 def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):

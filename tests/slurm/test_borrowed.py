@@ -135,9 +135,8 @@ def lends(lending, worker):
 def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(
     lending, serve
 ):
-    two_kinds = serve(
-        "--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1"
-    )  # heterogeneous
+    # heterogeneous
+    two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")
     other = serve("--partition=spare")
     first, second = two_kinds.joined(2)
     [third] = other.joined()

@@ -50,9 +50,8 @@ class ControlBoard:
         self.switch, self.folder, self._say = Switch(lending, never), folder, say
         self._stop_file = Path(lending.stop_file) if lending.stop_file else None
         self._writer = board.Writer(folder / "control", board.Control)
-        self._progress = board.Peer(
-            folder / "epoch", board.Epoch
-        )  # of the rank that lends the rollout engine
+        # of the rank that lends the rollout engine
+        self._progress = board.Peer(folder / "epoch", board.Epoch)
         self._share = self.switch.share(time.localtime().tm_hour)
         self.write()
 

@@ -91,9 +91,8 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
 def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
     """What the rollout engine's settings are beside an online engine on its device, where the
     command line, `overrides`, leaves them open."""
-    own = {
-        "rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib
-    }  # the most that is ever lent
+    # the most that is ever lent
+    own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}
     if on_gpu:
         own["rollout.gpu_memory_utilization"] = FREE_SHARE
     given = parse(overrides)
@@ -268,9 +267,8 @@ class Operator:
         the server."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        self.history.add(
-            metrics.read(self.folder, living=False)
-        )  # what engines said last that have ended with us
+        # what engines said last that have ended with us
+        self.history.add(metrics.read(self.folder, living=False))
         await self._write_report()
         await tasks.close(STOP_TASKS_S)
         self.control.close()

@@ -171,9 +171,8 @@ class OnlineServer:
     async def _start(self) -> None:
         """Raises `ServerError` when it died, or did not serve after `start_timeout_s`."""
         try:
-            self.port = self._bind(
-                self.port or self.online.port
-            )  # a free one stays the same: clients know it
+            # a free one stays the same: clients know it
+            self.port = self._bind(self.port or self.online.port)
         except OSError as error:
             raise ServerError(
                 f"serving.online.port={self.port}: {error.strerror or error}"
@@ -225,9 +224,8 @@ class OnlineServer:
         """The port, or a free one for 0. Raises OSError when it is taken."""
         family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of the last server may linger
+            # connections of the last server may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((self.online.host, port))
             return probe.getsockname()[1]
 

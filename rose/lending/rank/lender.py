@@ -128,9 +128,8 @@ class Lender:
         except ConfigError:
             if (self.run_dir / "config.json").exists():
                 raise
-            return float(
-                settings.parse(self.overrides).get("serving.wait_s", 3600.0)
-            )  # it has not begun yet
+            # it has not begun yet
+            return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))
 
     def _is_finished(self) -> bool:
         try:
@@ -147,9 +146,8 @@ class Lender:
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus:
             count = config.rollout.tensor_parallel
-            given = (
-                self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ
-            )  # the operator took the task's
+            # the operator took the task's
+            given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
             wanted |= caches.variables(config.cluster, self.environ)
         if self.prepared is None:

@@ -72,9 +72,8 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     mpi = config.cluster.mpi
     os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
     if names.FOLDER in os.environ and config.serving.lending.priority == "idle":
-        os.nice(
-            priority.NICE
-        )  # the online server's front end is on the same cores, and takes tokens from its engine
+        # the online server's front end is on the same cores, and takes tokens from its engine
+        os.nice(priority.NICE)
     found = endpoint(run_dir)
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)

@@ -22,10 +22,8 @@ from rose.observe.recorder import NullRecorder
 FIRST_PAUSE_S = 0.0002
 GOODBYE_S = 2.0  # the coordinator's, so that no last word of ours is lost in a closing connection
 BOARD_LOOK_S = 0.05  # between two looks at what the engine can take
-REST_LOOK_S, REST_AFTER_S = (
-    0.25,
-    10.0,
-)  # with nothing lent: the engine's weights are given back after so long
+# with nothing lent: the engine's weights are given back after so long
+REST_LOOK_S, REST_AFTER_S = (0.25, 10.0)
 RUN_SILENT_S = 30.0  # the coordinator may be busy for seconds, and then still be there
 
 
@@ -120,9 +118,8 @@ class BorrowedWorker(RolloutWorker):
                     EngineBoard(path, engine.pid),
                     CapacityWatch(engine.kv_tokens, self._max_sequences),
                 )
-            if (
-                returned != self._returned
-            ):  # the scheduler sends it nothing of these before it hears this
+            # the scheduler sends it nothing of these before it hears this
+            if returned != self._returned:
                 returned = self._returned
                 watch.repeat()
             found = watch.look(time.monotonic(), board.read())

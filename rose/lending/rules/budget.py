@@ -69,6 +69,5 @@ class Budget:
         while self.bytes > max(0, above):
             self.bytes //= 2
             self.frozen = True
-        self.bytes = min(
-            self.bytes, max(0, self._limit(0.0, share))
-        )  # another hour has begun: no revocation
+        # another hour has begun: no revocation
+        self.bytes = min(self.bytes, max(0, self._limit(0.0, share)))

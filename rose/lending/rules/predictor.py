@@ -277,9 +277,8 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
     seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
     floor, ones, best, best_loss = tokens == 0, np.ones(len(samples)), None, math.inf
     for _ in range(ROUNDS):
-        columns = np.stack(
-            [floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1
-        )  # (samples, 6)
+        # (samples, 6)
+        columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1)
         c = _nonnegative(columns / scale[:, None], seconds / scale)
         prefill = c[1] * tokens + c[2] * attended
         predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context + c[5]
@@ -307,9 +306,8 @@ def _nonnegative(a, b):
             at = list(support)
             scaled = gram[np.ix_(at, at)] / np.outer(norms[at], norms[at])
             x = np.linalg.lstsq(scaled, right[at] / norms[at], rcond=1e-12)[0] / norms[at]
-            value = float(
-                x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at]
-            )  # the loss, but for |b|^2
+            # the loss, but for |b|^2
+            value = float(x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at])
             if (x >= 0).all() and value < best_value:
                 best, best_value = np.zeros(a.shape[1]), value
                 best[at] = x

@@ -24,10 +24,8 @@ INFINITE = float("inf")
 CREDIT = 4.0
 WINDOW = 200  # requests by which S is judged
 JUDGED = 50  # of them at least
-MISSES, RECOVERED = (
-    0.05,
-    0.025,
-)  # of them: above the first S misses its targets by itself, until below the second;
+# of them: above the first S misses its targets by itself, until below the second;
+MISSES, RECOVERED = (0.05, 0.025)
 # a P99 target allows 0.01, and 3 misses of 50 still happen by chance in 1 of 70 such windows
 STEP = 0.9  # by which one first token changes `Promptness`
 FORGET_S = 60.0  # without one
@@ -166,9 +164,8 @@ def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
     arrived = [Request(0.0, typical.prompt, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, typical.max_batched_tokens)
     chunk = Work(((1, 0),), 0, 0)
-    p50 = (
-        p99 * predictor.seconds(chunk) / predictor.p99(chunk)
-    )  # all steps with prefill have one margin
+    # all steps with prefill have one margin
+    p50 = p99 * predictor.seconds(chunk) / predictor.p99(chunk)
     load = f"{typical.decodes} decodes of {typical.context} tokens of context"
     prompt = f"the prefill of {typical.prompt} tokens"
     for what, takes, name in (

@@ -22,9 +22,8 @@ class Pages:
         starts = np.array(layout.starts, np.int64)[:, None]
         strides = np.array(layout.strides, np.int64)[:, None]
         ids = np.arange(layout.blocks, dtype=np.int64)[None, :]
-        self.alone = (
-            not (starts % page).any() and not (strides % page).any()
-        )  # no page has parts of two blocks
+        # no page has parts of two blocks
+        self.alone = not (starts % page).any() and not (strides % page).any()
         if self.alone:
             self.page = layout.block_bytes
             self._first = self._last = ids
@@ -51,17 +50,15 @@ class Pages:
         take at most `most` bytes."""
         kept = self._marked(held) | self._base
         fresh = np.concatenate(([0], np.cumsum(~kept)))
-        before = np.maximum(
-            self._first[:, 1:], self._last[:, :-1] + 1
-        )  # pages not begun by the block below
+        # pages not begun by the block below
+        before = np.maximum(self._first[:, 1:], self._last[:, :-1] + 1)
         added = np.cumsum((fresh[self._last[:, 1:] + 1] - fresh[before]).sum(axis=0))
         room = min(most, self._count * self.page) // self.page - int((kept & ~self._base).sum())
         lacking = wanted - (int(held.sum()) - 1)
         free = ~held
         below = np.cumsum(free[1:])
-        if room >= self._count - int(
-            kept.sum()
-        ):  # all of it; where regions meet `added` counts a page twice
+        # all of it; where regions meet `added` counts a page twice
+        if room >= self._count - int(kept.sum()):
             fits = added.size
         else:
             fits = int(np.searchsorted(added, room, "right")) if room > 0 else 0

@@ -95,9 +95,8 @@ class Member(Timed):
                     self._due = True
                     self._wake()
             except RuntimeError as error:
-                if "during iteration" not in str(
-                    error
-                ):  # else the loop's thread changed a queue that was looked at
+                # else the loop's thread changed a queue that was looked at
+                if "during iteration" not in str(error):
                     raise  # the board then falls silent, and nothing is lent
             self._publish()
 

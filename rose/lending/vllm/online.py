@@ -28,10 +28,8 @@ from rose.lending.vllm.pool import AT_ONCE, Call
 from rose.lending.vllm.priority import lift
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
-HEAP_START_S, HEAP_BEAT_S = (
-    2.0,
-    0.005,
-)  # for making it resident, at the start and with each beat without requests
+# for making it resident, at the start and with each beat without requests
+HEAP_START_S, HEAP_BEAT_S = (2.0, 0.005)
 RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
 
 
@@ -182,10 +180,8 @@ class OnlineScheduler(Member):
         now = time.monotonic()
         if self._predictor is None or self._slo is None:
             return now
-        requests, in_flight = (
-            [],
-            self._tokens_in_flight(),
-        )  # whose steps are held up too, so they are yet to come
+        # whose steps are held up too, so they are yet to come
+        requests, in_flight = ([], self._tokens_in_flight())
         for name, seen in self._seen.items():
             request = self.requests.get(name)
             if request is None:
@@ -310,9 +306,8 @@ class OnlineScheduler(Member):
     def _lent(self) -> float:
         """Bytes that the rollout engine may be using."""
         rollout = self._rollout.read()
-        if (
-            rollout is None
-        ):  # none yet, gone, or its board is damaged: then what was lent may still be in use
+        # none yet, gone, or its board is damaged: then what was lent may still be in use
+        if rollout is None:
             return (
                 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
             )
@@ -328,9 +323,8 @@ class OnlineScheduler(Member):
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
-            self.state.kv_held = (
-                self.device.kv_bytes if grows else self.pool.mapped
-            )  # in between; it may be any part
+            # in between; it may be any part
+            self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
             self._board.write()
         reached = self.pool.limit(
             hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE

@@ -29,9 +29,8 @@ SETTLE = (
     32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
 )
 
-Call = Callable[
-    [str, list[int]], Sequence[int]
-]  # a method of every worker, with block ids -> bytes that each reports
+# a method of every worker, with block ids -> bytes that each reports
+Call = Callable[[str, list[int]], Sequence[int]]
 
 
 class Pool:

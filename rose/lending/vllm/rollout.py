@@ -26,10 +26,8 @@ from rose.lending.vllm.pool import AT_ONCE
 from rose.lending.vllm.priority import Priority
 from rose.lending.vllm.steps import work_of
 
-FIRST_LOOK_S, LAST_LOOK_S = (
-    0.0005,
-    0.005,
-)  # between two looks at a shut gate: each interrupts the online engine
+# between two looks at a shut gate: each interrupts the online engine
+FIRST_LOOK_S, LAST_LOOK_S = (0.0005, 0.005)
 WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
 
 
@@ -52,9 +50,8 @@ class RolloutScheduler(Evicting, Member):
         self._budget = Budget(lending, self.device.kv_bytes)
         self._priority: Priority | None = None
         self._most = self.max_num_scheduled_tokens
-        self._beside: deque[float | None] = (
-            deque()
-        )  # of the steps under way: `_online_idle` when they began
+        # of the steps under way: `_online_idle` when they began
+        self._beside: deque[float | None] = deque()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
         self._resting = False
@@ -194,17 +191,15 @@ class RolloutScheduler(Evicting, Member):
         if not self._moves(target):
             target = held
         elif target > held:
-            target = min(
-                target, held + max(AT_ONCE, self.pool.grain)
-            )  # who maps hears of no revocation
+            # who maps hears of no revocation
+            target = min(target, held + max(AT_ONCE, self.pool.grain))
             # Said before it is looked once more whether it is free: the online engine does it the
             # same way round.
             self._say_budget(target)
             target = max(held, min(target, self._room()))
         else:
-            running = sorted(
-                self.running, key=lambda request: request.num_computed_tokens
-            )  # who loses least
+            # who loses least
+            running = sorted(self.running, key=lambda request: request.num_computed_tokens)
             self.evict(
                 running[: self.pool.excess(target, [request.request_id for request in running])]
             )

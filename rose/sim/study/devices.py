@@ -82,9 +82,8 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
         return traces.generate(
             seed, rate=rate, **(args | ({"seconds": seconds} if seconds else {}))
         )
-    limits = {
-        name: value for name, value in args.items() if name not in GENERATED
-    }  # conf has arguments of generate
+    # conf has arguments of generate
+    limits = {name: value for name, value in args.items() if name not in GENERATED}
     found = traces.read(Path(path)).clipped(
         **{"max_prompt": LARGEST, "max_output": LARGEST} | limits
     )

@@ -20,12 +20,8 @@ from rose.sim.study import build, page, runs, sizing, table
 from rose.sim.study.outcome import Outcome
 
 MODES = ("simulate", "plan")
-OF_A_RUN = (
-    "checkpoints",
-    "rollouts",
-    "metrics.jsonl",
-    "journal",
-)  # in a folder that training wrote
+# in a folder that training wrote
+OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "journal")
 
 
 def main(configs: Sequence[Config], console: Console, command: str) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+# 97.5% quantile of Student's t with 1, 2, ... 30 degrees of freedom
 T_975 = (
     12.7062,
     4.3027,
@@ -43,7 +44,7 @@ T_975 = (
     2.0484,
     2.0452,
     2.0423,
-)  # 97.5% quantile of Student's t with 1, 2, ... 30 degrees of freedom
+)
 NORMAL_975 = 1.95996
 
 

@@ -29,9 +29,8 @@ class Picture(msgspec.Struct, frozen=True):
     workers: list[str]
     kinds: list[str]  # of the workers
     busy: list[list[float]]  # per worker and bin of the run: share of it with a turn
-    serving: dict[
-        str, list[Any]
-    ]  # curves over serving["x"], a point a minute; empty without cooperative workers
+    # curves over serving["x"], a point a minute; empty without cooperative workers
+    serving: dict[str, list[Any]]
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -34,15 +34,8 @@ UNREAD = (
     "eval",
     "transfer",
 )
-UNREAD_SIM = (
-    "label",
-    "pools",
-    "executor",
-    "systems",
-    "plan",
-    "processes",
-    "seeds",
-)  # by a job, which has its own
+# by a job, which has its own
+UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
 class SimulationFailed(RuntimeError):

@@ -139,9 +139,8 @@ def read(path: str | Path, seed: int = 0) -> Availability:
 
 
 Rows = list[tuple[int, list[str]]]
-Change = tuple[
-    float, int, str, bool
-]  # seconds from the first line, line, instance, whether it comes
+# seconds from the first line, line, instance, whether it comes
+Change = tuple[float, int, str, bool]
 
 
 def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:

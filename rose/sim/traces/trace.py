@@ -19,9 +19,8 @@ class TraceError(ValueError):
 class Trace:
     """Requests in order of arrival; arrays of one length."""
 
-    at: (
-        np.ndarray
-    )  # float64, seconds from the first request (after `slice`: from the slice's start)
+    # float64, seconds from the first request (after `slice`: from the slice's start)
+    at: np.ndarray
     prompt_tokens: np.ndarray  # int32
     output_tokens: np.ndarray  # int32; 0: the service failed (BurstGPT)
     blocks: tuple[tuple[int, ...], ...] | None = (

@@ -13,11 +13,7 @@ from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
-ODD_CALLS = [
-    None,
-    ToolCall("no_such_tool" * 20, {}),
-    ToolCall("\ud800", {"x": "\ud800"}),
-]
+ODD_CALLS = [None, ToolCall("no_such_tool" * 20, {}), ToolCall("\ud800", {"x": "\ud800"})]
 ODD_ARGUMENTS = [
     None,
     [],

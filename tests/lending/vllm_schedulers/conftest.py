@@ -228,9 +228,8 @@ class Driven:
         init_none_hash(sha256)
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         params.update_from_generation_config({}, 1)
-        first = zlib.crc32(
-            name.encode()
-        )  # not hash(), by which two names in some processes would share a prefix
+        # not hash(), by which two names in some processes would share a prefix
+        first = zlib.crc32(name.encode())
         ids = [(first + i) % 250 + 2 for i in range(prompt)]
         self.scheduler.add_request(
             Request(

@@ -187,11 +187,8 @@ def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_
     assert (
         0 < board.Reader(boards.folder / "rollout", board.Rollout).read().step_ends <= began + 60.0
     )
-    scheduler._in_flight[0] = (
-        output,
-        work,
-        time.monotonic() + 600.0,
-    )  # however slow this machine is: it just began
+    # however slow this machine is: it just began
+    scheduler._in_flight[0] = (output, work, time.monotonic() + 600.0)
     ahead = scheduler._in_flight_s(scheduler._predictor)
     assert ahead[1] == one > 0
 

@@ -190,10 +190,8 @@ def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_e
     boards.begin("rollout", board.Rollout)
     scheduler._rollout._looked_at = float("-inf")
     given = [changes(driven, driven.step) for _ in range(20)]
-    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (
-        4,
-        0,
-    )  # "a" grows by a block in between
+    # "a" grows by a block in between
+    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)
     needed = scheduler._needed()
     assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, (
         "not a part of it is kept for the delay"

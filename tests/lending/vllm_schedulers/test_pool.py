@@ -113,9 +113,8 @@ def test_nothing_is_used_before_it_is_said_how_much():
     assert engine.free == engine.pool.mapped == engine.mapped == 0
     engine.pool.limit(engine.pool.total)
     assert engine.free == 32 and engine.pool.limit_bytes == engine.pool.total
-    assert (
-        engine.pool.mapped == engine.mapped == 14 * PAGE
-    )  # 33 blocks are 14.4 pages; the null block's one is not counted
+    # 33 blocks are 14.4 pages; the null block's one is not counted
+    assert engine.pool.mapped == engine.mapped == 14 * PAGE
     engine.step()
 
 
@@ -217,9 +216,8 @@ def test_of_much_memory_a_part_goes_with_each_call_and_the_highest_first(layout)
         or pool.paced(pool.total) == pool.total
     )
     pool.limit(pool.total)
-    assert (
-        pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2
-    )  # others have counted on it: all at once
+    # others have counted on it: all at once
+    assert pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2
 
 
 def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
@@ -262,9 +260,8 @@ def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
         pool.limit(220 * pool.block_bytes)
         if at % 200 == 199:
             share.append(pool.mapped / engine.layout.nbytes)
-    assert (
-        share[0] < 0.45 and share == sorted(share, reverse=True) and share[-1] < 0.17
-    )  # 220 / 1600 = 0.1375
+    # 220 / 1600 = 0.1375
+    assert share[0] < 0.45 and share == sorted(share, reverse=True) and share[-1] < 0.17
     for name in list(engine.requests):
         engine.end(name)
     assert pool.limit(220 * pool.block_bytes) < 0.14 * engine.layout.nbytes and not pool.strewn
