@@ -205,7 +205,8 @@ def check_domains(c: Config) -> None:
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
         if domain not in c.env.members:
             raise ConfigError(
-                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this run; its "
+                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
+                "run; its "
                 f"environments are {', '.join(c.env.members)}"
             )
 
@@ -218,8 +219,10 @@ def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
         return ()
     name = c.scheduler.batching.name
     words = (
-        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and nothing corrects "
-        f"for their age: algorithm.name={c.algorithm.name!r} does not, and algorithm.importance_cap=null; take "
+        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
+        "nothing corrects "
+        f"for their age: algorithm.name={c.algorithm.name!r} does not, and "
+        "algorithm.importance_cap=null; take "
         "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0"
     )
     if name == "one_step_off":
@@ -251,7 +254,8 @@ def launch(made: plan.Plan, console: Console) -> int:
         if resume.is_finished(c.run_dir, c.trainer.steps):
             say(
                 console,
-                f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
+                f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train "
+                "on, or set "
                 "fresh=true to start over",
             )
             terminal.final_table(c.run_dir, console)

@@ -46,7 +46,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     world = MPI.COMM_WORLD
     if world.Get_rank() != me.rank:
         raise RuntimeError(
-            f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py built "
+            f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py "
+            "built "
             "for the MPI whose mpiexec started it?"
         )
     shared_memory.unname(world)

@@ -1,4 +1,5 @@
-"""How much memory a process's device has, and memory of the CPU that really goes back to the system.
+"""How much memory a process's device has, and memory of the CPU that really goes back to the
+system.
 
 `look` asks a torch device: the GPU's memory, or on a CPU the machine's.
 

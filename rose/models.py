@@ -55,8 +55,10 @@ def _snapshot(model: Model) -> Path:
     folder = Path(model.snapshot)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the launcher "
-            f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that every "
+            f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the "
+            "launcher "
+            f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that "
+            "every "
             "node sees"
         )
     return check_folder(folder)
@@ -111,7 +113,8 @@ def check_recipe(source: str, recipe: dict[str, Any]) -> None:
     for key, value in recipe.items():
         if key.replace("-", "_") not in known:
             raise ConfigError(
-                f"model.recipe.{key}={value!r}: {script} has no such option; it has {', '.join(known)}"
+                f"model.recipe.{key}={value!r}: {script} has no such option; it has "
+                f"{', '.join(known)}"
             )
 
 
@@ -152,7 +155,8 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} s; "
+                f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} "
+                "s; "
                 "run it by hand once"
             ) from None
         if done.returncode:

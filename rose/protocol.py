@@ -26,7 +26,7 @@ def seed_of(*parts: object) -> int:
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) & 0x7FFFFFFF
 
 
-class Role(str, enum.Enum):
+class Role(enum.StrEnum):
     """What a rank of the job does; its number tells (rose/launch/layout.py). Borrowed ranks have
     none: they join."""
 
@@ -36,12 +36,12 @@ class Role(str, enum.Enum):
     ROLLOUT = "rollout"
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     TRAIN = "train"
     EVAL = "eval"
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-turn token
     LENGTH = "length"  # max_new_tokens or the model's context reached
     ABORT = "abort"  # told to stop; the tokens so far are valid

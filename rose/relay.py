@@ -10,7 +10,7 @@ killed goes on with what it had when it is started again. `GET /metrics` has its
 SIGTERM or SIGINT.
 
     0 told to end   1 can't listen there   2 bad arguments
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         type=float,
         default=CACHE_GIB,
-        help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder that "
+        help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder "
+        "that "
         "is as fast as a cache",
     )
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="default: made, DIR/token")
@@ -86,14 +87,16 @@ def _run(args: argparse.Namespace) -> int:
     upstream = args.upstream if remote else os.path.realpath(args.upstream)
     if not remote and not os.path.isdir(upstream):
         raise TransferError(
-            f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, or "
+            f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, "
+            "or "
             "http://host:port of another relay"
         )
     upstream_token = None
     if remote:
         if not (args.upstream_token_file or args.token_file):
             raise TransferError(
-                f"UPSTREAM {upstream}: give the token file of that relay (it says at its start where "
+                f"UPSTREAM {upstream}: give the token file of that relay (it says at its start "
+                "where "
                 "it is), as --token-file, or as --upstream-token-file if this one has another"
             )
         upstream_token = read_token(args.upstream_token_file or args.token_file)
@@ -112,7 +115,8 @@ def _run(args: argparse.Namespace) -> int:
             else "nothing"
         )
         print(
-            f"rose.relay: http://{args.listen.rpartition(':')[0]}:{port} serves {upstream}; keeps {keeps}; "
+            f"rose.relay: http://{args.listen.rpartition(':')[0]}:{port} serves {upstream}; keeps "
+            f"{keeps}; "
             f"token file {token_file}",
             flush=True,
         )

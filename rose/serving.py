@@ -19,7 +19,7 @@ profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once,
 starts it again.
 
     0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> int:
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
             raise ConfigError(
-                f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
+                f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the "
+                "run's "
                 "launch.py had"
             )
         serving = settings.of_server(overrides)

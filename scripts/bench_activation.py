@@ -30,11 +30,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rose import config, models, protocol  # noqa: E402
-from rose.config.tree import Serving  # noqa: E402
-from rose.engine.vllm_engine import Engine  # noqa: E402
-from rose.lending.vllm import device  # noqa: E402
-from rose.memory import resident_bytes  # noqa: E402
+from rose import config, models, protocol
+from rose.config.tree import Serving
+from rose.engine.vllm_engine import Engine
+from rose.lending.vllm import device
+from rose.memory import resident_bytes
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 TURNS, PROMPT, NEW = 4, 256, 6  # tokens
@@ -108,7 +108,7 @@ async def measure(folder: Path, arguments) -> dict[str, list]:
             await engine.activate()
             rows["up"].append(time.monotonic() - began)
             if (found := await tokens(engine, vocab, round_)) != expected:
-                wrong = sum(a != b for a, b in zip(found, expected))
+                wrong = sum(a != b for a, b in zip(found, expected, strict=False))
                 raise RuntimeError(
                     f"after activation {round_}, {wrong} of {TURNS} turns are not those of before"
                 )
@@ -122,12 +122,12 @@ def table(rows: dict[str, list]) -> str:
     for name in ("unmapped", "active", "inactive"):
         if name not in rows:
             continue
-        figures = [statistics.mean(column) for column in zip(*rows[name])]
+        figures = [statistics.mean(column) for column in zip(*rows[name], strict=False)]
         lines.append(
             f"{name:8} "
             + ", ".join(
                 f"{what} {gib:.3f} GiB"
-                for what, gib in zip(("resident", "private", "of the GPU"), figures)
+                for what, gib in zip(("resident", "private", "of the GPU"), figures, strict=False)
             )
         )
     for name, what in (("down", "deactivate"), ("up", "activate")):

@@ -118,7 +118,8 @@ def rank_main(arguments) -> None:
     if rank == 0:
         for way, (seconds, blocked) in best.items():
             print(
-                f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} {blocked:8.3f} "
+                f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} "
+                f"{blocked:8.3f} "
                 f"{seconds / best['stream'][0]:9.2f} {blocked / best['stream'][1]:9.2f}",
                 flush=True,
             )

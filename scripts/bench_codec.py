@@ -37,7 +37,7 @@ import zstandard
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.transfer import codec  # noqa: E402
+from rose.transfer import codec
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
@@ -281,7 +281,10 @@ def measure(
                 began = clock()
                 list(pool.map(rival.apply, payloads, values))
                 best[1] = min(best[1], clock() - began)
-                if not all(np.array_equal(made, new) for made, (new, _) in zip(values, blocks)):
+                if not all(
+                    np.array_equal(made, new)
+                    for made, (new, _) in zip(values, blocks, strict=False)
+                ):
                     raise SystemExit(f"{rival.name} on {workload}: a block came back different")
         speeds += [raw / seconds / 1e9 for seconds in best]
     size = sum(rival.size(payload) for payload in payloads)
@@ -311,7 +314,14 @@ def given_exponent(blocks: list[Block]) -> str:
         changed += np.bincount(exponent[new != old], minlength=256)
     total = all_values.sum()
     plain = total * entropy(np.array([changed.sum(), total - changed.sum()])) / 8
-    given = sum(n * entropy(np.array([c, n - c])) for n, c in zip(all_values, changed) if n) / 8
+    given = (
+        sum(
+            n * entropy(np.array([c, n - c]))
+            for n, c in zip(all_values, changed, strict=False)
+            if n
+        )
+        / 8
+    )
     per_tensor = (
         sum(
             new.size * entropy(np.array([c := np.count_nonzero(new != old), new.size - c]))
@@ -322,7 +332,8 @@ def given_exponent(blocks: list[Block]) -> str:
     limit = bound(blocks)
     return (
         f"mask entropy {plain / 1e6:.3f} MB of the bound's {limit / 1e6:.3f}; given the tensor "
-        f"{per_tensor / 1e6:.3f}; given the old value's exponent {given / 1e6:.3f}: the whole would be "
+        f"{per_tensor / 1e6:.3f}; given the old value's exponent {given / 1e6:.3f}: the whole "
+        "would be "
         f"{100 * (plain - given) / limit:.1f}% smaller"
     )
 
@@ -351,11 +362,12 @@ def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> 
         optimizer.step()
         optimizer.zero_grad()
         after = patterns(policy)
-        changed = sum(np.count_nonzero(a != b) for a, b in zip(after, before)) / sum(
+        changed = sum(np.count_nonzero(a != b) for a, b in zip(after, before, strict=False)) / sum(
             a.size for a in after
         )
         print(
-            f"  lr {lr:g} step {step + 1}: gradient norm {float(norm):.2f}, {100 * changed:.3f}% changed, "
+            f"  lr {lr:g} step {step + 1}: gradient norm {float(norm):.2f}, {100 * changed:.3f}% "
+            "changed, "
             f"{time.perf_counter() - began:.1f} s",
             flush=True,
         )
@@ -363,7 +375,7 @@ def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> 
             made.append(
                 [
                     (a[i : i + BLOCK], b[i : i + BLOCK])
-                    for a, b in zip(after, before)
+                    for a, b in zip(after, before, strict=False)
                     for i in range(0, a.size, BLOCK)
                 ]
             )
@@ -539,7 +551,9 @@ def whole(name: str, blocks: list[np.ndarray]) -> None:
     began = time.process_time()
     payloads = [codec.encode(block, None) for block in blocks]
     encoded = time.process_time()
-    if not all(np.array_equal(codec.decode(p), block) for p, block in zip(payloads, blocks)):
+    if not all(
+        np.array_equal(codec.decode(p), block) for p, block in zip(payloads, blocks, strict=False)
+    ):
         raise SystemExit(f"{name}: a block came back different")
     decoded = time.process_time()
     exponents = sum(

@@ -35,10 +35,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-import bench_coserving_burst  # noqa: E402
-from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options  # noqa: E402
-from bench_coserving_engines import Failed  # noqa: E402
-from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, lines, table, targets  # noqa: E402
+import bench_coserving_burst
+from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options
+from bench_coserving_engines import Failed
+from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, lines, table, targets
 
 LATE_S = 0.02  # of the client at P99: more is said
 
@@ -71,7 +71,8 @@ def parse(argv: list[str]) -> Options:
         )
     if options.device not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2:
         raise Failed(
-            f"device={options.device}: a core of {sorted(os.sched_getaffinity(0))} and one more are needed"
+            f"device={options.device}: a core of {sorted(os.sched_getaffinity(0))} and one more "
+            "are needed"
         )
     return options
 
@@ -125,15 +126,20 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[d
 
 def _words(run: Run, slo: Slo) -> str:
     said = (
-        f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, {len(run.done) - run.met(slo):3} missed; "
-        f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, TPOT P50 "
+        f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, "
+        f"{len(run.done) - run.met(slo):3} missed; "
+        f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, "
+        "TPOT P50 "
         f"{1e3 * run.latency('tpot_p50'):.1f} P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy "
         f"{100 * run.busy:.0f}%, rollouts {run.made:.0f} tokens/s"
     )
     if run.late_p99 > LATE_S:
         said += f"; the client itself was late by {1e3 * run.late_p99:.0f} ms at P99"
     if run.stolen > CALM:
-        said += f"; in the calmest of {TRIES} runs the hypervisor took {100 * run.stolen:.0f}% of the machine"
+        said += (
+            f"; in the calmest of {TRIES} runs the hypervisor took {100 * run.stolen:.0f}% of the "
+            "machine"
+        )
     return said + "".join(f"\n    not done: {why}" for why in run.why)
 
 

@@ -279,7 +279,8 @@ class Bench:
         length = seconds / self.factor
         if length > self.trace.seconds:
             raise Failed(
-                f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at this load; "
+                f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at "
+                "this load; "
                 "give fewer seconds or a longer trace"
             )
         draw = np.random.default_rng(seed)
@@ -441,11 +442,14 @@ class Bench:
             # a short slice may be empty
             self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
             yield (
-                f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time"
+                f"calibration: {rate:.2f} requests/s keep S's engine busy for "
+                f"{100 * found.busy:.0f}% of the time"
             )
         yield (
-            f"the trace's times x {self.factor:.2f}: {len(self.trace) / self.trace.seconds / self.factor:.2f} "
-            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f} tokens"
+            f"the trace's times x {self.factor:.2f}: "
+            f"{len(self.trace) / self.trace.seconds / self.factor:.2f} "
+            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + "
+            f"{self.trace.output_tokens.mean():.0f} tokens"
         )
 
     def warm(self, scenario: str) -> None:

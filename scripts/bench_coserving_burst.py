@@ -160,8 +160,10 @@ def lines(bursts: list[dict]) -> list[str]:
     )
     for one in bursts:
         said.append(
-            f"  {one['scenario']:18}{one['requests']} requests, {one['burst']} of them the burst's; missed "
-            f"{one['missed']}, {one['missed_of_burst']} of the burst's; aborted {one['aborted']}; TTFT P99 "
+            f"  {one['scenario']:18}{one['requests']} requests, {one['burst']} of them the "
+            "burst's; missed "
+            f"{one['missed']}, {one['missed_of_burst']} of the burst's; aborted {one['aborted']}; "
+            "TTFT P99 "
             f"{1e3 * one['ttft_p99']:.0f} ms"
         )
         if "memory_s" in one:
@@ -177,7 +179,8 @@ def lines(bursts: list[dict]) -> list[str]:
             )
             said.append(
                 f"  {'':18}{memory}; lent {one['lent_before'] / 2**20:.1f} MiB before, "
-                f"{one['lent_least'] / 2**20:.1f} at least; evicted {one['evicted']}, {one['wasted']} tokens "
+                f"{one['lent_least'] / 2**20:.1f} at least; evicted {one['evicted']}, "
+                f"{one['wasted']} tokens "
                 f"wasted; {returned}"
             )
     return said

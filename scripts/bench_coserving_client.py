@@ -65,7 +65,7 @@ async def replay(
     ]
     requests = [
         Request(float(at), len(prompt), max(1, int(output)))
-        for at, prompt, output in zip(trace.at, prompts, trace.output_tokens)
+        for at, prompt, output in zip(trace.at, prompts, trace.output_tokens, strict=False)
     ]
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
@@ -83,7 +83,7 @@ async def replay(
                     leave.get(number),
                 )
             )
-            for number, (request, prompt) in enumerate(zip(requests, prompts))
+            for number, (request, prompt) in enumerate(zip(requests, prompts, strict=False))
         ]
         if sent:
             _, pending = await asyncio.wait(

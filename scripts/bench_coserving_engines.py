@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -323,10 +324,8 @@ class Operator:
 
 def each_thread(pid: int, do: Callable[[int], None]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
-        try:
+        with suppress(ProcessLookupError):  # it has just ended
             do(int(thread))
-        except ProcessLookupError:
-            pass  # it has just ended
 
 
 def confine(processes: list[Process], device: set[int], host: set[int]) -> None:

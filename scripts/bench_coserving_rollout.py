@@ -25,11 +25,11 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from bench_coserving_client import WORDS  # noqa: E402
+from bench_coserving_client import WORDS
 
-from rose import config, protocol  # noqa: E402
-from rose.engine import names  # noqa: E402
-from rose.lending.vllm import priority  # noqa: E402
+from rose import config, protocol
+from rose.engine import names
+from rose.lending.vllm import priority
 
 PRIORITY = (
     1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first

@@ -59,7 +59,7 @@ class Run:
         """Of each request; one that was not done has missed."""
         return [
             done and ttft <= slo.ttft_p99 and (tpot is None or tpot <= slo.tpot_p99)
-            for done, ttft, tpot in zip(self.done, self.ttft, self.tpot)
+            for done, ttft, tpot in zip(self.done, self.ttft, self.tpot, strict=False)
         ]
 
     def met(self, slo: Slo) -> int:
@@ -197,14 +197,18 @@ def lines(rows: list[dict], slo: Slo, alone: Alone) -> list[str]:
         f"targets: TTFT P50 {1e3 * slo.ttft_p50:.0f} and P99 {1e3 * slo.ttft_p99:.0f} ms, TPOT P50 "
         f"{1e3 * slo.tpot_p50:.1f} and P99 {1e3 * slo.tpot_p99:.1f} ms; R alone: "
         f"{', '.join(speeds) or 'not measured'}",
-        f"{'':18}{'requests':>9}{'aborted':>8} | {'TTFT ms':^15} | {'TPOT ms':^15} | {'attain-':>8}{'good-':>7}"
+        f"{'':18}{'requests':>9}{'aborted':>8} | {'TTFT ms':^15} | {'TPOT ms':^15} | "
+        f"{'attain-':>8}{'good-':>7}"
         f"{'S':>6}",
-        f"{'':18}{'':17} | {'P50':>7}{'P99':>8} | {'P50':>7}{'P99':>8} | {'ment':>8}{'put/s':>7}{'busy':>6}",
+        f"{'':18}{'':17} | {'P50':>7}{'P99':>8} | {'P50':>7}{'P99':>8} | "
+        f"{'ment':>8}{'put/s':>7}{'busy':>6}",
     ]
     for row in rows:
         said.append(
-            f"{row['scenario']:18}{row['requests']:9}{row['aborted']:8} | {1e3 * row['ttft_p50']:7.1f}"
-            f"{1e3 * row['ttft_p99']:8.1f} | {1e3 * row['tpot_p50']:7.2f}{1e3 * row['tpot_p99']:8.2f} | "
+            f"{row['scenario']:18}{row['requests']:9}{row['aborted']:8} | "
+            f"{1e3 * row['ttft_p50']:7.1f}"
+            f"{1e3 * row['ttft_p99']:8.1f} | "
+            f"{1e3 * row['tpot_p50']:7.2f}{1e3 * row['tpot_p99']:8.2f} | "
             f"{100 * row['attainment']:7.2f}%{row['goodput']:7.2f}{100 * row['busy']:5.0f}%"
         )
     said += [
@@ -220,7 +224,8 @@ def lines(rows: list[dict], slo: Slo, alone: Alone) -> list[str]:
     ]
     said += [
         "",
-        "the same, over the requests of all seeds together (95% of a bootstrap over blocks of requests)",
+        "the same, over the requests of all seeds together (95% of a bootstrap over blocks of "
+        "requests)",
     ]
     said += [
         f"{row['scenario']:18}"
@@ -275,7 +280,8 @@ def targets(rows: list[dict]) -> list[str]:
         say(
             f"{OURS}: attainment no lower than S alone's",
             row["attainment"] >= alone["attainment"],
-            f"{100 * row['attainment']:.2f}% and {_range(tuple(100 * x for x in alone['attainments']), '%')}",
+            f"{100 * row['attainment']:.2f}% and "
+            f"{_range(tuple(100 * x for x in alone['attainments']), '%')}",
             row["attainment"] >= alone["attainments"][0],
         )
         say(
@@ -302,7 +308,7 @@ def as_csv(rows: list[dict]) -> str:
             if name.endswith(("_ratio", "_pooled")) or name in ("harvest", "attainments"):
                 cells |= {
                     f"{name}_{end}": x
-                    for end, x in zip(("low", "mean", "high"), value or ("", "", ""))
+                    for end, x in zip(("low", "mean", "high"), value or ("", "", ""), strict=False)
                 }
             else:
                 cells[name] = "" if value is None else value

@@ -47,12 +47,12 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.coordinator import journal  # noqa: E402
-from rose.coordinator.coordinator import TICK_S  # noqa: E402
-from rose.engine.rank import PROGRESS_S  # noqa: E402
-from rose.launch import state  # noqa: E402
-from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.scheduler import events as ev  # noqa: E402
+from rose.coordinator import journal
+from rose.coordinator.coordinator import TICK_S
+from rose.engine.rank import PROGRESS_S
+from rose.launch import state
+from rose.observe.metrics import read_metrics, rows_of
+from rose.scheduler import events as ev
 
 DEADLINE_S = 300.0
 RUN = (
@@ -100,7 +100,8 @@ class Training:
         while not (value := condition()):
             if time.monotonic() > end or not state.is_active(self.id):
                 raise SystemExit(
-                    f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see {self.run}/logs"
+                    f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see "
+                    f"{self.run}/logs"
                 )
             time.sleep(0.2)
         return value

@@ -34,11 +34,11 @@ from bench_coserving_bench import (
     MAX_PROMPT,
     MAX_SEQUENCES,
     model,
-)  # noqa: E402
-from bench_coserving_client import replay  # noqa: E402
-from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder  # noqa: E402
+)
+from bench_coserving_client import replay
+from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder
 
-from rose.sim import traces  # noqa: E402
+from rose.sim import traces
 
 PROMPTS, OUTPUT = 9, 8  # a round: three and a half steps of MAX_BATCHED tokens, then decodes
 VARIED, WITHIN_S = 24, 1.5  # prompts of a varied round, and seconds within which they come
@@ -86,7 +86,7 @@ def one_round(server: Server, seed: int, varied: bool) -> tuple[float, ...]:
         raise server.failed(
             f"did not end {sum(not answer.done for answer in answers)} of {len(answers)} requests"
         )
-    return tuple(b - a for a, b in zip(before, after))
+    return tuple(b - a for a, b in zip(before, after, strict=False))
 
 
 def main() -> int:
@@ -141,12 +141,14 @@ def main() -> int:
         else f"{PROMPTS} prompts of {MAX_PROMPT} tokens at once"
     )
     print(
-        f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the first)"
+        f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the "
+        "first)"
     )
     for heap, rounds in took.items():
-        user, system, faults = (mean(column) for column in zip(*rounds[1:]))
+        user, system, faults = (mean(column) for column in zip(*rounds[1:], strict=False))
         print(
-            f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), {system:.3f} s of it the "
+            f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), "
+            f"{system:.3f} s of it the "
             f"system's; {faults:8,.0f} page faults ({rounds[0][2]:,})"
         )
     totals = {heap: mean(sum(one[:2]) for one in rounds[1:]) for heap, rounds in took.items()}

@@ -352,7 +352,9 @@ def save(found: list[Measured], file: Path) -> None:
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
     fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
     table = Table(
-        title=f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each"
+        title=(
+            f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each"
+        )
     )
     for column in (
         "",

@@ -33,11 +33,11 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import config as cfg  # noqa: E402
-from rose.coordinator import replay  # noqa: E402
-from rose.models import resolve  # noqa: E402
-from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.protocol import Trajectory, unpack_tokens  # noqa: E402
+from rose import config as cfg
+from rose.coordinator import replay
+from rose.models import resolve
+from rose.observe.metrics import read_metrics, rows_of
+from rose.protocol import Trajectory, unpack_tokens
 
 DEADLINE_S = 900.0
 
@@ -144,7 +144,8 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
     tokens, mask = unpack_tokens(trajectory.tokens), np.frombuffer(trajectory.mask, np.uint8)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return [
-        (tokens[:start].tolist(), int(end - start)) for start, end in zip(edges[::2], edges[1::2])
+        (tokens[:start].tolist(), int(end - start))
+        for start, end in zip(edges[::2], edges[1::2], strict=False)
     ]
 
 
@@ -217,7 +218,7 @@ def show(measured: list[list[dict]]) -> None:
         "min..max",
     ):
         table.add_column(column, justify="right")
-    for r, rounds in zip(rows, measured):
+    for r, rounds in zip(rows, measured, strict=False):
         ratios = [one["ratio"] for one in rounds]
         table.add_row(
             str(r["engines"]),

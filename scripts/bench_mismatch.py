@@ -28,8 +28,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rose import config, models, protocol  # noqa: E402
-from rose.engine.vllm_engine import Engine  # noqa: E402
+from rose import config, models, protocol
+from rose.engine.vllm_engine import Engine
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FLOAT32_LIMIT = {"cpu": 1e-3, "cuda": 1e-2}
@@ -101,7 +101,8 @@ def main() -> int:
     tiny = msgspec.convert(yaml.safe_load((CONF / "model/tiny.yaml").read_text()), config.Model)
     folder = arguments.model or models.resolve(tiny)
     print(
-        f"model {folder}\n{'dtype':9} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'KL k3':>10} {'max ratio':>10} "
+        f"model {folder}\n{'dtype':9} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'KL k3':>10} "
+        f"{'max ratio':>10} "
         f"{'seconds':>8}",
         flush=True,
     )
@@ -113,7 +114,8 @@ def main() -> int:
         d = score(folder, dtype, turns, device) - engine
         print(
             f"{dtype:9} {d.size:7d} {np.abs(d).mean():10.2e} {np.abs(d).max():10.2e} "
-            f"{(np.exp(d) - 1 - d).mean():10.2e} {np.exp(d).max():10.5f} {time.monotonic() - start:8.1f}",
+            f"{(np.exp(d) - 1 - d).mean():10.2e} {np.exp(d).max():10.5f} "
+            f"{time.monotonic() - start:8.1f}",
             flush=True,
         )
         worst = max(worst, np.abs(d).max() if dtype == "float32" else 0.0)

@@ -21,12 +21,12 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import config as cfg  # noqa: E402
-from rose.coordinator import replay  # noqa: E402
-from rose.models import resolve  # noqa: E402
-from rose.protocol import Trajectory, unpack_tokens  # noqa: E402
-from rose.trainer import batching, model  # noqa: E402
-from rose.trainer.collate import MicroBatch, collate  # noqa: E402
+from rose import config as cfg
+from rose.coordinator import replay
+from rose.models import resolve
+from rose.protocol import Trajectory, unpack_tokens
+from rose.trainer import batching, model
+from rose.trainer.collate import MicroBatch, collate
 
 
 def main() -> int:
@@ -67,19 +67,21 @@ def main() -> int:
             seconds[name].append(time.perf_counter() - began)
     difference = max(
         float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-        for a, b in zip(gradients["trees"], gradients["rows"])
+        for a, b in zip(gradients["trees"], gradients["rows"], strict=False)
     )
     for name, made in batches.items():
         tokens = sum(
             batch.inputs.numel() if batch.tree is None else len(batch.tree.tokens) for batch in made
         )
         print(
-            f"{name:6} {statistics.median(seconds[name]):8.2f} s {tokens:8} tokens in {len(made)} micro-batches"
+            f"{name:6} {statistics.median(seconds[name]):8.2f} s {tokens:8} tokens in {len(made)} "
+            "micro-batches"
         )
-    ratios = [tree / row for tree, row in zip(seconds["trees"], seconds["rows"])]
+    ratios = [tree / row for tree, row in zip(seconds["trees"], seconds["rows"], strict=False)]
     taken = batching.plan_batch(rows, 1, limit, 1, batching.flops(config.model.shape))[1]
     print(
-        f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); gradients differ by "
+        f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
+        "gradients differ by "
         f"{difference:.1e}; the plan takes {'trees' if taken else 'rows'}"
     )
     return 0

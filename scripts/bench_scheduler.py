@@ -43,12 +43,12 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.config import Policy  # noqa: E402
-from rose.config import Scheduler as SchedulerConfig  # noqa: E402
-from rose.scheduler import Scheduler, build  # noqa: E402
-from rose.scheduler import events as ev  # noqa: E402
-from rose.scheduler.registry import POLICIES  # noqa: E402
-from rose.sim import probes  # noqa: E402
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.scheduler import Scheduler, build
+from rose.scheduler import events as ev
+from rose.scheduler.registry import POLICIES
+from rose.sim import probes
 
 SEQUENCES, KV_TOKENS, GROUP, TURNS, STEP_GROUPS = 4, 40_000, 16, 8, 16
 # name -> (provisioning, routing, order, batching)

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rose.sim import probes  # noqa: E402
+from rose.sim import probes
 
 TURNS, PER_GPU = 8, 5
 ARRIVALS, SERVERS, LOAD, TOKENS = 20_000, 4, 0.7, 200
@@ -72,7 +72,7 @@ def simpys() -> float:
             yield environment.timeout(length)
 
     def arrive():
-        for gap, length in zip(gaps, lengths):
+        for gap, length in zip(gaps, lengths, strict=False):
             yield environment.timeout(gap)
             environment.process(request(length))
 

@@ -41,11 +41,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from bench_sync_link import Namespaces, Proxy  # noqa: E402
-from bench_sync_parts import RANKS, WARM_UP, Shards, digest  # noqa: E402
-from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained  # noqa: E402
+from bench_sync_link import Namespaces, Proxy
+from bench_sync_parts import RANKS, WARM_UP, Shards, digest
+from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained
 
-from rose.processes import die_with_parent  # noqa: E402
+from rose.processes import die_with_parent
 
 DEADLINE_S = 900.0
 VARIABLES = {
@@ -201,7 +201,10 @@ class Bench:
         for _ in range(wanted["steps"]):
             said.append([rank.answer() for rank in ranks])
             mine = said[-1][0]
-            words = f"  step {mine['step']}: {mine['seconds']:.1f} s, gradient norm {mine['grad_norm']:.3f}"
+            words = (
+                f"  step {mine['step']}: {mine['seconds']:.1f} s, gradient norm "
+                f"{mine['grad_norm']:.3f}"
+            )
             if "nbytes" in mine:
                 words += f", {mine['nbytes'] / 1e6:.2f} MB published in {mine['publish_s']:.2f} s"
             print(words, flush=True)
@@ -214,7 +217,8 @@ class Bench:
         with ExitStack() as stack:
             link = stack.enter_context(_link_kind(self.args.link)(rate * 1e6))
             print(
-                f"\nlink: {link.name}; {os.getloadavg()[0]:.1f} programs ran on the {os.cpu_count()} cores "
+                f"\nlink: {link.name}; {os.getloadavg()[0]:.1f} programs ran on the "
+                f"{os.cpu_count()} cores "
                 "in the minute before",
                 flush=True,
             )
@@ -346,14 +350,16 @@ class Bench:
             published = _all(publishers, {"step": step})
             loaded = _all(readers, {"version": step})
             wanted = self._digest(shards, step)
-            for reader, said in zip(readers, loaded):
+            for reader, said in zip(readers, loaded, strict=False):
                 if said.get("digest", wanted) != wanted or not said.get("same", True):
                     raise Failed(
-                        f"bench_sync: {encoding}, {reader.name}: version {step} is not the trainer's"
+                        f"bench_sync: {encoding}, {reader.name}: version {step} is not the "
+                        "trainer's"
                     )
                 if len(said["route"]) != 1:
                     raise Failed(
-                        f"bench_sync: {encoding}, {reader.name}: version {step} came by {said['route']}"
+                        f"bench_sync: {encoding}, {reader.name}: version {step} came by "
+                        f"{said['route']}"
                     )
             slowest = max(loaded, key=lambda said: said["flipped"])
             rows.append(
@@ -382,8 +388,10 @@ class Bench:
         found = middle(rows)
         print(
             f"  lr {lr:g} {NAMES[encoding]:18} {len(readers)} {'engine' if engines else 'receiver'}"
-            f"{'s' if len(readers) > 1 else ' '} {found['seconds']:7.2f} s: publish {found['publish_s']:.2f}, stage "
-            f"{found['stage_s']:.2f}, pause {1e3 * found['pause_s']:.1f} ms; {found['payload'] / 1e6:.2f} MB, "
+            f"{'s' if len(readers) > 1 else ' '} {found['seconds']:7.2f} s: publish "
+            f"{found['publish_s']:.2f}, stage "
+            f"{found['stage_s']:.2f}, pause {1e3 * found['pause_s']:.1f} ms; "
+            f"{found['payload'] / 1e6:.2f} MB, "
             f"over the link {found['link'] / 1e6:.2f}",
             flush=True,
         )
@@ -393,7 +401,8 @@ class Bench:
         """Bytes of files that the serving side's relay asked for."""
         ask = (
             "import sys, urllib.request as u\n"
-            "r = u.Request(sys.argv[1], headers={'Authorization': 'Bearer ' + open(sys.argv[2]).read()})\n"
+            "r = u.Request(sys.argv[1], headers={'Authorization': 'Bearer ' + "
+            "open(sys.argv[2]).read()})\n"
             "print(u.urlopen(r, timeout=10).read().decode())"
         )
         command = [

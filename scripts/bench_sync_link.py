@@ -71,7 +71,7 @@ class Namespaces:
                 "netns",
                 self._spaces[1],
             )
-            for number, (space, end) in enumerate(zip(self._spaces, self._ends), 1):
+            for number, (space, end) in enumerate(zip(self._spaces, self._ends, strict=False), 1):
                 _tool("ip", "-n", space, "addr", "add", f"{SUBNET}.{number}/30", "dev", end)
                 for device in (end, "lo"):
                     _tool("ip", "-n", space, "link", "set", device, "up")

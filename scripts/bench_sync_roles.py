@@ -24,7 +24,7 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from bench_sync_parts import RANKS, WARM_UP, Memory, Shards, codec_of, digest, release  # noqa: E402
+from bench_sync_parts import RANKS, WARM_UP, Memory, Shards, codec_of, digest, release
 
 # a batch: trajectories, of which so many share a prompt; tokens
 ROWS, GROUP, PROMPT, RESPONSE = (8, 4, 16, 32)
@@ -61,7 +61,7 @@ def sample(job: dict, say) -> None:
         logprobs = torch.cat(
             [
                 policy(part[:, :-1], part[:, 1:], m)[0] * m
-                for part, m in zip(tokens.split(ROWS), mask.split(ROWS))
+                for part, m in zip(tokens.split(ROWS), mask.split(ROWS), strict=False)
             ]
         )
     np.savez(job["file"], tokens=tokens.numpy().astype(np.int32), logprobs=logprobs.float().numpy())

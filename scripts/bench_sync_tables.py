@@ -102,9 +102,11 @@ def tables(rows: list[Sync], weights: int) -> list[str]:
         for lr, count in sorted({(row.lr, row.receivers) for row in here if row.engines}):
             one = middle(_of(here, lr=lr, receivers=count, engines=True))
             lines.append(
-                f"  {lr:<6g}ours, {count} vLLM engine{'s' if count > 1 else ' '} generating: {one['seconds']:.2f} s, "
+                f"  {lr:<6g}ours, {count} vLLM engine{'s' if count > 1 else ' '} generating: "
+                f"{one['seconds']:.2f} s, "
                 f"publish {one['publish_s']:.2f}, stage {one['stage_s']:.2f}, generation paused "
-                f"{1e3 * one['pause_s']:.1f} ms = {100 * one['pause_s'] / one['seconds']:.2f}% of the sync; "
+                f"{1e3 * one['pause_s']:.1f} ms = {100 * one['pause_s'] / one['seconds']:.2f}% of "
+                "the sync; "
                 f"over the link {one['link'] / 1e6:.2f} MB"
             )
     return lines + _memory(rows, weights)
@@ -126,7 +128,8 @@ def _memory(rows: list[Sync], weights: int) -> list[str]:
             )
         if engines := _of(rows, lr=lr, engines=True):
             lines.append(
-                f"  {lr:<6g}ours, vLLM engine  {max(row.receiver_peak for row in engines) / 1e6:72.1f}"
+                f"  {lr:<6g}ours, vLLM engine  "
+                f"{max(row.receiver_peak for row in engines) / 1e6:72.1f}"
             )
     return lines
 
@@ -162,7 +165,8 @@ def targets(rows: list[Sync]) -> list[str]:
             )
             if len(counts) > 1:
                 say(
-                    f"bytes don't grow from {counts[0]} to {counts[-1]} receivers, lr {lr:g}, {where}",
+                    f"bytes don't grow from {counts[0]} to {counts[-1]} receivers, lr {lr:g}, "
+                    f"{where}",
                     many <= GROWTH * few,
                     f"{few / 1e6:.3f} and {many / 1e6:.3f} MB",
                 )
@@ -173,7 +177,8 @@ def targets(rows: list[Sync]) -> list[str]:
                 one = middle(_of(found, receivers=min(row.receivers for row in found)))
                 share = one["pause_s"] / one["seconds"]
                 say(
-                    f"pause under {100 * PAUSE:g}% of the sync, {'engine' if engines else 'flip alone'}, lr {lr:g}, "
+                    f"pause under {100 * PAUSE:g}% of the sync, "
+                    f"{'engine' if engines else 'flip alone'}, lr {lr:g}, "
                     f"{where}",
                     share < PAUSE,
                     f"{100 * share:.2f}%, {1e3 * one['pause_s']:.1f} ms",
@@ -187,8 +192,10 @@ def trained(said: list[list[dict]]) -> list[str]:
     for number, ranks in enumerate(ranks for ranks in said if "nbytes" in ranks[0]):
         seconds, rise = (max(rank[field] for rank in ranks) for field in ("publish_s", "rise"))
         lines.append(
-            f"  version {number}{' (with a full one)' if number == 0 else ''}: publish {seconds:.2f} s, "
-            f"{ranks[0]['nbytes'] / 1e6:.2f} MB; a rank's memory rose by {rise / 1e6:.1f} MB at most (the "
+            f"  version {number}{' (with a full one)' if number == 0 else ''}: publish "
+            f"{seconds:.2f} s, "
+            f"{ranks[0]['nbytes'] / 1e6:.2f} MB; a rank's memory rose by {rise / 1e6:.1f} MB at "
+            "most (the "
             "copy of its shard was there before)"
         )
     return lines

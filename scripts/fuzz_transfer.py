@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 disk_part(folder, options.seed, 16 * options.every, tally)
         print(
-            f"{part}: {tally}, {len(tally.violations)} violations, {time.monotonic() - began:.0f} s",
+            f"{part}: {tally}, {len(tally.violations)} violations, {time.monotonic() - began:.0f} "
+            "s",
             flush=True,
         )
         failed |= bool(tally.violations)

@@ -139,7 +139,8 @@ def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
         lived = alive(processes)
         end(processes, chance)
         what = (
-            f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, keep {keep}) killed "
+            f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, "
+            f"keep {keep}) killed "
             f"{moment:.3f} s after {versions} versions"
         )
         tally.require(lived, f"{what}: it had failed before")

@@ -18,14 +18,14 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-from rose.transfer import TransferError  # noqa: E402
-from rose.transfer.edge import StoredEdge, read_plan  # noqa: E402
-from rose.transfer.receive import Receiver, whole  # noqa: E402
-from rose.transfer.route import Step, present  # noqa: E402
-from rose.transfer.source import Folder  # noqa: E402
-from rose.transfer.stage import Live, stage  # noqa: E402
-from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, edge_name  # noqa: E402
-from tests.transfer.worlds import World, same  # noqa: E402
+from rose.transfer import TransferError
+from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.receive import Receiver, whole
+from rose.transfer.route import Step, present
+from rose.transfer.source import Folder
+from rose.transfer.stage import Live, stage
+from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, edge_name
+from tests.transfer.worlds import World, same
 
 CUTS = {"sparse": ([0, 20, 40], []), "columns": ([], [0, 6, 12])}
 WHOLE = 1 << 30  # dense bytes: all

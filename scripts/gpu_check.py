@@ -32,12 +32,12 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gpu_check_coserving  # noqa: E402
-import gpu_check_engine  # noqa: E402
-import gpu_check_jobs  # noqa: E402
-import gpu_check_machine  # noqa: E402
-import gpu_check_model  # noqa: E402
-import gpu_check_trainer  # noqa: E402
+import gpu_check_coserving
+import gpu_check_engine
+import gpu_check_jobs
+import gpu_check_machine
+import gpu_check_model
+import gpu_check_trainer
 from gpu_check_frame import (
     FAILED,
     IMPOSSIBLE,
@@ -49,9 +49,9 @@ from gpu_check_frame import (
     table,
     tail,
     write_json,
-)  # noqa: E402
+)
 
-from rose.processes import adopt_orphans  # noqa: E402
+from rose.processes import adopt_orphans
 
 CHECKS = {
     check.name: check
@@ -68,7 +68,8 @@ CHECKS = {
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_S = 60.0
 TORCH = (
-    "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, sep=',') "
+    "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, "
+    "sep=',') "
     "for i in range(torch.cuda.device_count())]"
 )
 

@@ -258,7 +258,8 @@ class Both:
                     task.result()
             if time.monotonic() - began > seconds:
                 raise RuntimeError(
-                    f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's board: "
+                    f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's "
+                    "board: "
                     f"{self.board('rollout')}"
                 )
             await asyncio.sleep(LOOK_S)
@@ -515,7 +516,8 @@ CHECKS = (
         pool,
         {"cuda": Pages(2**30), "cpu": Pages(0)},
         90.0,
-        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack them",
+        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
+        "them",
         on_cpu=False,
         needs_model=False,
     ),

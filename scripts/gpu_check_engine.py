@@ -23,7 +23,10 @@ DTYPE_BYTES = 2
 # throughout
 FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
 BFLOAT16_MEAN = 0.05
-KEPT = "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and weights lie in its pool"
+KEPT = (
+    "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and "
+    "weights lie in its pool"
+)
 # by so much the old weights must fit worse than the new ones, or the comparison shows nothing
 OLD_WEIGHTS = 3.0
 
@@ -251,7 +254,10 @@ async def flip_under_traffic(report: Report, running, config) -> tuple[int, int,
         "tokens by the new weights",
         made.count(version),
         least=1,
-        remedy="turns that ran across the flip should have gone on by the new weights: the log says why not",
+        remedy=(
+            "turns that ran across the flip should have gone on by the new weights: the log says "
+            "why not"
+        ),
     )
     return made.count(-1), made.count(version), versions
 
@@ -277,7 +283,10 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
         np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
         for tensors in (versions.tensors, None)
     )
-    words = "a wrong kernel, or weights that are not the version's: run scripts/bench_mismatch.py --gpus"
+    words = (
+        "a wrong kernel, or weights that are not the version's: run scripts/bench_mismatch.py "
+        "--gpus"
+    )
     if sizes.dtype == "float32":
         report.figure(
             "largest |difference|, new weights",
@@ -445,17 +454,20 @@ CHECKS = (
         tensor_parallel,
         {"cuda": BOTH, "cpu": NARROW_CPU},
         240.0,
-        "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 goes around a "
+        "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; "
+        "NCCL_P2P_DISABLE=1 goes around a "
         "broken link",
         least_gpus=2,
         on_cpu=False,
     ),
     Check(
         "sleep",
-        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version",
+        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a "
+        "version",
         sleep,
         {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
         180.0,
-        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has none",
+        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it "
+        "has none",
     ),
 )

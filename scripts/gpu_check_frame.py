@@ -353,7 +353,9 @@ def table(outcomes: Iterable[Outcome]) -> str:
             ]
     widths = [max(len(row[at]) for row in rows if len(row[at]) <= 60) for at in range(3)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0])).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=False)
+        ).rstrip()
         for row in rows
     )
 

@@ -82,7 +82,10 @@ def _host(report: Report) -> None:
         "cores for this process",
         len(os.sched_getaffinity(0)),
         least=2,
-        remedy="an engine, a trainer and the coordinator need a core each: ask for more (--cpus-per-task)",
+        remedy=(
+            "an engine, a trainer and the coordinator need a core each: ask for more "
+            "(--cpus-per-task)"
+        ),
     )
     shm, disk = (shutil.disk_usage(path) for path in ("/dev/shm", report.folder))
     report.figure(
@@ -90,7 +93,10 @@ def _host(report: Report) -> None:
         shm.free / GIB,
         "GiB",
         least=report.sizes.shm_gib,
-        remedy="in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go through it",
+        remedy=(
+            "in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go "
+            "through it"
+        ),
     )
     report.figure(
         "scratch folder free",
@@ -184,7 +190,10 @@ def _compiler(report: Report) -> None:
         "Python.h",
         headers.is_file(),
         equal=True,
-        remedy=f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has it",
+        remedy=(
+            f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has "
+            "it"
+        ),
     )
     import torch
     from gpu_check_kernel import add_one
@@ -393,7 +402,8 @@ LAST = (
         nccl,
         {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)},
         90.0,
-        "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in cluster.env goes around "
+        "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in "
+        "cluster.env goes around "
         "a broken one",
         least_gpus=2,
         needs_model=False,
@@ -404,7 +414,8 @@ LAST = (
         two,
         {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)},
         90.0,
-        "engine and trainer share a device where colocate=true: the compute mode must be Default, MIG off",
+        "engine and trainer share a device where colocate=true: the compute mode must be Default, "
+        "MIG off",
         needs_model=False,
     ),
     Check(

@@ -168,7 +168,10 @@ def trainer(report: Report) -> None:
             f"trees and rows, {name} differs by",
             abs(trees - rows) / max(abs(rows), 1e-12),
             most=LIKE,
-            remedy="the tree's attention is not the rows': trainer.share_prefixes=false until it is mended",
+            remedy=(
+                "the tree's attention is not the rows': trainer.share_prefixes=false until it is "
+                "mended"
+            ),
         )
     given = first["given"]
     report.figure("device given back for an engine's turn", given["give_s"], "s")
@@ -421,7 +424,9 @@ def transfer(report: Report) -> None:
                 step["peak"] / 1e6,
                 "MB",
                 most=report.sizes.peak_share * found["nbytes"] / 1e6,
-                source=f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB",
+                source=(
+                    f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB"
+                ),
                 remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
                 "late needs this much beside its KV cache",
             )
@@ -471,8 +476,10 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         staged.check()
         step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
         report.say(
-            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, published in "
-            f"{step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped in {step['flip_s']:.3f} s"
+            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, "
+            "published in "
+            f"{step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped in "
+            f"{step['flip_s']:.3f} s"
         )
         steps.append(step)
         del staged
@@ -518,7 +525,8 @@ CHECKS = (
         trainer,
         {"cuda": GPU, "cpu": CPU},
         240.0,
-        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: NCCL_DEBUG=INFO, and "
+        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
+        "NCCL_DEBUG=INFO, and "
         "python -m rose.doctor cluster=gpus",
     ),
 )

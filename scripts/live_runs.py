@@ -28,11 +28,11 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.coordinator import journal  # noqa: E402
-from rose.engine import names  # noqa: E402
-from rose.lending.profile import stolen_s  # noqa: E402
-from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.scheduler import events as ev  # noqa: E402
+from rose.coordinator import journal
+from rose.engine import names
+from rose.lending.profile import stolen_s
+from rose.observe.metrics import read_metrics, rows_of
+from rose.scheduler import events as ev
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
@@ -75,7 +75,8 @@ class Quota:
             (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text()
         except OSError as error:
             raise SystemExit(
-                f"no CPU quota can be set here ({error}): run as root with a writable cgroup controller "
+                f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
+                "controller "
                 "cpu, or give --quota 0 for engines without one"
             ) from None
 
@@ -95,7 +96,8 @@ class Quota:
         another machine."""
         if self._folder is not None and not (self._folder / "cgroup.procs").read_text():
             raise SystemExit(
-                f"no process called {ENGINE} came up to be confined; vLLM calls its engines otherwise now"
+                f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
+                "otherwise now"
             )
         if self._folder is not None and self._v2:
             (self._folder / "cpu.max").write_text(f"{int(self._cores * PERIOD_US)} {PERIOD_US}")
@@ -148,7 +150,8 @@ def wait_for_calm(say: Callable[[str], None]) -> None:
             return
         if not said:
             say(
-                f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, {PATIENCE_S:g} s at most"
+                f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, "
+                f"{PATIENCE_S:g} s at most"
             )
             said = True
 
@@ -174,7 +177,7 @@ class Ran:
         rows = self.steps(skip)
         return [
             row
-            for row, taken in zip(rows, self._taken(rows))
+            for row, taken in zip(rows, self._taken(rows), strict=False)
             if taken < CALM * row["time_step"] * CORES
         ]
 
@@ -192,7 +195,9 @@ class Ran:
 
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Seconds of cores that the hypervisor took in each step."""
-        at, lost = zip(*(json.loads(line) for line in self._stolen_file.read_text().splitlines()))
+        at, lost = zip(
+            *(json.loads(line) for line in self._stolen_file.read_text().splitlines()), strict=False
+        )
         ends = np.array([row["time"] for row in rows])
         return np.interp(ends, at, lost) - np.interp(
             ends - [row["time_step"] for row in rows], at, lost

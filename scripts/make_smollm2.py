@@ -39,7 +39,8 @@ def find_gguf() -> Path:
     files = sorted(Path(package.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise SystemExit(
-            f"{Path(package.origin).parent}: one .gguf file expected, found {[f.name for f in files]}"
+            f"{Path(package.origin).parent}: one .gguf file expected, found "
+            f"{[f.name for f in files]}"
         )
     return files[0]
 
@@ -83,7 +84,8 @@ def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     answer = tokenizer.decode(made, skip_special_tokens=True)
     if "Paris" not in answer:
         raise SystemExit(
-            f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its weights were "
+            f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its "
+            "weights were "
             "read wrongly; are gguf and transformers those of requirements/cpu.txt?"
         )
 

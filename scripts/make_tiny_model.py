@@ -87,7 +87,7 @@ def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
     `noise` any that is no hole, walls included: cautious, but aimless."""
     rows = [line.split(" ") for line in picture.split("\n")[:-1]]
     r, c = next((r, c) for r, row in enumerate(rows) for c, cell in enumerate(row) if cell == "P")
-    beside = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c))))
+    beside = dict(zip(DIRECTIONS, ((r, c - 1), (r + 1, c), (r, c + 1), (r - 1, c)), strict=False))
     inside = range(len(rows))
     safe = [
         d for d, (y, x) in beside.items() if y not in inside or x not in inside or rows[y][x] != "H"

@@ -26,19 +26,19 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from rose import config as configuration  # noqa: E402
-from rose import front  # noqa: E402
-from rose.config import Config  # noqa: E402
-from rose.config.errors import value_at  # noqa: E402
-from rose.launch import model  # noqa: E402
-from rose.sim.hardware import EFFICIENCY  # noqa: E402
-from rose.sim.study import runs, table  # noqa: E402
-from rose.sim.study.gains import Interval, gain, interval  # noqa: E402
-from rose.sim.study.outcome import Outcome, by_system, values  # noqa: E402
-from rose.storage import write_whole  # noqa: E402
+from rose import config as configuration
+from rose import front
+from rose.config import Config
+from rose.config.errors import value_at
+from rose.launch import model
+from rose.sim.hardware import EFFICIENCY
+from rose.sim.study import runs, table
+from rose.sim.study.gains import Interval, gain, interval
+from rose.sim.study.outcome import Outcome, by_system, values
+from rose.storage import write_whole
 
 SYSTEMS = (
     "roll_grpo",
@@ -223,6 +223,7 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                         tpot,
                         gap,
                     ),
+                    strict=False,
                 )
             )
         )
@@ -328,17 +329,20 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
         return left + (math.log(value) - low) / (top - low) * (right - left)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" '
+        'font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="700" height="{high}" fill="#fdfdfb"/>',
-        '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper (rings), ours '
+        '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper '
+        "(rings), ours "
         "(dots, 95% over seeds)</text>",
     ]
     for mark in (0.25, 0.5, 1, 2, 4):
         if low <= math.log(mark) <= top:
             parts.append(
                 f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
-                f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" y="{high - 12}" '
+                f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" '
+                f'y="{high - 12}" '
                 f'text-anchor="middle" fill="#5d6470">{mark:g}</text>'
             )
     for index, row in enumerate(ratios):
@@ -349,13 +353,15 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
         )
         if row["ours_low"]:
             parts.append(
-                f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" y1="{y}" '
+                f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" '
+                f'y1="{y}" '
                 f'y2="{y}" stroke="#1f6fb2" stroke-width="2"/>'
             )
         parts.append(f'<circle cx="{x(float(row["ours"])):.1f}" cy="{y}" r="4.5" fill="#1f6fb2"/>')
         if row["paper_low"]:
             parts.append(
-                f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" stroke="#c8501e" '
+                f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" '
+                'stroke="#c8501e" '
                 'stroke-width="2"/>'
             )
     return "\n".join([*parts, "</svg>\n"])
@@ -365,7 +371,8 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
     """Throughput of each system over the resource-fixed one, as a table of Markdown; from
     rose_systems.csv."""
     lines = [
-        "| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | SLO kept |",
+        "| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | "
+        "SLO kept |",
         "|---|---|---|---|---|---|---|",
     ]
     for setting in dict.fromkeys(row["setting"] for row in rows):
@@ -383,7 +390,8 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             kept = fmean(_column(each, "attainment"))
             lines.append(
                 f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
-                f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} | "
+                f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} "
+                "| "
                 f"{'' if math.isnan(kept) else f'{kept:.2%}'} |"
             )
     return "\n".join(lines)
@@ -417,7 +425,8 @@ def beside(rows: Sequence[dict[str, str]]) -> str:
         off = f"{float(row['difference']):+.0%}" if row["difference"] else ""
         what = f"{row['what']} of" if share else row["what"]
         lines.append(
-            f"| {SETTINGS[row['setting']]} | {row['mine']} | {what} {row['rival']} | {paper or 'none'} | "
+            f"| {SETTINGS[row['setting']]} | {row['mine']} | {what} {row['rival']} | "
+            f"{paper or 'none'} | "
             f"{form('ours')}{bounds} | {off} |"
         )
     return "\n".join(lines)
@@ -437,8 +446,10 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
             if key not in ("setting", "system")
         }
         lines.append(
-            f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, {n['rollout_s']} | "
-            f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']} |"
+            f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, "
+            f"{n['rollout_s']} | "
+            f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, "
+            f"{n['gap_ms']} |"
         )
     return "\n".join(lines)
 
@@ -487,7 +498,8 @@ def main(arguments: Sequence[str]) -> int:
     absolute = given.pop("table1", "true")
     if given or absolute not in ("true", "false", "only"):
         print(
-            f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, table1 (true, false or "
+            f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, "
+            "table1 (true, false or "
             "only), processes, out and draw are known",
             file=sys.stderr,
         )

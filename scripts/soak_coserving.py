@@ -31,14 +31,14 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from bench_coserving import parse, say  # noqa: E402
-from bench_coserving_bench import ALONE, DRAIN_S, Bench  # noqa: E402
-from bench_coserving_client import Request, replay  # noqa: E402
-from bench_coserving_engines import Failed, Process, confine  # noqa: E402
+from bench_coserving import parse, say
+from bench_coserving_bench import ALONE, DRAIN_S, Bench
+from bench_coserving_client import Request, replay
+from bench_coserving_engines import Failed, Process, confine
 
-from rose.engine import heap  # noqa: E402
-from rose.lending import board  # noqa: E402
-from rose.sim import traces  # noqa: E402
+from rose.engine import heap
+from rose.lending import board
+from rose.sim import traces
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included
 PAUSE_S = (6.0, 12.0)  # between two faults
@@ -126,7 +126,10 @@ class Soak:
         while (now := self.side.ask("count")["made"]) == made:
             if self._refuses():
                 self.refused += 1
-                return f"{answered}; it misses its targets by itself, and lends nothing until it meets them"
+                return (
+                    f"{answered}; it misses its targets by itself, and lends nothing until it "
+                    "meets them"
+                )
             if time.monotonic() > end:
                 raise Failed(
                     f"rollouts made no token within {PROGRESS_S:g} s; their board says "
@@ -331,11 +334,13 @@ class Soak:
                 excused += 1
             else:
                 lost.append(
-                    f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s after "
+                    f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s "
+                    "after "
                     f"{len(request.chunks)} of {request.output_tokens} tokens: {request.why}"
                 )
         say(
-            f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, {len(leave)} hung up, "
+            f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, "
+            f"{len(leave)} hung up, "
             f"{excused} lost with a killed server, {len(lost)} lost otherwise"
         )
         self.problems += lost

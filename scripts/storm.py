@@ -36,14 +36,11 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import config as cfg  # noqa: E402
-from rose import scheduler  # noqa: E402
-from rose.coordinator import (
-    journal,  # noqa: E402
-    replay,  # noqa: E402
-)
-from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.protocol import unpack_tokens  # noqa: E402
+from rose import config as cfg
+from rose import scheduler
+from rose.coordinator import journal, replay
+from rose.observe.metrics import read_metrics, rows_of
+from rose.protocol import unpack_tokens
 
 SMALL = (
     "trainer.steps=1000000",
@@ -174,7 +171,8 @@ class Storm:
                     return [f"the run ended in the storm: {self.ended()}"]
                 if time.monotonic() - self.last_join > JOIN_S:
                     return [
-                        f"no rank joined for {JOIN_S:g} s: {tail(self.alive[0].log) if self.alive else ''}"
+                        f"no rank joined for {JOIN_S:g} s: "
+                        f"{tail(self.alive[0].log) if self.alive else ''}"
                     ]
                 while len(self.alive) < self.lenders:
                     log = self.run_dir.parent / f"lender-{number}.log"
@@ -187,7 +185,8 @@ class Storm:
             for lender in list(self.alive):
                 self._kill(lender, whole=True)
         print(
-            f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed on their way in"
+            f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed "
+            "on their way in"
         )
         return []
 
@@ -271,7 +270,8 @@ def check(run_dir: Path) -> list[str]:
                 wrong.append(f"{t.id} has fields of different lengths")
             elif (versions[made] != step - 1).any():
                 wrong.append(
-                    f"{t.id} of step {step} has tokens of versions {sorted(set(versions[made].tolist()))}"
+                    f"{t.id} of step {step} has tokens of versions "
+                    f"{sorted(set(versions[made].tolist()))}"
                 )
     for path in attempts:
         try:
@@ -291,7 +291,8 @@ def losses(run_dir: Path, killed: dict[str, float]) -> list[str]:
     took = [noticed[worker] - at for worker, at in killed.items() if worker in noticed]
     if took:
         print(
-            f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to {max(took):.2f} s"
+            f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to "
+            f"{max(took):.2f} s"
         )
     end = max((row["time"] for row in read_metrics(run_dir)), default=0.0)
     return [

@@ -160,7 +160,8 @@ def row(name: str, results: list[Result], baseline: float) -> float:
     print(
         f"| {name} | {seconds:.1f} | {seconds / (baseline or seconds):.2f} | "
         f"{trained / sum(r.steps[-1].ended for r in results):.0f} | "
-        f"{sum(r.counts.dropped_tokens for r in results) / trained:.2f} | {np.mean(stale):.2f} ({max(stale)}) |",
+        f"{sum(r.counts.dropped_tokens for r in results) / trained:.2f} | {np.mean(stale):.2f} "
+        f"({max(stale)}) |",
         flush=True,
     )
     return seconds
@@ -168,7 +169,8 @@ def row(name: str, results: list[Result], baseline: float) -> float:
 
 def table(title: str, rows: list[tuple[str, list[Result]]]) -> None:
     print(
-        f"\n{title}\n\n| policy | s per step | of the first | trained tokens/s | dropped per trained token | "
+        f"\n{title}\n\n| policy | s per step | of the first | trained tokens/s | dropped per "
+        "trained token | "
         "staleness, mean (most) |\n|---|---|---|---|---|---|"
     )
     baseline = 0.0

@@ -33,14 +33,14 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-import msgspec  # noqa: E402
-import yaml  # noqa: E402
-from reproduce_rose import SETTINGS, composed, outcomes_of, put, read_csv, write_csv  # noqa: E402
+import msgspec
+import yaml
+from reproduce_rose import SETTINGS, composed, outcomes_of, put, read_csv, write_csv
 
-from rose.config import Config, Policy, Scheduler, SimSystem  # noqa: E402
-from rose.sim.study import runs, table  # noqa: E402
-from rose.sim.study.gains import Interval, gain  # noqa: E402
-from rose.sim.study.outcome import Outcome, by_system, mean, values  # noqa: E402
+from rose.config import Config, Policy, Scheduler, SimSystem
+from rose.sim.study import runs, table
+from rose.sim.study.gains import Interval, gain
+from rose.sim.study.outcome import Outcome, by_system, mean, values
 
 CONF = REPOSITORY / "conf" / "scheduler"
 FILE = "policies_search.csv"
@@ -192,7 +192,8 @@ def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) ->
     for kind, names in only.items():
         if unknown := [name for name in names if name not in KINDS[kind]]:
             raise SystemExit(
-                f"{kind}={','.join(unknown)}: not in this search; there are {', '.join(KINDS[kind])}"
+                f"{kind}={','.join(unknown)}: not in this search; there are "
+                f"{', '.join(KINDS[kind])}"
             )
     each = [
         [
@@ -310,7 +311,8 @@ def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
 
     mine = points(row)
     return not any(
-        points(other) != mine and all(a <= b for a, b in zip(points(other), mine)) for other in rows
+        points(other) != mine and all(a <= b for a, b in zip(points(other), mine, strict=False))
+        for other in rows
     )
 
 
@@ -362,7 +364,8 @@ def words(rows: Sequence[dict[str, str]]) -> str:
     """The last round of policies_search.csv as a table of Markdown: the front, and what has a
     name."""
     lines = [
-        "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | step, s | "
+        "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | "
+        "step, s | "
         "staleness: mean, largest | dropped | on the front |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -385,7 +388,8 @@ def words(rows: Sequence[dict[str, str]]) -> str:
                 "" if row["divided"] == "1" else f", 1/{row['divided']} of it, {row['seeds']} seed"
             )
             lines.append(
-                f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | {over} | "
+                f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | "
+                f"{over} | "
                 f"{float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
                 f"{float(row['staleness_max']):.0f} | {float(row['dropped']):.1%} | "
                 f"{'yes' if row['front'] == '1' else ''} |"
@@ -409,7 +413,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     if given:
         print(
-            f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out and draw are "
+            f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out "
+            "and draw are "
             "known",
             file=sys.stderr,
         )

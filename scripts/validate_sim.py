@@ -149,7 +149,9 @@ def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
         steps = engine_steps(log)
         logs.append(log.with_suffix(".whole"))
         between_included(steps, windows, logs[-1])
-        for found, all_of_them in zip(ways(live, entries, steps, windows), (there, back)):
+        for found, all_of_them in zip(
+            ways(live, entries, steps, windows), (there, back), strict=False
+        ):
             all_of_them += found
         pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
@@ -178,10 +180,10 @@ def between_included(steps: list[dict], windows: list[Window], out: Path) -> Non
     """A log of the windows' steps, with each step of decodes beginning where the one before ended:
     such requests were there, and what lay between was the engine's own work. Other steps get the
     median of that."""
-    gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:]) if b["decodes"]]
+    gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:], strict=False) if b["decodes"]]
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w") as file:
-        for before, step in zip(steps, steps[1:]):
+        for before, step in zip(steps, steps[1:], strict=False):
             if any(
                 window.begin <= step["start"] and step["wall"] <= window.end for window in windows
             ):
@@ -357,16 +359,19 @@ def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> N
             table.add_column(column, justify="right")
     for name, sim, live, (low, high) in rows:
         cells = []
-        for field, a, b in zip(Figures._fields, sim, live):
+        for field, a, b in zip(Figures._fields, sim, live, strict=False):
             spread = f" ({low:.2f} to {high:.2f})" if field == "step" else ""
             cells += [f"{a:.2f}", f"{b:.2f}{spread}", f"{100 * (a / b - 1):+.0f}%"]
         table.add_row(name, *cells)
     console.print(table)
     c = profile.step
     console.print(
-        f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, {1e3 * c.c3:.3f} ms per "
-        f"decode (mean error of a step {100 * profile.error:.0f}%); trainer {profile.phases.step_s:.2f} s + "
-        f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way to an "
+        f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, "
+        f"{1e3 * c.c3:.3f} ms per "
+        f"decode (mean error of a step {100 * profile.error:.0f}%); trainer "
+        f"{profile.phases.step_s:.2f} s + "
+        f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way "
+        "to an "
         f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; "
         f"{sum(map(len, profile.groups))} episodes"
     )
@@ -389,7 +394,14 @@ def write_csv(path: Path, rows: list[Row]) -> None:
         )
         for name, sim, live, spread in rows:
             out.writerow(
-                [name, *(f"{value:.4f}" for pair in (*zip(sim, live), spread) for value in pair)]
+                [
+                    name,
+                    *(
+                        f"{value:.4f}"
+                        for pair in (*zip(sim, live, strict=False), spread)
+                        for value in pair
+                    ),
+                ]
             )
 
 

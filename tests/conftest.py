@@ -19,13 +19,13 @@ for name, value in CPU_VARIABLES.items():
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
-from disk import Disk  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from hypothesis import settings  # noqa: E402
-from omegaconf import DictConfig, OmegaConf  # noqa: E402
+import pytest
+from disk import Disk
+from hydra import compose, initialize_config_dir
+from hypothesis import settings
+from omegaconf import DictConfig, OmegaConf
 
-from rose import config as configuration  # noqa: E402
+from rose import config as configuration
 
 # Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure
 # is one of the commit that has it. Others are drawn with --hypothesis-profile=default.

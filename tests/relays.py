@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import threading
+from contextlib import suppress
 
 import urllib3
 from aiohttp import web
@@ -109,7 +110,5 @@ class Cutting:
         except OSError:
             pass
         for end in (source, sink):
-            try:
+            with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass

@@ -48,7 +48,7 @@ def caches(draw) -> Layout:
 def spans_of(layout: Layout, block: int) -> list[tuple[int, int]]:
     return [
         (start + block * stride, start + (block + 1) * stride)
-        for start, stride in zip(layout.starts, layout.strides)
+        for start, stride in zip(layout.starts, layout.strides, strict=False)
     ]
 
 

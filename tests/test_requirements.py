@@ -18,7 +18,7 @@ def lock(name):
     )
     return {
         re.sub(r"[._-]+", "-", package).lower(): version
-        for package, version in (l.split("==") for l in lines)
+        for package, version in (line.split("==") for line in lines)
     }
 
 

@@ -18,14 +18,18 @@ def write(tmp_path):
 
 NAMED = "1000,add,a\n1000,add,b\n4000,remove,a\n5000,add,a\n11000,remove,b\n"
 COUNTED = (
-    "2021-12-11, 11:00:00, 2\n2021-12-11, 11:00:10, 3\n2021-12-11, 11:00:30, 3\n2021-12-11, 11:00:40, 1\n"
+    "2021-12-11, 11:00:00, 2\n2021-12-11, 11:00:10, 3\n2021-12-11, 11:00:30, 3\n2021-12-11, "
+    "11:00:40, 1\n"
     "2021-12-11, 11:01:00, 1\n"
 )
 
 
 def test_named_instances_are_there_from_being_added_until_removed_and_may_come_back(write):
     pool = spot.read(write(NAMED))
-    assert list(zip(pool.begin, pool.end)) == [(0, 3), (0, 10), (4, 10)] and pool.seconds == 10
+    assert (
+        list(zip(pool.begin, pool.end, strict=False)) == [(0, 3), (0, 10), (4, 10)]
+        and pool.seconds == 10
+    )
     assert pool.count(np.array([0, 2.9, 3, 4, 9.9, 10])).tolist() == [2, 2, 1, 2, 2, 0]
     assert [values.tolist() for values in pool.changes] == [[0, 3, 4], [2, 1, 2]]
 
@@ -86,9 +90,11 @@ def test_a_bad_file_is_refused_with_line_and_column(write, text, said):
 def test_a_slice_counts_from_its_start_and_a_limit_takes_no_more_than_there_is_room_for():
     pool = Availability(np.array([0.0, 0.0, 4.0]), np.array([3.0, 10.0, 10.0]), 10.0)
     cut = pool.slice(2, 5)
-    assert list(zip(cut.begin, cut.end)) == [(0, 1), (0, 5), (2, 5)] and cut.seconds == 5
+    assert (
+        list(zip(cut.begin, cut.end, strict=False)) == [(0, 1), (0, 5), (2, 5)] and cut.seconds == 5
+    )
     small = pool.limited(1)
-    assert list(zip(small.begin, small.end)) == [(0, 3), (4, 10)]
+    assert list(zip(small.begin, small.end, strict=False)) == [(0, 3), (4, 10)]
 
 
 def test_a_made_pool_has_the_lifetimes_and_the_bulk_asked_for_and_the_seed_decides():

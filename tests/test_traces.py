@@ -181,7 +181,8 @@ def test_a_time_of_azures_later_traces_may_name_utc(write):
             "line 1, column timestamp: nan is no time",
         ),
         (
-            '{"timestamp": 2, "input_length": 5, "output_length": 1}\n{"timestamp": 1, "input_length": 5, "output_length": 1}',
+            '{"timestamp": 2, "input_length": 5, "output_length": 1}\n{"timestamp": 1, '
+            '"input_length": 5, "output_length": 1}',
             "line 2, column timestamp: 1 is before the time of the line above",
         ),
         (

@@ -152,7 +152,8 @@ class ChatFormat:
         if end is None:
             raise self._error(
                 f"its chat template ends an answer with {between[:30]!r}, which is none of its "
-                f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in generation_config.json"
+                f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in "
+                "generation_config.json"
             )
         before, _, after = between[len(end) :].partition(OBSERVATION)
         return end, before, after

@@ -292,7 +292,9 @@ def _checked(result: TurnResult, turn: str, most: int):
         or not 1 <= len(tokens) <= most
     ):
         raise ValueError(
-            f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens "
-            f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of versions"
+            f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} "
+            "tokens "
+            f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of "
+            "versions"
         )
     return tokens

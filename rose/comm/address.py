@@ -275,7 +275,8 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     if interface is not None and interface not in found:
         raise RendezvousError(
-            f"cluster.interface={interface!r}: {socket.gethostname()} has no such interface; it has "
+            f"cluster.interface={interface!r}: {socket.gethostname()} has no such interface; it "
+            "has "
             f"{', '.join(sorted(found))}"
         )
     listed = [
@@ -331,7 +332,8 @@ def _unreachable(
         ranks.append(f"  rank {rank} on {host.name} with {host.listing()}: reached {found}")
     asked = f"cluster.interface={interface!r}" if interface else "cluster.interface=NAME"
     return (
-        f"no address of {hosts[0].name} can be reached by all {len(hosts)} ranks (tried {tried}, {REACH_S:g} s "
+        f"no address of {hosts[0].name} can be reached by all {len(hosts)} ranks (tried {tried}, "
+        f"{REACH_S:g} s "
         f"each):\n"
         + "\n".join(ranks)
         + f"\nGive an interface of a network that these hosts share ({asked}), and "

@@ -10,7 +10,7 @@ instruction.
 The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from
 the last of these on: a rank that dies in between costs nothing. Left out: what is said afterwards
 (rose/coordinator/borrowed.py).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ class Door:
             protocol = content.get("protocol") if isinstance(content, dict) else None
             if protocol != PROTOCOL_VERSION:  # another version's ask may have other fields
                 return (
-                    f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start the serving job "
+                    f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start "
+                    "the serving job "
                     "with the run's own release of ROSE"
                 )
             ask = msgspec.convert(content, Ask)
@@ -183,7 +184,8 @@ def endpoint(run_dir: Path) -> Endpoint | None:
         return None
     except PermissionError:
         raise JoinError(
-            f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs as the "
+            f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs "
+            "as the "
             "user whose training it joins",
             temporary=False,
         ) from None
@@ -191,7 +193,8 @@ def endpoint(run_dir: Path) -> Endpoint | None:
         raise JoinError(f"{path}: {error}", temporary=True) from None
     if found.protocol != PROTOCOL_VERSION:
         raise JoinError(
-            f"{path}: the run speaks protocol version {found.protocol}, this process {PROTOCOL_VERSION}; "
+            f"{path}: the run speaks protocol version {found.protocol}, this process "
+            f"{PROTOCOL_VERSION}; "
             "use one release of ROSE for both",
             temporary=False,
         )
@@ -223,7 +226,8 @@ class Application:
             )
         except OSError as error:
             raise JoinError(
-                f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not writable "
+                f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not "
+                "writable "
                 "here",
                 temporary=True,
             ) from None
@@ -232,7 +236,8 @@ class Application:
             if time.monotonic() > end:
                 self.withdraw()
                 raise JoinError(
-                    f"{self.folder.parent}: no answer within {deadline_s:g} s; the run is gone or stuck",
+                    f"{self.folder.parent}: no answer within {deadline_s:g} s; the run is gone or "
+                    "stuck",
                     temporary=True,
                 )
             time.sleep(POLL_S)
@@ -259,7 +264,8 @@ class Application:
         except (MPI.Exception, OSError) as error:
             words = " ".join(str(error).split())[:200]
             raise JoinError(
-                f"{self.folder.parent}: no connection to its coordinator within {CONNECT_S} s ({words})",
+                f"{self.folder.parent}: no connection to its coordinator within {CONNECT_S} s "
+                f"({words})",
                 temporary=True,
             ) from None
         finally:

@@ -9,7 +9,7 @@ bytes; the first to the coordinator is the MPI port. An empty one from it says t
 (accepting takes a whole core, so not before), the answer that it is here. By mpiexec, because to
 MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one
 runs for each rank.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def encode(message: Message) -> bytes:
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(
-            f"{type(message).__name__} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} travel at once"
+            f"{type(message).__name__} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} travel "
+            "at once"
         )
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body)) + body
 
@@ -44,7 +45,8 @@ def promised(data: bytes | bytearray | memoryview) -> int:
         raise WireError(f"a message begins with {_MAGIC!r}, this one with {bytes(magic)!r}")
     if version != PROTOCOL_VERSION:
         raise WireError(
-            f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one release"
+            f"the peer speaks protocol version {version}, this rank {PROTOCOL_VERSION}; run one "
+            "release"
         )
     if length > MAX_MESSAGE_BYTES:
         raise WireError(

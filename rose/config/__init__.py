@@ -119,7 +119,8 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
     for name in members if isinstance(members, dict) else ():
         if errors.value_at(members, f"{name}.name") == MIXTURE:
             raise ConfigError(
-                f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its members"
+                f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its "
+                "members"
             )
     return MixedConfig
 

@@ -95,13 +95,15 @@ def _check_values(c: Config, need: Need) -> None:
         need(
             name.replace("-", "_") not in OTHER_WEIGHTS,
             f"rollout.engine_args.{name}",
-            "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or otherwise converted ones "
+            "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or "
+            "otherwise converted ones "
             "can't be updated",
         )
         need(
             c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS,
             f"rollout.engine_args.{name}",
-            "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so (vllm-project/vllm "
+            "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
+            "(vllm-project/vllm "
             "issue 55005): leave it out, or run on GPUs",
         )
     relay = c.transfer.relay
@@ -141,7 +143,8 @@ def _check_serving(s: Serving, need: Need) -> None:
     need(
         online.max_batched_tokens >= online.max_sequences,
         "serving.online.max_batched_tokens",
-        f"at least serving.online.max_sequences={online.max_sequences}: each takes one token of a step",
+        f"at least serving.online.max_sequences={online.max_sequences}: each takes one token of a "
+        "step",
     )
     for name in online.engine_args:
         need(
@@ -169,7 +172,8 @@ def _check_serving(s: Serving, need: Need) -> None:
     need(
         lending.stale_after_s >= SHORTEST_STALE_S,
         "serving.lending.stale_after_s",
-        f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later on a busy machine",
+        f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later "
+        "on a busy machine",
     )
     _check_hours(lending.hours, need)
 
@@ -231,13 +235,15 @@ def _check_batch(c: Config, need: Need) -> None:
     need(
         c.rollout.group_size > 1 or not relative or c.mode != "train",
         "rollout.group_size",
-        f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each other, and learns "
+        f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each "
+        "other, and learns "
         "nothing from one alone; algorithm=reinforce_pp does without groups",
     )
     need(
         c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,
         "trainer.batch_size",
-        f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each of "
+        f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each "
+        "of "
         f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
     )
     need(
@@ -273,7 +279,8 @@ def _check_machine(c: Config, need: Need) -> None:
     need(
         c.trainer.dtype == "float32" or c.trainer.zero_stage != 1,
         "trainer.zero_stage",
-        f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another optimizer, whose shards can't "
+        f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another "
+        "optimizer, whose shards can't "
         "be published; 2 shares the same states and needs no more memory",
     )
     _check_gpus(c, engines, need)
@@ -282,7 +289,8 @@ def _check_machine(c: Config, need: Need) -> None:
     need(
         c.cluster.slots is None or ranks <= c.cluster.slots,
         "cluster.slots",
-        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} trainer + "
+        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} "
+        "trainer + "
         f"{engines} rollout); raise it or run fewer",
     )
     need(
@@ -301,7 +309,8 @@ def _check_machine(c: Config, need: Need) -> None:
             c.cluster.mpi.join,
             "cluster.mpi.join",
             f"with {c.cluster.mpi.name} no rank can join, and scheduler."
-            f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or scheduler/provisioning=fixed",
+            f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or "
+            "scheduler/provisioning=fixed",
         )
         need(
             c.borrows,
@@ -327,7 +336,8 @@ def _check_gpus(c: Config, engines: int, need: Need) -> None:
     )
     gpus = max(ranks, of_engines) if shared else ranks + of_engines
     parts = (
-        f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x rollout.tensor_parallel="
+        f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x "
+        "rollout.tensor_parallel="
         f"{c.rollout.tensor_parallel}"
     )
     remedy = "raise it, or lower trainer.ranks or rollout.workers"
@@ -348,7 +358,8 @@ def _check_colocation(c: Config, need: Need) -> None:
     need(
         batching == "synchronous",
         "scheduler.batching.name",
-        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer trains; "
+        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer "
+        "trains; "
         "scheduler/batching=synchronous, or two GPUs and colocate=false",
     )
     need(
@@ -398,7 +409,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         need(
             not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
             f"cluster.slurm.{name}.gpus_per_node",
-            f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise cluster.slurm.{name}.nodes={nodes}",
+            f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise "
+            f"cluster.slurm.{name}.nodes={nodes}",
         )
     need(
         c.cluster.slurm.borrowed.nodes in (None, 1),
@@ -464,7 +476,8 @@ def check_model(c: Config, shape: ModelShape) -> None:
         )
     if shape.intermediate % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} of "
+            f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} "
+            "of "
             f"model {c.model.name}"
         )
     if c.cluster.gpus == 0 and tp > 1:

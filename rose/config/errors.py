@@ -58,12 +58,18 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
         meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
         return f"{full}={value_at(tree, full)!r}: no such key; {meant}"
     if missing:
-        return f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in conf/"
+        return (
+            f"{'.'.join(filter(None, [key, missing.group(1)]))}: missing; it has no default in "
+            "conf/"
+        )
     if text.startswith("Invalid enum value"):
         choices = ", ".join(map(str, get_args(_type(key, root))))
         return f"{key}={value_at(tree, key)!r}: no such choice; one of {choices}"
     if in_dictionary and text.startswith("Expected `str`"):  # such as cluster.env
-        return f"{key}={value_at(tree, key)!r}: must be text; put it in quotes: '+{key}=\"{value_at(tree, key)}\"'"
+        return (
+            f"{key}={value_at(tree, key)!r}: must be text; put it in quotes: "
+            f"'+{key}=\"{value_at(tree, key)}\"'"
+        )
     null = ", or null" if " >" in text and type(None) in get_args(_type(key, root)) else ""
     return f"{key}={value_at(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
 

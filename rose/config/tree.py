@@ -204,7 +204,8 @@ class Transfer(Section):
     relay_token_file: str | None
     threads: (
         Count | None
-        # that encode or decode; null: the trainer's or the engine's, or rose.processes.usable_threads
+        # that encode or decode; null: the trainer's or the engine's, or
+        # rose.processes.usable_threads
     )
     # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
     mirror_gib: Positive
@@ -418,8 +419,10 @@ class Config(Section):
         if self.borrows or not self._would_borrow:
             return ""
         return (
-            f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so the run has its "
-            f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is meant"
+            f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so "
+            "the run has its "
+            f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is "
+            "meant"
         )
 
     @property

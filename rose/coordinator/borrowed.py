@@ -143,7 +143,9 @@ class Borrowed:
             answer = {"reason": ask}
         elif len(self._ranks) >= self._config.max_ranks:
             answer = {
-                "reason": f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)",
+                "reason": (
+                    f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)"
+                ),
                 "temporary": True,
             }
         if answer:
@@ -238,14 +240,16 @@ class Borrowed:
         somebody further on."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(
-                f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens"
+                f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV "
+                "tokens"
             )
         if isinstance(message, p.WorkerCapacity) and not (
             min(message.max_sequences, message.kv_tokens) >= 0
             and -1 <= message.expected_s < float("inf")
         ):
             raise ValueError(
-                f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV tokens, "
+                f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV "
+                "tokens, "
                 f"more in {message.expected_s:g} s"
             )
         if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
@@ -255,7 +259,8 @@ class Borrowed:
         tokens, logprobs = p.unpack_tokens(message.tokens), p.unpack_floats(message.logprobs)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             raise ValueError(
-                f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
+                f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the "
+                "vocabulary of "
                 f"{self._vocabulary}"
             )
         if not np.isfinite(logprobs).all() or (logprobs > 0).any():

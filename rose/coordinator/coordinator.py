@@ -12,6 +12,7 @@ import asyncio
 import copy
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ class Coordinator:
                     await self._save_if_idle(deadline_s)
             except TimeoutError:
                 raise RunFailed(
-                    f"step {self.step} was not saved within {deadline_s:g} s, half of the time to stop "
+                    f"step {self.step} was not saved within {deadline_s:g} s, half of the time to "
+                    "stop "
                     "(cluster.stop_timeout_s)"
                 ) from None
             raise
@@ -252,7 +254,8 @@ class Coordinator:
                 lambda: len(self.trained) == c.ranks,
                 c.step_timeout_s,
                 lambda: (
-                    f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}"
+                    f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of "
+                    f"{c.ranks}"
                 ),
             )
         return dict(self.trained)
@@ -340,7 +343,8 @@ class Coordinator:
             while (found := checkpoint.saved(saving.folder)) < wanted:
                 if time.monotonic() - saving.began > deadline_s:
                     raise RunFailed(
-                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: {found} of "
+                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
+                        f"{found} of "
                         f"{wanted} saved"
                     )
                 await asyncio.sleep(SAVED_S)
@@ -394,7 +398,8 @@ class Coordinator:
             lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
             self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
             lambda: (
-                f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}"
+                f"version {self.hub.version} in "
+                f"{', '.join(self.hub.stale_workers()) or 'any engine'}"
             ),
         )
 
@@ -411,7 +416,8 @@ class Coordinator:
             lambda: time.time() - self.hub.heard_at,
             patience,
             lambda: (
-                f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns are open, "
+                f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
+                "are open, "
                 f"{self.scheduler.waiting} of them unassigned"
             ),
         )

@@ -68,7 +68,8 @@ class Ledger:
         count = len(message.tokens) // 4
         if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:
             raise ValueError(
-                f"turn {message.turn}: {len(message.tokens)} bytes of tokens with {len(message.logprobs)} "
+                f"turn {message.turn}: {len(message.tokens)} bytes of tokens with "
+                f"{len(message.logprobs)} "
                 "of "
                 "log-probabilities; both have 4 for each token"
             )

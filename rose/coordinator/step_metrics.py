@@ -128,4 +128,4 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
         edges.append(int(edges[-1] * 1.25) + 1)
     # responses of up to `edge` tokens
     counts, _ = np.histogram(lengths, bins=[-1, *(edge + 0.5 for edge in edges)])
-    return [[edge, int(n)] for edge, n in zip(edges, counts)]
+    return [[edge, int(n)] for edge, n in zip(edges, counts, strict=False)]

@@ -276,7 +276,8 @@ class TurnHub:
         if before is not None:
             self.workers[m.worker].restarts(before)
         print(
-            f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
+            f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start "
+            f"{m.incarnation}",
             flush=True,
         )
         self.feed(

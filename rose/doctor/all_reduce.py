@@ -5,7 +5,7 @@
 Says {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes /
 seconds, so that it compares with the links' speed for any number of ranks n. Left out: between
 nodes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TIMEOUT = timedelta(seconds=30)
 def main(backend: str, ranks: int) -> None:
     if backend == "nccl" and torch.cuda.device_count() < ranks:
         sys.exit(
-            f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none for this driver"
+            f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none "
+            "for this driver"
         )
     with tempfile.TemporaryDirectory(
         prefix="rose-doctor-"

@@ -4,7 +4,7 @@
 
 `nvidia-smi` tells of the driver, a process of its own of what torch makes of it. Left out: whether
 they compute right and how fast (scripts/gpu_check.py), and NCCL (all_reduce.py).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
                     "failed" if wanted else "warning",
                     PART,
                     none + words,
-                    "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a driver "
+                    "nvidia-smi must list them (a container needs --nv or its like; a reboot mends "
+                    "a driver "
                     "that was just updated), or use cluster=local",
                 ),
                 room,
@@ -164,7 +165,8 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
             PART,
             f"{words}; GPU {sliced[0]} is cut into MIG slices",
             "NCCL connects no slices: "
-            "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 undoes it",
+            "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 "
+            "undoes it",
         )
     if least.free_mib < FREE_SHARE * least.total_mib:
         return Finding(
@@ -192,7 +194,8 @@ def named(wanted: int) -> list[Finding]:
             "failed",
             f"{gpus.VARIABLE}={variable}",
             f"names {len(names)} GPUs; the run wants {wanted}",
-            "name as many or unset it, or lower cluster.gpus with trainer.ranks and rollout.workers",
+            "name as many or unset it, or lower cluster.gpus with trainer.ranks and "
+            "rollout.workers",
         )
     ]
 
@@ -227,9 +230,11 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
         )
         return Finding("ok", part, f"{words}; torch computes on {view['count']}{by}")
     remedy = (
-        f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its cuda-compat package"
+        f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its "
+        "cuda-compat package"
         if too_old
-        else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an NVSwitch box "
+        else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for "
+        "an NVSwitch box "
         "nvidia-fabricmanager must run in the driver's version"
     )
     return Finding("failed", part, f"{words}; torch: {view['error']}", remedy)
@@ -301,7 +306,8 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
         return Finding(
             "warning",
             part,
-            f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each rollout "
+            f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each "
+            "rollout "
             "rank)",
             "lower transfer.mirror_gib: what is more, ranks read from files; or enlarge /dev/shm",
         )

@@ -75,7 +75,8 @@ class Child:
     """A process whose words are read while it runs, and that does not outlive the `with`."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         self._process = subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err
         )

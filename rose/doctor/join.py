@@ -25,7 +25,10 @@ PART = "join and survive a killed peer"
 QUEUE_S = 15  # of each job; plain ones start as soon as there is room
 OPEN_S = 20.0
 LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
-REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without borrowed ranks"
+REMEDY = (
+    "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without "
+    "borrowed ranks"
+)
 STAGES = (
     ("joined", 1, "no rank could join"),
     ("heard", 1, "a rank joined, and no message of it came"),
@@ -68,7 +71,8 @@ def _join(
             "warning",
             PART,
             f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})",
-            "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout ranks only",
+            "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout "
+            "ranks only",
         )
     if folder is None:
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
@@ -125,7 +129,8 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
     after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
     words = (
         f"one of {there} joined {here} ({after}), was killed, which was noticed "
-        f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and left"
+        f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and "
+        "left"
     )
     if two_nodes and here == there:
         return Finding(

@@ -89,7 +89,8 @@ def files(done: Ended, folder: Path) -> Finding:
             "failed",
             PART,
             f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s",
-            f"give an output_dir (--folder) on a file system that all nodes share; {folder} is none",
+            f"give an output_dir (--folder) on a file system that all nodes share; {folder} is "
+            "none",
         )
     if len(said) < 2:
         return Finding(

@@ -163,5 +163,5 @@ class Activation:
 
 def _moved(found: list[list[float]]) -> Moved:
     """Of the workers' (given back, free, total)."""
-    given, free, total = zip(*found)
+    given, free, total = zip(*found, strict=False)
     return Moved(min(given, key=abs), min(free), min(total))

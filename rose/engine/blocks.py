@@ -56,12 +56,14 @@ def layout_of(kv_cache, name: str) -> Layout:
     groups = len(kv_cache.kv_cache_groups)
     if groups != 1:
         raise ValueError(
-            f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share bytes; "
+            f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share "
+            "bytes; "
             "KV memory can be lent for models with one group of attention layers"
         )
     if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
         raise ValueError(
-            "the model's KV cache is not made of attention layers: its memory can't be lent by block"
+            "the model's KV cache is not made of attention layers: its memory can't be lent by "
+            "block"
         )
     tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
     if any(tensor.host_resident for tensor in tensors):
@@ -78,17 +80,21 @@ def layout_of(kv_cache, name: str) -> Layout:
         }
     else:
         raise ValueError(
-            f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to one "
+            f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to "
+            "one "
             "that begins with LB or B, as LBNHC"
         )
     return _checked(Layout(tensors[0].size, blocks, tuple(spans), tuple(spans.values())))
 
 
 def _checked(layout: Layout) -> Layout:
-    ends = [start + layout.blocks * stride for start, stride in zip(layout.starts, layout.strides)]
+    ends = [
+        start + layout.blocks * stride
+        for start, stride in zip(layout.starts, layout.strides, strict=False)
+    ]
     order = np.argsort(layout.starts)
     if (
-        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:]))
+        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:], strict=False))
         or max(ends) > layout.nbytes
     ):
         raise ValueError(f"KV cache regions overlap or leave its {layout.nbytes} bytes: {layout}")
@@ -176,7 +182,7 @@ class BlockMemory:
         """Count the spans of these runs in or out; the pages that thereby got their first, or lost
         their last."""
         page, turned = self.pool.page, []
-        for start, stride in zip(self.layout.starts, self.layout.strides):
+        for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:
                 first, last = (start + low * stride) // page, (start + high * stride - 1) // page
                 begins = np.arange(first, last + 1) * page - start
@@ -199,7 +205,7 @@ def _ranges(numbers: np.ndarray, unit: int) -> Ranges:
         return []
     cuts = np.flatnonzero(np.diff(numbers) != 1)
     starts, ends = numbers[np.r_[0, cuts + 1]], numbers[np.r_[cuts, numbers.size - 1]] + 1
-    return [(int(low) * unit, int(high) * unit) for low, high in zip(starts, ends)]
+    return [(int(low) * unit, int(high) * unit) for low, high in zip(starts, ends, strict=False)]
 
 
 def _total(ranges: Ranges) -> int:

@@ -40,7 +40,8 @@ class Headroom:
             yield
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"vLLM's profile run, a step of the largest size, found too little GPU memory beside the "
+                "vLLM's profile run, a step of the largest size, found too little GPU memory "
+                "beside the "
                 f"weights; {self._remedy()}"
             ) from error
         peak, lasting = (
@@ -62,16 +63,21 @@ class Headroom:
         if left < spare:
             torch.cuda.empty_cache()
             raise RuntimeError(
-                f"the steps of this engine take {self.nbytes / GIB:.2f} GiB of GPU memory beside weights "
-                f"and KV cache (measured in vLLM's profile run), and {spare / GIB:.2f} must stay free; "
+                f"the steps of this engine take {self.nbytes / GIB:.2f} GiB of GPU memory beside "
+                "weights "
+                f"and KV cache (measured in vLLM's profile run), and {spare / GIB:.2f} must stay "
+                "free; "
                 f"{self._remedy()}"
             )
 
     def _remedy(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)
         return (
-            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free on {self.device}, which another engine may share. "
-            "Lower serving.online.kv_cache_gib or serving.lending.kv_gib, the KV cache of both, or this engine's "
-            "max_batched_tokens and max_sequences (the online server's: serving.online.*, the rollout engine's: "
+            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free on {self.device}, which another "
+            "engine may share. "
+            "Lower serving.online.kv_cache_gib or serving.lending.kv_gib, the KV cache of both, or "
+            "this engine's "
+            "max_batched_tokens and max_sequences (the online server's: serving.online.*, the "
+            "rollout engine's: "
             "rollout.*)"
         )

@@ -36,7 +36,8 @@ class InactiveWorker:
         on_cpu = self.device.type == "cpu"
         if not on_cpu and not self.model_config.enable_sleep_mode:
             raise RuntimeError(
-                "the engine was started without enable_sleep_mode, so its weights can't be given back"
+                "the engine was started without enable_sleep_mode, so its weights can't be given "
+                "back"
             )
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
@@ -69,7 +70,8 @@ class InactiveWorker:
         if found != self._rose_initial:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
             raise RuntimeError(
-                f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are not "
+                f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are "
+                "not "
                 f"what they were before, first {wrong[0]}; did the folder change?"
             )
 

@@ -49,7 +49,7 @@ def cuts(
                 place = slices(name, shape, model, rank, degree)
             except ValueError:
                 break
-            for axis, part in zip(found, place.source if place else ()):
+            for axis, part in zip(found, place.source if place else (), strict=False):
                 axis.update((part.start, part.stop))
     return sorted(found[0]), sorted(found[1])
 

@@ -210,7 +210,8 @@ class Engine(Activation, Staging):
         if sampling.seed is not None and not self._takes_seeds:
             raise EngineError(
                 f"turn {turn_id} has a sampling seed, which vLLM on CPU takes only without chunked "
-                "prefill; use deterministic=true or rollout.engine_args.enable_chunked_prefill=false"
+                "prefill; use deterministic=true or "
+                "rollout.engine_args.enable_chunked_prefill=false"
             )
         turn = self._turns[turn_id] = _Turn("")
         prompt = protocol.unpack_tokens(tokens).tolist()
@@ -320,7 +321,7 @@ class Engine(Activation, Staging):
             (start - made, int(label)) for label, start in starts if label != "default"
         ]
         found = []
-        for (low, label), (high, _) in zip(begins, [*begins[1:], (count, 0)]):
+        for (low, label), (high, _) in zip(begins, [*begins[1:], (count, 0)], strict=False):
             low, high = max(low, 0), min(max(high, 0), count)
             if low < high:
                 found.append((low, high, label))

@@ -24,8 +24,8 @@ from rose.memory import Ranges
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 SPARE = (
     2**28
-    # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow a
-    # little
+    # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow
+    # a little
 )
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -193,8 +193,10 @@ class PagePool:
         available = self._driver.available()
         if available - nbytes < self._spare:
             raise MemoryError(
-                f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the GPU's "
-                f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} mapped"
+                f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the "
+                "GPU's "
+                f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} "
+                "mapped"
             )
 
     def _back(self, offset: int) -> None:
@@ -213,7 +215,8 @@ class PagePool:
             if error.code != OUT_OF_MEMORY:
                 raise
             raise MemoryError(
-                f"no GPU memory for another page of {self.page} bytes of KV cache ({self.mapped_bytes} of "
+                f"no GPU memory for another page of {self.page} bytes of KV cache "
+                f"({self.mapped_bytes} of "
                 f"{self.nbytes} are mapped): {error}"
             ) from error
 
@@ -229,7 +232,8 @@ class PagePool:
         for low, high in ranges:
             if not 0 <= low <= high <= self.nbytes or low % self.page or high % self.page:
                 raise ValueError(
-                    f"[{low}, {high}) is not a range of whole pages of {self.page} bytes in a pool of "
+                    f"[{low}, {high}) is not a range of whole pages of {self.page} bytes in a pool "
+                    "of "
                     f"{self.nbytes}"
                 )
         return ranges

@@ -249,7 +249,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             # their padding is nobody's
             if count < wanted and not (parameter in EMBEDDINGS and count):
                 raise TransferError(
-                    f"the store's tensors fill {count} of {wanted} values of the engine's parameter "
+                    f"the store's tensors fill {count} of {wanted} values of the engine's "
+                    "parameter "
                     f"{parameter}"
                 )
         return places

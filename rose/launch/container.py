@@ -81,7 +81,8 @@ def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
         if {",", ":"} & set(str(path)):
             raise ConfigError(
                 f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "
-                f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without them"
+                f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without "
+                "them"
             )
     return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
 

@@ -28,7 +28,8 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override}: can't be read as key=value ({_first_line(error)}); put quotes around a value with "
+            f"{error.override}: can't be read as key=value ({_first_line(error)}); put quotes "
+            "around a value with "
             "special characters, for example 'key=\"a b\"'"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -46,7 +47,8 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
 def _several_values(override: str) -> str:
     key, _, values = override.partition("=")
     return (
-        f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' for one text and "
+        f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' "
+        "for one text and "
         f"{key}=[{values}] for a list"
     )
 
@@ -90,7 +92,10 @@ def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
         )
     typed = f"{key}={value}" if value else key
     if value.startswith("{"):  # Hydra merges dictionaries, and the key that isn't there is inside
-        return f"{typed}: a dictionary with a key that is not in {conf}; new ones are added with '+{key}={value}'"
+        return (
+            f"{typed}: a dictionary with a key that is not in {conf}; new ones are added with "
+            f"'+{key}={value}'"
+        )
     beside = _keys_beside(key, conf, arguments)
     if beside is None:
         return f"{typed}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
@@ -106,7 +111,8 @@ def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None
     """The keys that a section of free keys (env.args, cluster.env) has with the chosen options;
     None when `key` is in no such section."""
     section = key.rpartition(".")[0]
-    if not section or any(known.startswith(f"{section}.") for known in configuration.keys()):
+    known_keys = configuration.keys()
+    if not section or any(known.startswith(f"{section}.") for known in known_keys):
         return None
     chosen = [
         a

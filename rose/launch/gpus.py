@@ -129,7 +129,8 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     names = given(here, variable)
     if len(names) < c.cluster.gpus:
         raise ConfigError(
-            f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together with "
+            f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together "
+            "with "
             "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true"
         )
     together = {
@@ -140,7 +141,8 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     for key, count in together.items():
         if sliced and count > 1:
             raise ConfigError(
-                f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give whole "
+                f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give "
+                "whole "
                 f"GPUs, or {key}=1"
             )
     return names
@@ -174,8 +176,10 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
     if len(names) == len(places):
         return variable
     raise RuntimeError(
-        f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step shows "
-        f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the nodes "
+        f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step "
+        "shows "
+        f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the "
+        "nodes "
         "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer"
     )
 
@@ -199,8 +203,10 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
         return {VARIABLE: own(range(at * count, (at + 1) * count), names)}
     seen = ", ".join(names) if names else "none"
     raise ConfigError(
-        f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} (SLURM_LOCALID), sees "
-        f"{len(names)} in all ({seen}; {VARIABLE}={variable!r}){', as the tasks before it do' if shared else ''}; "
+        f"{who} needs {count} GPUs, and this task, number {at} on {os.uname().nodename} "
+        "(SLURM_LOCALID), sees "
+        f"{len(names)} in all ({seen}; "
+        f"{VARIABLE}={variable!r}){', as the tasks before it do' if shared else ''}; "
         f"submit it with --gpus-per-task={count}"
     )
 

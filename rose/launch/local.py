@@ -132,7 +132,8 @@ def _lock_file(run_dir: Path) -> IO[str]:
 def _unusable(run_dir: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"output_dir={str(run_dir.parent)!r}: {run_dir} can't be made, locked or written "
-        f"({error.strerror}); give a folder that you may write, with room, on a file system with locks"
+        f"({error.strerror}); give a folder that you may write, with room, on a file system with "
+        "locks"
     )
 
 

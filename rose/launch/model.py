@@ -24,7 +24,8 @@ def shape(c: Config) -> ModelShape | None:
             return read_shape(folder)
         if c.model.shape is None:
             raise ConfigError(
-                f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its shape: "
+                f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its "
+                "shape: "
                 f"copy it from its config.json, or run `hf download {c.model.path}` first"
             )
         return c.model.shape

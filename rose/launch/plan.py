@@ -68,7 +68,8 @@ def _check_threads(c: Config) -> Iterator[str]:
         for key in keys:
             if (wanted[key] or 0) > cpus:
                 yield (
-                    f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank (cluster.slurm.{name}.cpus_per_task): "
+                    f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank "
+                    f"(cluster.slurm.{name}.cpus_per_task): "
                     f"threads wait for each other; {key}={cpus}, or more CPUs"
                 )
 
@@ -78,8 +79,10 @@ def _check_container(c: Config) -> Iterator[str]:
     box = c.cluster.slurm.container if c.cluster.kind == "slurm" else None
     if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
         yield (
-            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from inside "
-            f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel with the site's slurm.conf and "
+            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from "
+            "inside "
+            f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel "
+            "with the site's slurm.conf and "
             "munge socket (cluster.slurm.container.mounts)"
         )
 
@@ -94,8 +97,10 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
-            f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone take "
-            f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or set "
+            f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone "
+            "take "
+            f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or "
+            "set "
             "trainer.offload_optimizer=true"
         )
     if Role.ROLLOUT in estimates:
@@ -104,7 +109,8 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         )
     if trainer.total > limit:
         yield (
-            f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; {' or '.join(_less_memory(c))}"
+            f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; "
+            f"{' or '.join(_less_memory(c))}"
         )
 
 
@@ -116,7 +122,10 @@ def _less_memory(c: Config) -> Iterator[str]:
     if t.micro_batch_tokens > c.model.max_context:
         yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens}"
     else:
-        yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with model.max_context={c.model.max_context}"
+        yield (
+            f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with "
+            f"model.max_context={c.model.max_context}"
+        )
     if t.zero_stage < 3 and t.ranks > 1:
         yield f"raise trainer.zero_stage={t.zero_stage}"
     yield (
@@ -131,7 +140,8 @@ def _check_share(c: Config) -> None:
     most = 1 - memory.ASLEEP_GIB / c.cluster.gpu_memory_gib
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true leaves an engine "
+            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true "
+            "leaves an engine "
             f"{most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the trainer's process keeps "
             f"{memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
@@ -141,9 +151,12 @@ def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
     """`budget`: GiB of each GPU that an engine may take."""
     if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
         raise ConfigError(
-            f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} GiB) and the KV cache "
-            f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into {budget:.1f} GiB of "
-            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or model.max_context"
+            f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} "
+            "GiB) and the KV cache "
+            f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into "
+            f"{budget:.1f} GiB of "
+            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or "
+            "model.max_context"
         )
 
 
@@ -173,8 +186,10 @@ def show(plan: Plan, console: Console) -> None:
     )
     say(
         console,
-        f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of {c.trainer.batch_size} "
-        f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of {c.rollout.group_size}); "
+        f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of "
+        f"{c.trainer.batch_size} "
+        f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of "
+        f"{c.rollout.group_size}); "
         f"ZeRO stage {c.trainer.zero_stage}, {source}",
     )
     if c.shares_devices and plan.memory:
@@ -183,8 +198,10 @@ def show(plan: Plan, console: Console) -> None:
         )
         say(
             console,
-            f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; in host "
-            f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} GiB of the "
+            f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; "
+            "in host "
+            f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} "
+            "GiB of the "
             "engines' weights while the trainer trains",
         )
     if plan.gpus:
@@ -224,7 +241,8 @@ def _nodes(plan: Plan) -> Iterator[str]:
             else component.mem
         )
         yield (
-            f"{name}: {nodes} node{'s' * (nodes > 1)} with {each} ranks x {cpus} CPUs = {each * cpus} CPUs and {memory_words} of "
+            f"{name}: {nodes} node{'s' * (nodes > 1)} with {each} ranks x {cpus} CPUs = "
+            f"{each * cpus} CPUs and {memory_words} of "
             "the memory"
         )
 

@@ -79,7 +79,8 @@ def check(stored: Path, new: Config) -> None:
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
         raise ConfigError(
-            f"name={new.name!r}: {Path(stored).parent} holds a run with another configuration:\n{lines}\n"
+            f"name={new.name!r}: {Path(stored).parent} holds a run with another "
+            f"configuration:\n{lines}\n"
             "Keep these values to continue it, set fresh=true to start over, or give another name."
         )
 

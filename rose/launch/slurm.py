@@ -161,7 +161,8 @@ class Run:
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
         print(
-            f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: {logs.attempt_folder(self.run_dir, attempt)}",
+            f"attempt {attempt} of {c.name}: {len(ranks)} ranks; logs: "
+            f"{logs.attempt_folder(self.run_dir, attempt)}",
             flush=True,
         )
         processes.adopt_orphans()
@@ -192,7 +193,8 @@ class Run:
         done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if done >= c.cluster.slurm.requeues:
             raise RunFailed(
-                f"given up after {done} requeues (cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
+                f"given up after {done} requeues "
+                f"(cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
                 f"last end: {why}"
             )
         print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
@@ -204,7 +206,8 @@ class Run:
         )
         if asked.returncode:
             raise RunFailed(
-                f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted it, Slurm "
+                f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted "
+                "it, Slurm "
                 "has requeued it already, else the same launch.py command continues it"
             )
         return "requeued"
@@ -280,8 +283,10 @@ def _refuse_shared_nodes() -> None:
         if shared:
             other = nodes[min(shared)]
             raise RunFailed(
-                f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, and srun "
-                "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or give "
+                f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, "
+                "and srun "
+                "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or "
+                "give "
                 "them partitions without a common node"
             )
         nodes |= dict.fromkeys(asked.stdout.split(), listed)
@@ -299,7 +304,8 @@ def _end_old_steps() -> None:
     while old := _numbered_steps(jobs):
         if time.monotonic() > end:
             raise RunFailed(
-                f"steps {' '.join(old)} of an earlier attempt did not end within {COMMAND_DEADLINE_S:g} s"
+                f"steps {' '.join(old)} of an earlier attempt did not end within "
+                f"{COMMAND_DEADLINE_S:g} s"
             )
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
         # one may be gone: look again

@@ -107,7 +107,8 @@ def cannot_start(job: str) -> str:
     if "PENDING" not in states.values() or not over:
         return ""
     return (
-        f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel {job}`, and the "
+        f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel "
+        f"{job}`, and the "
         "same launch.py command continues the run"
     )
 

@@ -147,7 +147,10 @@ class Job:
         if now > deadlines.get("appear", now):
             return self._late(states)
         if now > deadlines.get("stop", now):
-            return f"the coordinator did not stop within cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
+            return (
+                "the coordinator did not stop within "
+                f"cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
+            )
         if now > self.probed + PROBE_S:
             self.probed = now
             if storage.refusal(self.run_dir):
@@ -171,8 +174,10 @@ class Job:
             if not status.joined
         ]
         return (
-            f"{', '.join(out)} did not join the MPI world {within}: MPI may have taken a network by which hosts do "
-            f"not reach each other; name one that they share (cluster.interface={self.cluster.interface!r})\n"
+            f"{', '.join(out)} did not join the MPI world {within}: MPI may have taken a network "
+            "by which hosts do "
+            "not reach each other; name one that they share "
+            f"(cluster.interface={self.cluster.interface!r})\n"
             f"{self._words(self.starter + '.log')}"
         )
 
@@ -181,7 +186,10 @@ class Job:
         lost, and isn't."""
         refused = storage.refusal(self.run_dir)
         if refused and self.lost:
-            failure = f"what the ranks could still write is in {logs.attempt_folder(self.run_dir, self.attempt)}"
+            failure = (
+                "what the ranks could still write is in "
+                f"{logs.attempt_folder(self.run_dir, self.attempt)}"
+            )
         text = "\n".join(filter(None, [storage.advice(refused, failure), failure]))
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
@@ -221,7 +229,8 @@ class Job:
     def _describe(self, status: RankStatus) -> str:
         log = logs.rank_log(self.run_dir, self.attempt, status.role, status.rank)
         return (
-            f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on {status.host}) "
+            f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on "
+            f"{status.host}) "
             f"{status.how_it_ended()}\n{self._words(log.name)}"
         )
 

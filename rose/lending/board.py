@@ -141,7 +141,8 @@ class _File(Generic[State]):
         if not create and (found := os.fstat(self._file).st_size) != self._size:
             os.close(self._file)
             raise ValueError(
-                f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written by "
+                f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written "
+                "by "
                 "another version of ROSE?"
             )
 

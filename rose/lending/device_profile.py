@@ -34,7 +34,8 @@ def load(path: str | Path) -> dict[str, Any]:
         found["device"], found["interference"]["priority"]
     except OSError as error:
         raise ConfigError(
-            f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m rose.lending.profile "
+            f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m "
+            "rose.lending.profile "
             "writes one"
         ) from None
     except (ValueError, KeyError, TypeError) as error:

@@ -33,7 +33,8 @@ PROBE_SHARE = 0.06
 ANSWER = (
     4,
     24,
-    # tokens made per request: about a tenth of the steps then have prefill with one client, half with 8
+    # tokens made per request: about a tenth of the steps then have prefill with one client, half
+    # with 8
 )
 # of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
 SLICES = 12
@@ -253,7 +254,7 @@ async def together(
             rollout.traffic(CLIENTS, slice_s, rollout_longest),
         )
         await rollout.through()
-        for all_of_it, engine in zip(steps, (online, rollout)):
+        for all_of_it, engine in zip(steps, (online, rollout), strict=False):
             all_of_it += engine.steps()
         if turn >= SLICES - 1 and min(map(len, _apart_and_beside(*steps))) >= FEWEST:
             break
@@ -291,7 +292,8 @@ def interference(
     )
     if min(len(apart), len(beside)) < FEWEST:
         raise EngineError(
-            f"{len(beside)} online steps beside rollouts and {len(apart)} alone: {FEWEST} of each are "
+            f"{len(beside)} online steps beside rollouts and {len(apart)} alone: {FEWEST} of each "
+            "are "
             "needed to know how the engines disturb each other; give it more with seconds="
         )
     overlap = _mean(share for share, _ in steps_beside)

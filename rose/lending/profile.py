@@ -98,7 +98,8 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
     config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
         raise ConfigError(
-            "serving.online.model=None: the folder of the model that the online engine serves is needed"
+            "serving.online.model=None: the folder of the model that the online engine serves is "
+            "needed"
         )
     online = start.online_folder(config.serving.online)
     config = msgspec.structs.replace(
@@ -113,7 +114,8 @@ def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
     if "name" in given:
         if "model" in given:
             raise ConfigError(
-                f"model={given['model']!r}: name={given['name']!r} has its own model; give one of them"
+                f"model={given['model']!r}: name={given['name']!r} has its own model; give one of "
+                "them"
             )
         run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
         return settings.of_run(run_dir, overrides)
@@ -280,19 +282,25 @@ def table(found: dict[str, Any]) -> str:
             )
         )
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+        for row in rows
+    ]
     i = found["interference"]
     lines.append(
-        f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its time, "
+        f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its "
+        "time, "
         f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})"
     )
     if "progress" in i:
         lines.append(
-            f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their speed alone"
+            f"beside busy online traffic rollouts go on at {100 * i['progress']:.0f}% of their "
+            "speed alone"
         )
     if found["stolen"] > STOLEN:
         lines.append(
-            f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other guests "
+            f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other "
+            "guests "
             f"meanwhile: step times are too long by that; {AGAIN} when it takes less"
         )
     device = ", ".join(f"{name} {value}" for name, value in found["device"].items())

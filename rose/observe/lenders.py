@@ -1,9 +1,9 @@
 """The serving side of a run's report: what each device that lent to it kept for its own users, and
 what it lent.
 
-The operator's process beside an online server (rose/lending/operator/operate.py) leaves `lent.json` and a
-page of its own in OUTPUT_DIR/serving/RUN-HOST-N; here they are found and told. Left out: ranks
-without an online server beside them.
+The operator's process beside an online server (rose/lending/operator/operate.py) leaves `lent.json`
+and a page of its own in OUTPUT_DIR/serving/RUN-HOST-N; here they are found and told. Left out:
+ranks without an online server beside them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LATENCIES = (
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(folder, what `rose.lending.operator.report.summary` said) of each device that served a run of this
-    name."""
+    """(folder, what `rose.lending.operator.report.summary` said) of each device that served a run
+    of this name."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
@@ -56,8 +56,10 @@ def html(run_dir: Path) -> str:
         )
     )
     return (
-        f"<h3>What serving kept</h3><div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>"
-        "</table></div><p class=muted>Attainment: online requests within both P99 targets. Latencies: measured, and the "
+        "<h3>What serving kept</h3><div "
+        f"class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>"
+        "</table></div><p class=muted>Attainment: online requests within both P99 targets. "
+        "Latencies: measured, and the "
         "target. A server may have served longer than this run lasted.</p>"
     )
 
@@ -71,9 +73,8 @@ def _row(run_dir: Path, folder: Path, told: dict[str, Any]) -> str:
         cells.append(f"{_ms(measured)} <span class=muted>of {_ms(target)}</span>")
     cells += [f"{told['preempted']:,.0f}", f"{told['made_tokens']:,.0f}", f"{told['evicted']:,.0f}"]
     return (
-        f'<tr><th scope=row><a href="{link}">{escape(told["device"])}</a> <span class=muted>{at}</span></th>'
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
+        f'<tr><th scope=row><a href="{link}">{escape(told["device"])}</a> <span '
+        f"class=muted>{at}</span></th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     )
 
 

@@ -44,8 +44,10 @@ def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         f"<tr><th scope=row>{escape(name)}</th>{_cells(name, evals, steps)}</tr>" for name in names
     )
     return (
-        "<p>By environment; success to response tokens are of the training episodes of the last fifth of the steps."
-        f"</p><div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        "<p>By environment; success to response tokens are of the training episodes of the last "
+        "fifth of the steps."
+        f"</p><div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        "</table></div>"
     )
 
 

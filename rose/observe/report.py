@@ -129,7 +129,8 @@ def _result(evals: list[dict[str, Any]]) -> str:
         [("After training", evals[-1])] if len(evals) > 1 else []
     )
     body = "".join(
-        f"<tr><th scope=row>{label} <span class=muted>(step {e['step']})</span></th><td>{e['rate']:.1%}</td>"
+        f"<tr><th scope=row>{label} <span class=muted>(step "
+        f"{e['step']})</span></th><td>{e['rate']:.1%}</td>"
         f"<td>{e['low']:.1%} to {e['high']:.1%}</td><td>{e['successes']} of {e['n']}</td>"
         f"<td>{_number(e['reward'], '{:.3f}')}</td></tr>"
         for label, e in chosen
@@ -138,12 +139,15 @@ def _result(evals: list[dict[str, Any]]) -> str:
         (a, b) = evals[0], evals[-1]
         low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
         body += (
-            f"<tr class=total><th scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
+            "<tr class=total><th "
+            f"scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
             f"<td>{_points(low)} to {_points(high)}</td><td></td><td></td></tr>"
         )
     return (
-        "<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th scope=col>Success</th>"
-        "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean reward</th></tr></thead>"
+        "<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th "
+        "scope=col>Success</th>"
+        "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean "
+        "reward</th></tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -185,7 +189,9 @@ def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         * ((row.get("time_rollout") or 0) + (row.get("time_idle") or 0))
         for row in steps
     ]
-    lent = sum(n * (row.get("borrowed_token_share") or 0) for n, row in zip(tokens, steps))
+    lent = sum(
+        n * (row.get("borrowed_token_share") or 0) for n, row in zip(tokens, steps, strict=False)
+    )
     share = lent / sum(tokens) if sum(tokens) else 0.0
     return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
 
@@ -196,14 +202,17 @@ def _happened(rows: list[dict[str, Any]]) -> str:
         return ""
     body = "".join(
         f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
-        f"<td>{escape(str(f.get('what', '')))}</td><td class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
+        f"<td>{escape(str(f.get('what', '')))}</td><td "
+        f"class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
         for f in rows[-MAX_TABLE_ROWS:]
     )
     more = len(rows) - MAX_TABLE_ROWS
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
     return (
-        "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>Step</th>"
-        f"<th scope=col>What</th><th scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}"
+        "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
+        "scope=col>Step</th>"
+        "<th scope=col>What</th><th "
+        f"scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}"
     )
 
 
@@ -230,4 +239,5 @@ def _step_table(steps: list[dict[str, Any]]) -> str:
         for row in steps[::stride]
     )
     note = f"<p class=muted>Every {stride}th step; metrics.jsonl has all.</p>" if stride > 1 else ""
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=scroll>{table}</div>{note}"

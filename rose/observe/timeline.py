@@ -154,7 +154,7 @@ def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict
     for number, row in enumerate(rows):
         # the phases, for the overview
         whole = row.role == "coordinator" and len(row.spans) <= MAX_MARKS
-        for span, lane in zip(row.spans, row.lanes):
+        for span, lane in zip(row.spans, row.lanes, strict=False):
             i = np.searchsorted(windows[:, 0], span.start, side="right") - 1
             if not whole and (i < 0 or span.start > windows[i, 1]):
                 continue

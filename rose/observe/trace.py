@@ -134,7 +134,7 @@ def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable
             "tid": lane,
             "args": {"name": f"lane {lane}"},
         }
-    for span, lane in zip(spans, lanes):
+    for span, lane in zip(spans, lanes, strict=False):
         yield {
             "ph": "X",
             "cat": rank.role,

@@ -174,13 +174,14 @@ def _episode(seen: _Seen, began: float, reward: float) -> Episode:
     after = [turn.requested_at for turn in turns[1:]] + [seen.ended_at]
     context = [turn.context for turn in turns[1:]]
     observed = [
-        max(0, c - turn.context - made) for c, turn, made in zip(context, turns, tokens)
+        max(0, c - turn.context - made)
+        for c, turn, made in zip(context, turns, tokens, strict=False)
     ] + [0]
     return Episode(
         prompt_tokens=turns[0].context,
         output_tokens=tuple(tokens),
         observation_tokens=tuple(observed),
-        tool_s=tuple(max(0.0, at - turn.ended_at) for at, turn in zip(after, turns)),
+        tool_s=tuple(max(0.0, at - turn.ended_at) for at, turn in zip(after, turns, strict=False)),
         failed=tuple([turn.outcome == "failed" for turn in turns[1:]] + [False]),
         reward=reward,
         reset_s=max(0.0, turns[0].requested_at - began),

@@ -1,9 +1,9 @@
 """Drives the scheduler through simulated time: feeds its events, carries out its actions.
 `simulate` is the whole.
 
-What rose.coordinator.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
-training, version published, dedicated workers loaded, next step. Like them it tells of tokens now
-and then, not of each.
+What rose.coordinator.coordinator and turn_hub do in a live run, in the same order: step begun,
+rollout, training, version published, dedicated workers loaded, next step. Like them it tells of
+tokens now and then, not of each.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ class Simulation:
             self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
             raise RuntimeError(
-                f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} turns "
-                f"are open, {self._scheduler.waiting} of them wait for {len(self._workers.by_name)} "
+                f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} "
+                "turns "
+                f"are open, {self._scheduler.waiting} of them wait for "
+                f"{len(self._workers.by_name)} "
                 "workers"
             ) from None
         workers, serving = self._workers.results()
@@ -133,8 +135,10 @@ class Simulation:
             self._ran_at = now
         elif now - self._ran_at > STALLED_S:
             raise RuntimeError(
-                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; which of "
-                f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and when, is "
+                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; "
+                "which of "
+                f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and "
+                "when, is "
                 "the provisioning policy's"
             )
         self.feed(ev.Tick(at=now))
@@ -170,7 +174,8 @@ class Simulation:
         left = self._spec.trainer.gpus - self._workers.away()
         if left <= 0:
             raise RuntimeError(
-                f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs of the "
+                f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs "
+                "of the "
                 "trainer roll out; which of them do is the provisioning policy's"
             )
         return left

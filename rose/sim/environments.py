@@ -147,7 +147,8 @@ def _check(domain: Domain) -> None:
     shares = domain.group_share + domain.trajectory_share
     if shares > 1:
         raise ValueError(
-            f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one variance, 1 "
+            f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one "
+            "variance, 1 "
             "at most"
         )
     if domain.hardness > HARDEST:
@@ -234,6 +235,7 @@ class _Group:
             won.tolist(),
             self._reset_s.tolist(),
             self._crashed.tolist(),
+            strict=False,
         )
         return [
             Episode(
@@ -279,13 +281,21 @@ def _centre(mean: float, sigma: float) -> float:
 # --------------------------------------------------------------------------- the five
 
 ROSE_TOKENS = (
-    "such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, table 1 and "
-    "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; "
+    "such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, "
+    "table 1 and "
+    "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times "
+    "as fast; "
     "Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s (ALFWorld)"
 )
 ROLL = "ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL)"
-SEARCH_R1 = "Search-R1's training script (arXiv 2503.09516): 500 response and 500 observation tokens, 4 turns"
-DAPO = "DAPO (arXiv 2503.14476), from memory: 20,480 tokens at most, lengths and accuracy of figures 6 and 7"
+SEARCH_R1 = (
+    "Search-R1's training script (arXiv 2503.09516): 500 response and 500 observation tokens, 4 "
+    "turns"
+)
+DAPO = (
+    "DAPO (arXiv 2503.14476), from memory: 20,480 tokens at most, lengths and accuracy of figures "
+    "6 and 7"
+)
 DEEPSWE = (
     "DeepSWE (together.ai/blog/deepswe): Qwen3-32B, 23 % to 42 % in 200 steps, 50 turns in training"
 )
@@ -364,11 +374,13 @@ ALFWORLD = Domain(
     trajectory_share=0.3,
     source=OURS_ALL
     | {
-        "max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the requests' "
+        "max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the "
+        "requests' "
         "tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
         "max_new_tokens": OURS,
         "output": ROSE_TOKENS,
-        "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, GRPO "
+        "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, "
+        "GRPO "
         "77.6 %; its 150 steps are three time constants",
     },
 )

@@ -1,5 +1,5 @@
-"""Groups and trajectories in progress: what the environment hosts and rose.coordinator.control do in a
-live run."""
+"""Groups and trajectories in progress: what the environment hosts and rose.coordinator.control do
+in a live run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ class Groups:
         self._failures += 1
         if self._failures >= self._max_failures:
             raise RuntimeError(
-                f"{self._failures} simulated environments failed in a row (max_failures_in_row); the "
+                f"{self._failures} simulated environments failed in a row (max_failures_in_row); "
+                "the "
                 f"last: {trajectory.key}"
             )
         group = trajectory.members

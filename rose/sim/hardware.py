@@ -146,9 +146,11 @@ EFFICIENCY = Efficiency(
     activations_bytes=3 * GIB,
 )
 EFFICIENCY_SOURCE = {
-    "compute": "ours; of the H100's peak FlashAttention-3 reaches 0.75 (arXiv 2407.08608) and training 0.38 to 0.43 "
+    "compute": "ours; of the H100's peak FlashAttention-3 reaches 0.75 (arXiv 2407.08608) and "
+    "training 0.38 to 0.43 "
     "(Llama 3, arXiv 2407.21783, table 4)",
-    "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of its bandwidth all in all "
+    "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of "
+    "its bandwidth all in all "
     "(johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides is ours",
     "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
     "step_s": "see memory",
@@ -158,12 +160,18 @@ EFFICIENCY_SOURCE = {
     "activations_bytes": "ours; vLLM's profile run at 8,192 tokens a step",
 }
 MFU = 0.35
-MFU_SOURCE = "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven lengths"
+MFU_SOURCE = (
+    "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven "
+    "lengths"
+)
 # forward passes besides the update's: log-probabilities by the trainer (veRL, ROLL); no reference
 # model
 PASSES = 1
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
-DELTA_SOURCE = "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on the link"
+DELTA_SOURCE = (
+    "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on "
+    "the link"
+)
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
 # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
 ENCODE_BYTES_S = 0.27 * GB
@@ -183,7 +191,8 @@ def gpu(name: str) -> Gpu:
     """Raises `ValueError` for one without published rates here."""
     if name not in GPUS:
         raise ValueError(
-            f"GPU {name!r}: no peak rates are known; known are {', '.join(GPUS)} (rose/sim/hardware.py)"
+            f"GPU {name!r}: no peak rates are known; known are {', '.join(GPUS)} "
+            "(rose/sim/hardware.py)"
         )
     return GPUS[name]
 
@@ -206,7 +215,8 @@ def shape(name: str) -> ModelShape:
     """Raises `ValueError` for an unknown name."""
     if name not in SHAPES:
         raise ValueError(
-            f"model {name!r}: no shape is known; known are {', '.join(SHAPES)} (rose/sim/hardware.py)"
+            f"model {name!r}: no shape is known; known are {', '.join(SHAPES)} "
+            "(rose/sim/hardware.py)"
         )
     return SHAPES[name]
 
@@ -262,7 +272,8 @@ def kv_tokens(
     tokens = math.floor(left / shape.kv_bytes_per_token)
     if tokens < 1:
         raise ValueError(
-            f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB besides "
+            f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB "
+            "besides "
             f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
         )
     return tokens
@@ -271,7 +282,8 @@ def kv_tokens(
 def _divisible(shape: ModelShape, tensor_parallel: int) -> None:
     if tensor_parallel < 1 or shape.heads % tensor_parallel:
         raise ValueError(
-            f"tensor_parallel={tensor_parallel}: must divide the model's {shape.heads} attention heads"
+            f"tensor_parallel={tensor_parallel}: must divide the model's {shape.heads} attention "
+            "heads"
         )
 
 

@@ -81,7 +81,7 @@ class Changes:
 
     def __init__(self, load: spec.Load, step: float) -> None:
         self.at, self.used, self.period = [], [], load.period_s
-        for at, used in zip(load.at.tolist(), load.kv.tolist()):
+        for at, used in zip(load.at.tolist(), load.kv.tolist(), strict=False):
             if (
                 not self.used
                 or abs(used - self.used[-1]) >= step
@@ -190,11 +190,13 @@ class Observer:
         for load, (never, always) in self._weights.values():
             apart += [_latencies(load), _latencies(beside(load))]
             weights += [never[load.requests], always[load.requests]]
-        alone = [both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]))]
+        alone = [
+            both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]), strict=False)
+        ]
         return ServingUse(
             self._pool,
             float(self._requests.sum()),
-            self._latency(list(zip(apart, weights))),
+            self._latency(list(zip(apart, weights, strict=False))),
             self._latency(alone),
             self._requests,
             attained,

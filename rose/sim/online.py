@@ -222,13 +222,10 @@ class _Run:
             if self._next < len(self._arrivals)
             else math.inf
         )
-        if len(self._ends) < self._e.max_sequences and arrival < began + self._wall(steps):
-            # it waits for memory until a request ends, if it can't be admitted when it comes
-            if (
-                self._held + self._prompts[self._next] + self._outputs[self._next]
-                <= self._e.kv_tokens
-            ):
-                steps = max(1, min(steps, self._until(arrival - began)))
+        has_place = len(self._ends) < self._e.max_sequences
+        # One that can't be admitted when it comes waits for memory until a request ends.
+        if has_place and arrival < began + self._wall(steps) and self._has_memory_for_next():
+            steps = max(1, min(steps, self._until(arrival - began)))
         busy, wall = self._work(steps), self._wall(steps)
         self._now = began + wall
         # the next step need not wait for its time
@@ -246,6 +243,11 @@ class _Run:
                 decodes * steps,
             )
         )
+
+    def _has_memory_for_next(self) -> bool:
+        """Whether the next request to come could be admitted now."""
+        needed = self._prompts[self._next] + self._outputs[self._next]
+        return self._held + needed <= self._e.kv_tokens
 
     def _work(self, steps: int) -> float:
         """Seconds of computing of so many decode steps from here."""

@@ -66,7 +66,7 @@ class _Agents:
         reward = (draw.random(size) < 0.5).tolist()
         return [
             spec.Episode(300, tuple(o), tuple(b), tuple(t), (False,) * self._turns, float(r))
-            for o, b, t, r in zip(output, observation, tool, reward)
+            for o, b, t, r in zip(output, observation, tool, reward, strict=False)
         ]
 
 

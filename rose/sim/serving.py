@@ -109,7 +109,7 @@ def devices(
     if slower:
         loads = [
             replace(alone, beside=load(found, engine.kv_tokens))
-            for alone, found in zip(loads, slower)
+            for alone, found in zip(loads, slower, strict=False)
         ]
     gaps = online.gap_p99(served), online.gap_p99(slower) if slower else math.nan
     return Devices(tuple(loads), count, gaps)
@@ -142,7 +142,8 @@ def provisioned(
         fast /= 4
         if fast < 4**-12:
             raise ValueError(
-                f"{len(trace)} requests keep the targets however fast they come: too few to find the most "
+                f"{len(trace)} requests keep the targets however fast they come: too few to find "
+                "the most "
                 "that a device serves; give a rate (sim.serving.rate) or a longer trace"
             )
     slow = min(slow, fast * 4)

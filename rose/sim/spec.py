@@ -66,7 +66,8 @@ class StepTime:
             or not self.c0 + self.c3 + self.c5 > 0
         ):
             raise ValueError(
-                f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, or a "
+                f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, "
+                "or a "
                 "decode step would take no time"
             )
 

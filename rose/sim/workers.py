@@ -251,7 +251,8 @@ class Workers:
         ]
         if not pools:
             raise ValueError(
-                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; add "
+                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; "
+                "add "
                 "one, or choose scheduler/provisioning=fixed"
             )
         return (named or pools)[0]

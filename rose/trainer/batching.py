@@ -61,7 +61,10 @@ class Shared:
         self._place = {row: place for place, row in enumerate(self.order)}
         # with the row before in `order`; two rows farther apart share the least of what lies
         # between them
-        self._shared = [0, *(common(rows[a], rows[b]) for a, b in zip(self.order, self.order[1:]))]
+        self._shared = [
+            0,
+            *(common(rows[a], rows[b]) for a, b in zip(self.order, self.order[1:], strict=False)),
+        ]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
         if not rows:
@@ -74,11 +77,11 @@ class Shared:
         if dense:
             return float(size_of(rows, self) ** 2)
         # where each leaves the one before
-        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:]))]
+        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:], strict=False))]
         return sum(
             (self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
             + PARTLY * (self.lengths[row] - depth)
-            for row, depth in zip(rows, depths)
+            for row, depth in zip(rows, depths, strict=False)
         )
 
     def _in_common(self, row: int, later: int) -> int:
@@ -160,7 +163,8 @@ def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, up
             )
     if len(packing.lengths) < ranks * updates:
         raise ValueError(
-            f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks one in "
+            f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks "
+            "one in "
             f"each of trainer.updates_per_step={updates} updates; {ranks * updates} are needed"
         )
     plan: Plan = [[] for _ in range(ranks)]

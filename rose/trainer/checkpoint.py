@@ -86,7 +86,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go on "
+            f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
+            "on "
             "from the one before it"
         ) from None
 

@@ -67,7 +67,8 @@ class CheckpointWriter(CheckpointEngine):
         if not self._told:
             self._told = True
             print(
-                f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} GiB of host memory "
+                f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} "
+                "GiB of host memory "
                 f"and {available_bytes() / 2**30:.1f} are free",
                 file=sys.stderr,
                 flush=True,

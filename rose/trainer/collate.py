@@ -92,7 +92,8 @@ def _fields(
     if mask[0] or int(mask.sum()) != t.response_tokens or mask.max() > 1:
         raise ValueError(
             f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), "
-            f"response_tokens is {t.response_tokens}; they must agree, and the first token is always "
+            f"response_tokens is {t.response_tokens}; they must agree, and the first token is "
+            "always "
             "the prompt's"
         )
     if not np.isfinite(logprobs[mask == 1]).all():

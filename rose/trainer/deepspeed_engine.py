@@ -59,7 +59,8 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
     }
     if (
         trainer.zero_stage == 3
-        # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's matrices
+        # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's
+        # matrices
     ):
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
     if trainer.offload_optimizer:
@@ -131,7 +132,8 @@ def join_world(
         on_hosts = torch.distributed.new_group(backend=backend, timeout=first)
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
         raise RendezvousError(
-            f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect all "
+            f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect "
+            "all "
             f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
             f"{place.listing()}"
         ) from error
@@ -337,7 +339,8 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
     }.items():
         if state[key] != now:
             raise ValueError(
-                f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to {state[key]}, "
+                f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to "
+                f"{state[key]}, "
                 "or begin a run of another name"
             )
     return state

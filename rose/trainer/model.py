@@ -41,11 +41,11 @@ class Head(nn.Module):
                 checkpoint(self._chunk, h, t, use_reentrant=False, preserve_rng_state=False)
                 for h, t in self._chunks(hidden, targets)
             ]
-        logprobs, entropies = zip(*parts)
+        logprobs, entropies = zip(*parts, strict=False)
         return torch.cat(logprobs), torch.stack(entropies).sum()
 
     def _chunks(self, hidden: Tensor, targets: Tensor):
-        return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows))
+        return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logp = F.linear(hidden, self.weight, self.bias).float().log_softmax(-1)  # (n, V)
@@ -138,7 +138,8 @@ def load(
     for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer does "
+                f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer "
+                "does "
                 "not apply; use a model without it"
             )
     for key, value in config.to_dict().items():

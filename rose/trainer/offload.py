@@ -16,6 +16,7 @@ import ctypes
 import gc
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -91,7 +92,8 @@ class Offload:
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 found = memory.look(self._device)
                 raise RuntimeError(
-                    f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, which "
+                    f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, "
+                    "which "
                     f"has {found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: "
                     f"{error}"
                 ) from error
@@ -168,8 +170,6 @@ class Offload:
                 "ulimit -l): the turns take longer",
                 flush=True,
             )
-            try:  # CUDA would tell of it once more, at the next kernel
+            with suppress(RuntimeError):  # CUDA would tell of it once more, at the next kernel
                 torch.zeros(1, device=self._device)
-            except RuntimeError:
-                pass
         return chunk

@@ -67,7 +67,7 @@ def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
     follow."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
-    for row, (begin, end) in enumerate(zip(shared, lengths)):
+    for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):
         inputs[row, begin:end] = row + 1
     return build(inputs, lengths)
 

@@ -96,8 +96,10 @@ class Trainer:
             policy.use_flex()
         elif t.micro_batch_tokens > DENSE_TOKENS:
             return (
-                f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, above which a mask "
-                f"of all pairs takes too much memory; without it: {without or 'another rank cannot'}"
+                f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, "
+                "above which a mask "
+                "of all pairs takes too much memory; without it: "
+                f"{without or 'another rank cannot'}"
             ), None
         shape = read_shape(Path(folder))
         if self.device.type != "cuda" or self.config.deterministic:
@@ -111,7 +113,8 @@ class Trainer:
             t.gradient_checkpointing,
         )
         print(
-            f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} s a pair of tokens, "
+            f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} "
+            "s a pair of tokens, "
             f"{costs.tree:.3g} s one in a prefix tree; {without or 'flex attention'}",
             flush=True,
         )

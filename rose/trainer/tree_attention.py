@@ -126,7 +126,10 @@ def why_not_flex(
             difference(device, heads, kv_heads, head_dim, dtype, times) for times in (1, 3, 2)
         )
     except Exception as error:  # of the compilers of torch, Triton and C, which have no common base
-        return f"flex attention fails: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        return (
+            f"flex attention fails: {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error) else ''}"
+        )
     if not found <= CLOSE:
         return f"flex attention is off by {found:.2g} of the largest value, more than {CLOSE:g}"
     return ""
@@ -160,7 +163,10 @@ def difference(
         ).transpose(1, 2)
 
     exact = _with_gradients(reference, [x.float() for x in inputs], weights)
-    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(ours, exact))
+    return max(
+        float((a.float() - b).abs().max() / b.abs().max())
+        for a, b in zip(ours, exact, strict=False)
+    )
 
 
 def _with_gradients(

@@ -9,7 +9,7 @@ bytes (docs/format.md).
 
 May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or
 the roles.
-"""
+"""  # noqa: E501
 
 from rose.transfer.errors import Corrupted, Missing, TransferError
 

@@ -104,9 +104,10 @@ def _cut(
 ) -> Iterator[Block]:
     columns = tensor.columns
     ends = [start for _, start, _ in shards[1:]] + [tensor.size]
-    if [(s, e) for _, s, e in shards] != list(zip([0, *ends[:-1]], ends)):
+    if [(s, e) for _, s, e in shards] != list(zip([0, *ends[:-1]], ends, strict=False)):
         raise ValueError(
-            f"tensor {tensor.name!r} of {tensor.size} values: the shards {list(shards)} don't cover it "
+            f"tensor {tensor.name!r} of {tensor.size} values: the shards {list(shards)} don't "
+            "cover it "
             "exactly once"
         )
     bands = sorted({0, columns, *column_cuts})
@@ -114,14 +115,14 @@ def _cut(
         edges = sorted(
             {start, stop, *(row * columns for row in row_cuts if start < row * columns < stop)}
         )
-        for low, high in zip(edges, edges[1:]):
-            for first, last in zip(bands, bands[1:]):
+        for low, high in zip(edges, edges[1:], strict=False):
+            for first, last in zip(bands, bands[1:], strict=False):
                 step = max(1, largest // (last - first)) * columns  # whole rows
                 if last - first == columns and columns > largest:
                     step = largest
                 # at row boundaries, so that a block is a rectangle but at its shard's ends
                 points = sorted({low, high, *range((low // step + 1) * step, high, step)})
-                for a, b in zip(points, points[1:]):
+                for a, b in zip(points, points[1:], strict=False):
                     block = Block(number, a, b, first, last, owner)
                     if size(block, columns):
                         yield block

@@ -263,7 +263,8 @@ class Stream:
         except queue.Empty:
             self._abandoned.set()
             raise TransferError(
-                f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took no "
+                f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took "
+                "no "
                 f"frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes"
             ) from None
         self.blocked_s += time.monotonic() - began
@@ -320,7 +321,8 @@ class Assembly:
         stream = self._open.get(header.root)
         if (stream is None) != (header.kind is Kind.BEGIN):
             raise TransferError(
-                f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast of "
+                f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast "
+                "of "
                 f"{stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun"
             )
         if stream is None:

@@ -60,7 +60,8 @@ class MpiBroadcast(Broadcast):
     ) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise TransferError(
-                "transfer.broadcast='mpi': a trainer rank sends in a thread of its own, and this MPI "
+                "transfer.broadcast='mpi': a trainer rank sends in a thread of its own, and this "
+                "MPI "
                 f"gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
                 f"({MPI.THREAD_MULTIPLE}); build it with that, or choose 'none'"
             )
@@ -93,7 +94,8 @@ class MpiBroadcast(Broadcast):
     def begin(self, name: str) -> Stream:
         if self.root is None:
             raise TransferError(
-                f"rollout rank {self.receiver} can't begin a broadcast of {name!r}: trainer ranks do"
+                f"rollout rank {self.receiver} can't begin a broadcast of {name!r}: trainer ranks "
+                "do"
             )
         if self._stream is not None and not self._stream.finished:
             raise TransferError(
@@ -192,7 +194,8 @@ class MpiBroadcast(Broadcast):
                 f"rollout rank {index} (MPI rank {self._receivers[index]})" for index in late
             )
             raise TransferError(
-                f"rollout rank {self.receiver} passes broadcasts on to {names}, which took no frame "
+                f"rollout rank {self.receiver} passes broadcasts on to {names}, which took no "
+                "frame "
                 f"for {self.deadline_s:g} s"
             )
         self._assembly.check_silence()

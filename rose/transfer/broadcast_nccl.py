@@ -27,6 +27,8 @@ from rose.comm.mailbox import gather_texts
 from rose.transfer.broadcast import FRAME_BYTES, HEADER_BYTES, Frame, Header, Transit
 from rose.transfer.broadcast_mpi import MpiBroadcast
 
+CPU = torch.device("cpu")
+
 
 class TorchFrame(Frame):
     """Its body is also a tensor, uint8 (FRAME_BYTES,): `host`, and `staged` on the GPU (`host`
@@ -56,7 +58,7 @@ class TorchBroadcast(MpiBroadcast):
         trainers: Sequence[int],
         rollouts: Sequence[int],
         deadline_s: float,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device = CPU,
         interface: str | None = None,
     ) -> None:
         super().__init__(world, trainers, rollouts, deadline_s)

@@ -135,15 +135,18 @@ class Changes:
                 torch.cuda.empty_cache()
                 if most <= LEAST:
                     raise TransferError(
-                        f"staging a version needs {LEAST / 2**20:g} MiB of {self._live.device}, which has not even "
-                        f"those: lower rollout.gpu_memory_utilization or rollout.kv_cache_gib ({error})"
+                        f"staging a version needs {LEAST / 2**20:g} MiB of {self._live.device}, "
+                        "which has not even "
+                        "those: lower rollout.gpu_memory_utilization or rollout.kv_cache_gib "
+                        f"({error})"
                     ) from error
                 most = max(LEAST, most // 4)
 
     def _cut(self, values: int) -> Iterator[_Piece]:
         for parameter in sorted(self._added):
             indices, new, old = (
-                torch.from_numpy(np.concatenate(part)) for part in zip(*self._added.pop(parameter))
+                torch.from_numpy(np.concatenate(part))
+                for part in zip(*self._added.pop(parameter), strict=False)
             )
             for low in range(0, len(new), values):
                 high = low + values
@@ -180,7 +183,8 @@ class Changes:
             if count:
                 total = sum(len(piece.new) for piece in self.pieces if piece.parameter == parameter)
                 raise Corrupted(
-                    f"live parameter {parameter}: {count} of {total} values are not what the flip wrote; "
+                    f"live parameter {parameter}: {count} of {total} values are not what the flip "
+                    "wrote; "
                     "the weights are a mixture now"
                 )
 

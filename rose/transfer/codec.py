@@ -130,7 +130,8 @@ def compose(first, second) -> np.ndarray:
     next_data, next_layout = _parse(second)
     if (layout.width, layout.values) != (next_layout.width, next_layout.values):
         raise ValueError(
-            f"payloads of {layout.values} values of {layout.width} bytes and of {next_layout.values} "
+            f"payloads of {layout.values} values of {layout.width} bytes and of "
+            f"{next_layout.values} "
             f"values of {next_layout.width} bytes are not of the same block"
         )
     if not layouts.info(next_layout).needs_base:

@@ -60,7 +60,9 @@ class Edge:
         table = self.table(rank)
         rows = np.searchsorted(table["block"], np.array(blocks, np.uint32))
         rows = [
-            r for r, b in zip(rows.tolist(), blocks) if r < len(table) and table["block"][r] == b
+            r
+            for r, b in zip(rows.tolist(), blocks, strict=False)
+            if r < len(table) and table["block"][r] == b
         ]
         found: dict[int, tuple[np.void, memoryview]] = {}
         for span in _spans(table, rows):

@@ -33,7 +33,8 @@ def check_type(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in TYPES:
         raise TransferError(
             f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
-            "quantised engine can't be brought to them; start it with the unquantised model, without "
+            "quantised engine can't be brought to them; start it with the unquantised model, "
+            "without "
             "rollout.engine_args.quantization"
         )
 
@@ -114,7 +115,7 @@ class Live:
         out, at = np.empty(len(positions), dtype), 0
         ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
         low = 0
-        for r, high in zip(place.rectangles, ends.tolist()):
+        for r, high in zip(place.rectangles, ends.tolist(), strict=False):
             # whole rows: a run of the parameter
             if (r.first_column, r.last_column) == (0, columns):
                 out[low:high] = positions[low:high] + (r.first_row * columns - at)

@@ -87,9 +87,8 @@ class Mirror:
                     raise FileNotFoundError(f"{self.path} could not be made")
                 edge.folder.mkdir(parents=True)
             for kind in ("payload", "table"):
-                edge.files[root, kind] = open(
-                    edge.folder / f"rank-{root:05d}.{kind}", "xb", buffering=0
-                )
+                path = edge.folder / f"rank-{root:05d}.{kind}"
+                edge.files[root, kind] = path.open("xb", buffering=0)
         except OSError as error:
             self._fail(name, error)
 

@@ -62,7 +62,8 @@ class Subset:
             and (self.k or self.unary_bits)
         ):
             raise ValueError(
-                f"{self.coded} gaps within {self.total} items in {self.unary_bits} unary bits, {self.k} "
+                f"{self.coded} gaps within {self.total} items in {self.unary_bits} unary bits, "
+                f"{self.k} "
                 "bits a remainder"
             )
 
@@ -88,7 +89,8 @@ class Excess:
             or not self.count <= self.unary_bits <= self.count * (ESCAPE + 1)
         ):
             raise ValueError(
-                f"{self.count} magnitudes in {self.unary_bits} unary bits, {self.k} bits a remainder, "
+                f"{self.count} magnitudes in {self.unary_bits} unary bits, {self.k} bits a "
+                "remainder, "
                 f"{self.escapes} escapes of {self.escape_bits} bits"
             )
 
@@ -269,7 +271,8 @@ def parse(start: bytes, size: int) -> Layout:
         k, unary_bits, count = fields.next(), fields.next(), fields.next()
         if k > 7 or not values <= unary_bits <= values * 256 or count > 256:
             raise ValueError(
-                f"{values} exponents of {count} different ones in {unary_bits} unary bits, {k} bits a "
+                f"{values} exponents of {count} different ones in {unary_bits} unary bits, {k} "
+                "bits a "
                 "remainder"
             )
         layout = Dense(width, values, fields.bytes(count), k, unary_bits)

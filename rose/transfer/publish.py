@@ -104,7 +104,8 @@ class Publisher:
         self.plan, _ = read_plan(Folder(self.store))  # with the lineage
         if msgspec.structs.replace(self.plan, lineage=plan.lineage) != plan:
             raise TransferError(
-                f"{self.store}: trainer rank {peers.rank} would cut the model in another way than rank 0"
+                f"{self.store}: trainer rank {peers.rank} would cut the model in another way than "
+                "rank 0"
             )
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None  # while a version is being encoded
@@ -112,7 +113,7 @@ class Publisher:
         self._waiting: Iterator[int] = iter(())  # blocks that are not being encoded yet
         self._encoding: deque[tuple[int, Future]] = deque()
         with ThreadPoolExecutor(threads, "encode") as pool:  # block -> patterns, their digest
-            self._previous = dict(zip(self._mine, pool.map(self._now, self._mine)))
+            self._previous = dict(zip(self._mine, pool.map(self._now, self._mine), strict=False))
 
     def ahead(self, version: int) -> None:
         """Begin to encode `version`: this rank's values are final, though its peers may not have
@@ -250,7 +251,7 @@ class Publisher:
             payloads = pool.map(
                 lambda block: codec.encode(self._previous[block][0], None), self._mine
             )
-            for block, payload in zip(self._mine, payloads):
+            for block, payload in zip(self._mine, payloads, strict=False):
                 writer.add(block, payload, b"", self._previous[block][1])
         done = self._finish(writer, FULL)
         if done:
@@ -281,7 +282,7 @@ class Publisher:
             return functools.reduce(codec.compose, others, payload)
 
         with ThreadPoolExecutor(self._threads, "squash") as pool:
-            for block, payload in zip(self._mine, pool.map(composed, self._mine)):
+            for block, payload in zip(self._mine, pool.map(composed, self._mine), strict=False):
                 writer.add(
                     block,
                     payload,

@@ -132,7 +132,8 @@ class Relay:
             stat = await self._found(path, until, 0.0)
             if wanted != stat.tag:
                 raise Changed(
-                    f"{path}: written anew since it was looked at (tag {stat.tag}, not {wanted[:100]})"
+                    f"{path}: written anew since it was looked at (tag {stat.tag}, not "
+                    f"{wanted[:100]})"
                 )
         try:
             return await self._send(request, path, stat, fresh, until)

@@ -80,7 +80,8 @@ class Relayed:
         found = self._ask("GET", "stat", checked(path), Stat | None)
         if found is not None and not _TAG.fullmatch(found.tag):
             raise TransferError(
-                f"{self.url}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or ._-"
+                f"{self.url}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or "
+                "._-"
             )
         return found
 
@@ -174,7 +175,8 @@ class Relayed:
             raise _Unavailable(text)
         if "X-Rose-Relay" not in response.headers:
             raise Refused(
-                f"{self.url}: {path}: no relay of ROSE answers there, but something else: {text[:200]}"
+                f"{self.url}: {path}: no relay of ROSE answers there, but something else: "
+                f"{text[:200]}"
             )
         kinds = {401: Refused, 404: Missing, 412: Changed}
         raise kinds.get(response.status, Refused)(f"{self.url}: {path}: {text}")
@@ -232,6 +234,7 @@ class _Reading:
         self._tag = self._tag or response.headers.get("ETag", "").strip('"') or None
         if length != self._length - self.got:
             raise TransferError(
-                f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} were "
+                f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} "
+                "were "
                 f"asked for, the relay sends {length}"
             )

@@ -27,7 +27,10 @@ ONE = np.uint64(1)
 # many ones, the zeros after the last.
 _ONES = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 RUNS = np.array(
-    [sum(b - a - 1 << 8 * i for i, (a, b) in enumerate(zip([-1, *ones], ones))) for ones in _ONES],
+    [
+        sum(b - a - 1 << 8 * i for i, (a, b) in enumerate(zip([-1, *ones], ones, strict=False)))
+        for ones in _ONES
+    ],
     np.uint64,
 )
 COUNTS = np.array([len(ones) for ones in _ONES], np.int64)

@@ -109,7 +109,8 @@ def read_token(path: str | Path) -> str:
         raise TransferError(f"token file {path}: {error.strerror}") from error
     if status.st_mode & 0o077:
         raise TransferError(
-            f"token file {path} has mode {modes.S_IMODE(status.st_mode):04o}: others can read it, so "
+            f"token file {path} has mode {modes.S_IMODE(status.st_mode):04o}: others can read it, "
+            "so "
             "it is no secret; make a new one with mode 0600"
         )
     if not _TOKEN.fullmatch(token):
@@ -127,7 +128,8 @@ def checked(path: str, root_too: bool = False) -> str:
     ):
         return path
     raise Refused(
-        f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none beginning "
+        f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none "
+        "beginning "
         f"with a dot, {_MAX_PATH} characters at most"
     )
 
@@ -138,7 +140,8 @@ def checked_lease(holder: str, edges: list[str], seconds: float) -> None:
         raise Refused(f"holder {holder[:200]!r}: expected 1 to 100 letters, digits or ._-")
     if edges and not 0 < seconds <= MAX_LEASE_S:
         raise Refused(
-            f"lease of {holder} for {seconds} s: expected more than 0, {MAX_LEASE_S:.0f} at most; renew it"
+            f"lease of {holder} for {seconds} s: expected more than 0, {MAX_LEASE_S:.0f} at most; "
+            "renew it"
         )
     for edge in edges:
         checked(edge)
@@ -214,7 +217,8 @@ class Folder:
         found = _stat(status)
         if tag is not None and found.tag != tag:
             raise Changed(
-                f"{self.root / path}: written anew since it was looked at (tag {found.tag}, not {tag})"
+                f"{self.root / path}: written anew since it was looked at (tag {found.tag}, not "
+                f"{tag})"
             )
         end = found.size if length is None else offset + length
         if not 0 <= offset <= end <= found.size:
@@ -259,7 +263,8 @@ class Folder:
                 raise TransferError(f"{path}: lease not written: {error.strerror}") from error
             if not self._warned:
                 warnings.warn(
-                    f"{path}: {error.strerror}: this store takes no leases, so versions may be collected "
+                    f"{path}: {error.strerror}: this store takes no leases, so versions may be "
+                    "collected "
                     "while they are read, and readers then begin anew",
                     stacklevel=2,
                 )

@@ -171,7 +171,8 @@ class Staged:
                 if (found != wanted).any():
                     raise Corrupted(
                         f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
-                        f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a mixture "
+                        f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a "
+                        "mixture "
                         "now"
                     )
 
@@ -257,7 +258,11 @@ class _Work:
                 error.edge = edge
                 raise
         for block in batch:
-            steps = [(edge, *part[block]) for edge, part in zip(self.route, found) if block in part]
+            steps = [
+                (edge, *part[block])
+                for edge, part in zip(self.route, found, strict=False)
+                if block in part
+            ]
             yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
 
     def _few(self, block: int, steps: list[tuple]) -> _Change | None:
@@ -301,7 +306,8 @@ class _Work:
         )
         if first is None and not self.from_live:
             error = Corrupted(
-                f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full edge"
+                f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full "
+                "edge"
             )
             error.edge = self.route[0]
             raise error
@@ -310,7 +316,8 @@ class _Work:
         old = self.live.read(self.places[block])
         new = old.copy() if first is None else None
         try:
-            for i, (edge, entry, payload) in enumerate(steps[first or 0 :], first or 0):
+            for i, step in enumerate(steps[first or 0 :], first or 0):
+                edge, _, payload = step
                 if i == first:
                     new = codec.decode(payload)
                     self._fits(block, new, old)
@@ -329,7 +336,8 @@ class _Work:
     def _fits(self, block: int, new: np.ndarray, old: np.ndarray) -> None:
         if new.dtype.itemsize != old.dtype.itemsize or len(new) != len(old):
             raise ValueError(
-                f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of {old.itemsize}"
+                f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of "
+                f"{old.itemsize}"
             )
 
     def _mismatch(
@@ -339,11 +347,13 @@ class _Work:
         if first is None and (_hash(old) != steps[0][1]["old"]).any():
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
-                f"{steps[0][0].name} builds on other weights than the live ones: block {block} of {name} "
+                f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
+                f"{name} "
                 f"has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
             )
         error = Corrupted(
-            f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table says "
+            f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table "
+            "says "
             f"{_hex(entry['new'])}"
         )
         error.edge = edge
@@ -406,7 +416,8 @@ def place_blocks(
             continue
         if sum(r.size for r in found) != size(block, tensor.columns):
             raise TransferError(
-                f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut it "
+                f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut "
+                "it "
                 "for other tensor-parallel degrees; add this engine's to transfer.tensor_parallel"
             )
         places[number] = Place(place.parameter, found)
@@ -443,7 +454,8 @@ def _check_fit(tensor, place, live: Live) -> None:
     width = {"bfloat16": 2, "float32": 4}[tensor.dtype]
     if matrix.element_size() != width:
         raise TransferError(
-            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} has "
+            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} "
+            "has "
             f"{matrix.element_size()} bytes a value; the engine must run in model.dtype"
         )
 

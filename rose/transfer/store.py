@@ -12,7 +12,7 @@ one. Order for the trainer: rank 0 `prepare`, barrier, every rank
 `EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte of an edge is covered by a hash:
 the manifest's by its last line, a rank file's payloads by the table's, the rest of a rank file by
 the manifest. Hashes are xxh3: against accidents, not against an enemy.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -301,7 +301,8 @@ def commit(
         if time.monotonic() > deadline:
             rank = names.index(missing[0])
             raise TransferError(
-                f"{target / missing[0]}: trainer rank {rank} did not write it within {timeout_s:g} s"
+                f"{target / missing[0]}: trainer rank {rank} did not write it within {timeout_s:g} "
+                "s"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

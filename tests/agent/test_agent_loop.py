@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -277,7 +278,10 @@ def test_no_generated_text_breaks_a_trajectory(run, tokenizer, texts):
     got = columns(trajectory)
     assert len(got.tokens) == len(got.mask) == len(got.logprobs) == len(got.versions)
     assert sum(got.mask) == trajectory.response_tokens
-    assert all((version == -1) == (made == 0) for version, made in zip(got.versions, got.mask))
+    assert all(
+        (version == -1) == (made == 0)
+        for version, made in zip(got.versions, got.mask, strict=False)
+    )
 
 
 @settings(
@@ -359,10 +363,8 @@ async def hangs(*_):
 
 async def hangs_and_ignores_cancellation(*_):
     for _ in range(3):
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.3)
-        except asyncio.CancelledError:
-            pass
 
 
 async def raises(*_):

@@ -131,7 +131,8 @@ def test_generation_config_adds_end_tokens(save_tokenizer, tokenizer):
         (None, "no chat template"),
         # the number of turns so far stands in every prompt
         (
-            "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + messages|length|string }}{% endfor %}",
+            "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + "
+            "messages|length|string }}{% endfor %}",
             "depends on the turns before",
         ),
         (

@@ -159,7 +159,7 @@ def test_a_prompt_is_of_the_same_member_in_every_policy_and_after_a_stop(policy,
         assert sum(counts) == GROUPS * SIZE
         success = sum(
             n * row.get(f"success/{name}", 0)
-            for n, name in zip(counts, ("frozen_lake", "calculator"))
+            for n, name in zip(counts, ("frozen_lake", "calculator"), strict=False)
         )
         assert success == pytest.approx(row["success"] * GROUPS * SIZE), (
             "the plain total is over all members"

@@ -45,13 +45,17 @@ def test_a_package_that_does_not_import_is_named():
 
 def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
     one, other = {"what": "world", "size": 2, "in": {"a": "}"}}, {"what": "world", "size": 3}
-    words = f"noise{json.dumps(one)}{json.dumps(other)}\n\n[1]\nsrun: {json.dumps(one)[:20]}\n{json.dumps(other)}"
+    words = (
+        f"noise{json.dumps(one)}{json.dumps(other)}\n\n[1]\nsrun: "
+        f"{json.dumps(one)[:20]}\n{json.dumps(other)}"
+    )
     assert Ended(0, words, "").events() == [one, other, other]
 
 
 def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
     polite = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', flush=True); "
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', "
+        "flush=True); "
         "time.sleep(60)"
     )
     began = time.monotonic()
@@ -254,7 +258,8 @@ def test_nccl_is_tried_between_two_gpus(make_config, tmp_path, monkeypatch):
     that is said."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some (UUID: GPU-a)\\nGPU 1: some (UUID: GPU-b)\\n'\nexit 0\n"
+        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: some (UUID: GPU-a)\\nGPU 1: some (UUID: "
+        "GPU-b)\\n'\nexit 0\n"
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -44,7 +44,8 @@ def tokens(results) -> list[list[int]]:
 def same(results, expected) -> bool:
     """Tokens; log-probabilities but for the rounding that a batch's composition brings."""
     return tokens(results) == tokens(expected) and all(
-        np.allclose(r["logprobs"], e["logprobs"], atol=1e-4) for r, e in zip(results, expected)
+        np.allclose(r["logprobs"], e["logprobs"], atol=1e-4)
+        for r, e in zip(results, expected, strict=False)
     )
 
 

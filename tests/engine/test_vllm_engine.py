@@ -136,7 +136,7 @@ def test_the_logprobs_are_the_models_whatever_the_sampling(start, loop, folders)
     model = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
     sampling = protocol.Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=20, seed=3)
     results = loop.run_until_complete(turns(engine, sampling=sampling))
-    for prompt, result in zip(PROMPTS, results):
+    for prompt, result in zip(PROMPTS, results, strict=False):
         np.testing.assert_allclose(
             result["logprobs"], reference(model, prompt, result["tokens"])[1], atol=1e-3
         )
@@ -157,7 +157,7 @@ def test_turns_end_at_eos_at_the_limit_and_at_the_context(start, loop, model_con
     results = loop.run_until_complete(
         turns(engine, PROMPTS * 4, protocol.Sampling(max_new_tokens=400))
     )
-    for prompt, result in zip(PROMPTS * 4, results):
+    for prompt, result in zip(PROMPTS * 4, results, strict=False):
         if result["finish"] is protocol.FinishReason.STOP:
             assert result["tokens"][-1] == 1 and 1 not in result["tokens"][:-1]
         else:

@@ -68,7 +68,8 @@ class Job:
         while not (value := condition()):
             if self.process.poll() is not None:
                 raise AssertionError(
-                    f"the job ended while waiting for {what}:\n{self.process.communicate()[0]}\n{self.logs()}"
+                    "the job ended while waiting for "
+                    f"{what}:\n{self.process.communicate()[0]}\n{self.logs()}"
                 )
             assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}\n{self.logs()}"
             time.sleep(0.05)

@@ -8,16 +8,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import Job  # noqa: E402
+from job import Job
 
-from rose import config as cfg  # noqa: E402
-from rose import protocol as p  # noqa: E402
-from rose.coordinator import (
-    journal,  # noqa: E402
-    replay,  # noqa: E402
-)
-from rose.scheduler import build  # noqa: E402
-from rose.scheduler.groups import group_index  # noqa: E402
+from rose import config as cfg
+from rose import protocol as p
+from rose.coordinator import journal, replay
+from rose.scheduler import build
+from rose.scheduler.groups import group_index
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import Job  # noqa: E402
-from test_main_job import TIMELESS  # noqa: E402
+from job import Job
+from test_main_job import TIMELESS
 
-from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.trainer import checkpoint  # noqa: E402
+from rose.observe.metrics import read_metrics, rows_of
+from rose.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 

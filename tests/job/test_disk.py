@@ -8,10 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import Job  # noqa: E402
+from job import Job
 
-from rose.coordinator import replay  # noqa: E402
-from rose.trainer import checkpoint  # noqa: E402
+from rose.coordinator import replay
+from rose.trainer import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

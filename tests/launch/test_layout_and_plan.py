@@ -170,8 +170,8 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
     (warning,) = plan.make(c, c.model.shape).warnings
     assert "gradient_checkpointing" not in warning, "it is on"
     assert (
-        "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise trainer.ranks"
-        in warning
+        "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise "
+        "trainer.ranks" in warning
     )
 
 

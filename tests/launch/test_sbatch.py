@@ -86,10 +86,14 @@ def test_the_batch_script_word_for_word(make_config):
 def test_one_srun_over_both_components(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.mem=64G", "cluster.slurm.rollout.mem=null")
     assert " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 3, ["rank"])) == (
-        "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 --distribution=block "
-        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=8 --gpus-per-node=8 --gpu-bind=none --mem=64G "
-        "rank --run /run --attempt 3 : --het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block "
-        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 --gpu-bind=none rank --run /run --attempt 3"
+        "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 "
+        "--distribution=block "
+        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=8 --gpus-per-node=8 "
+        "--gpu-bind=none --mem=64G "
+        "rank --run /run --attempt 3 : --het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 "
+        "--distribution=block "
+        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 "
+        "--gpu-bind=none rank --run /run --attempt 3"
     )
 
 
@@ -109,13 +113,16 @@ def ends(argv):
     [
         (
             "apptainer",
-            f"--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv --bind "
-            f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python -m rose.main "
+            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv "
+            "--bind "
+            f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python "
+            "-m rose.main "
             "--run /runs/7b-seed=1,algorithm=grpo --attempt 3",
         ),
         (
             "pyxis",
-            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 --container-image=/shared/rose.sif "
+            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 "
+            "--container-image=/shared/rose.sif "
             f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
             "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
         ),

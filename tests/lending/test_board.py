@@ -113,10 +113,12 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
 
 def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, %r); from rose.lending import board; from pathlib import Path\n"
-        "w = board.Writer(Path(%r), board.Rollout); w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
+        f"import sys; sys.path.insert(0, {os.getcwd()!r})\n"
+        "from rose.lending import board; from pathlib import Path\n"
+        f"w = board.Writer(Path({str(tmp_path / 'board')!r}), board.Rollout)\n"
+        "w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
         "import time; time.sleep(60)"
-    ) % (os.getcwd(), str(tmp_path / "board"))
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"up\n"

@@ -189,7 +189,8 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
         (
             PROFILE,
             [
-                "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, tpot_p99_s: 0.002}"
+                "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, "
+                "tpot_p99_s: 0.002}"
             ],
             "tpot_p99_s=0.002 s can't be met even alone",
         ),

@@ -261,7 +261,11 @@ def test_a_vllm_that_does_not_know_rose_is_refused(make, monkeypatch):
 
 
 @pytest.mark.slow
-def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(tmp_path, loop, folders):
+def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(
+    tmp_path,
+    loop,  # noqa: F811
+    folders,  # noqa: F811
+):
     serving = settings.of_server(
         [
             f"serving.online.model={folders['Qwen3']}",

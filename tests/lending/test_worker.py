@@ -3,6 +3,7 @@ coordinator is a list."""
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
         board.state = Rollout(worker.engine.pid, 0, 0, open=1, kv_total=2**20, kv_budget=2**20)
         board.write()
         running = asyncio.create_task(worker.run())
-        capacities = lambda: coordinator.of(p.WorkerCapacity)  # noqa: E731
+        capacities = partial(coordinator.of, p.WorkerCapacity)
         await coordinator.until(capacities, "the first word on its capacity")
         [ready] = coordinator.of(p.WorkerReady)
         whole = p.WorkerCapacity("borrowed-1", 1, ready.kv_tokens, ready.max_sequences, 0.0, False)

@@ -370,7 +370,9 @@ def cuts(lengths, most):
     """All of them, into at most so many parts."""
     for count in range(min(most, len(lengths))):
         for at in itertools.combinations(range(1, len(lengths)), count):
-            yield [lengths[low:high] for low, high in zip((0, *at), (*at, len(lengths)))]
+            yield [
+                lengths[low:high] for low, high in zip((0, *at), (*at, len(lengths)), strict=False)
+            ]
 
 
 # ----------------------------------------------------------------- all idle

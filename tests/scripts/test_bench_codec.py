@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_codec  # noqa: E402
+import bench_codec
 
 
 def test_every_encoding_is_measured_and_verified_on_made_up_values(tmp_path, capsys):

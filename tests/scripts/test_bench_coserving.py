@@ -17,14 +17,14 @@ from aiohttp import web
 from rose.sim.traces import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_coserving  # noqa: E402
-import bench_coserving_burst as burst  # noqa: E402
-import bench_coserving_tables as tables  # noqa: E402
-from bench_coserving_bench import Bench  # noqa: E402
-from bench_coserving_burst import Look  # noqa: E402
-from bench_coserving_client import replay  # noqa: E402
-from bench_coserving_engines import Failed  # noqa: E402
-from bench_coserving_tables import Alone, Run, Slo  # noqa: E402
+import bench_coserving
+import bench_coserving_burst as burst
+import bench_coserving_tables as tables
+from bench_coserving_bench import Bench
+from bench_coserving_burst import Look
+from bench_coserving_client import replay
+from bench_coserving_engines import Failed
+from bench_coserving_tables import Alone, Run, Slo
 
 SLO = Slo(0.1, 0.2, 0.01, 0.02)
 
@@ -163,7 +163,7 @@ def test_a_burst_is_summed_up_from_what_the_boards_showed():
     made = np.where(at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20)))
     looks = [
         Look(float(t), 30.0 if 11 <= t < 11.4 else 5.0, 20.0, 40.0 if t < 11 else 10.0, float(m))
-        for t, m in zip(at, made)
+        for t, m in zip(at, made, strict=False)
     ]
     traffic = Trace(np.array([1.0, 10.5, 11.0, 30.0]), np.ones(4, np.int32), np.ones(4, np.int32))
     done = Run("ours", 0, 40.0, [0.1, 0.1, 9.0, 0.1], [None] * 4, [True] * 4, 0.0, 0.5)

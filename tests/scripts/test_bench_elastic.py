@@ -9,7 +9,7 @@ from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_elastic  # noqa: E402
+import bench_elastic
 
 
 def entry(event, *actions):

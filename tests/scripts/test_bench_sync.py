@@ -13,10 +13,10 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS / "trainer")]
-import bench_sync  # noqa: E402
-import bench_sync_link  # noqa: E402
-import bench_sync_parts  # noqa: E402
-from bench_sync_tables import NAMES, Sync, targets  # noqa: E402
+import bench_sync
+import bench_sync_link
+import bench_sync_parts
+from bench_sync_tables import NAMES, Sync, targets
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from rose.models import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
-import check_memory  # noqa: E402
+import check_memory
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ from tests.engine.cuda_rules import build_libcuda
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
-import gpu_check  # noqa: E402
-import gpu_check_coserving  # noqa: E402
-import gpu_check_engine  # noqa: E402
-import gpu_check_frame as frame  # noqa: E402
-import gpu_check_machine  # noqa: E402
-import gpu_check_odd as odd  # noqa: E402
-import gpu_check_trainer  # noqa: E402
+import gpu_check
+import gpu_check_coserving
+import gpu_check_engine
+import gpu_check_frame as frame
+import gpu_check_machine
+import gpu_check_odd as odd
+import gpu_check_trainer
 
 MiB = 2**20
 DEADLINE_S = 600

@@ -13,9 +13,9 @@ from rose.scheduler import events as ev
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import bench_live  # noqa: E402
-import live_runs  # noqa: E402
-import validate_sim  # noqa: E402
+import bench_live
+import live_runs
+import validate_sim
 
 
 def test_a_tail_is_of_the_groups_admitted_in_a_step_whenever_they_end():
@@ -69,7 +69,8 @@ def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_pa
 
 def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     code = (
-        "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; live_runs.end_in_order()\n"
+        "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; "
+        "live_runs.end_in_order()\n"
         "try:\n    print('up', flush=True); time.sleep(60)\n"
         "finally:\n    print('ending', flush=True); time.sleep(0.5); print('ended', flush=True)"
     )

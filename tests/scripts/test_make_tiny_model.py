@@ -9,7 +9,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
-import make_tiny_model as recipe  # noqa: E402
+import make_tiny_model as recipe
 
 LAKE = {"size": 4, "hole_probability": 0.2}
 
@@ -67,7 +67,7 @@ def test_the_vocabulary_suits_vllm_and_ends_turns_with_im_end(tokenizer):
 
 def test_labels_are_exactly_the_assistant_turns(tokenizer, shown):
     tokens, labels = recipe.encode(tokenizer, shown[:20])
-    for conversation, ids, row in zip(shown, tokens, labels):
+    for conversation, ids, row in zip(shown, tokens, labels, strict=False):
         assert (ids[row != -100] == row[row != -100]).all()
         moves = [
             m["tool_calls"][0]["function"]["arguments"]["direction"]

@@ -11,10 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import reproduce_rose  # noqa: E402
+import reproduce_rose
 
-from rose.sim.study import table  # noqa: E402
-from rose.sim.study.outcome import EVERY, Outcome  # noqa: E402
+from rose.sim.study import table
+from rose.sim.study.outcome import EVERY, Outcome
 
 SPEED = {
     "roll_grpo": 1.0,
@@ -135,7 +135,7 @@ def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
     rows = [
-        {"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(",")))
+        {"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(","), strict=False))
         for line in table.csv_text(outcomes).splitlines()[1:]
     ]
     assert "| best | 2.00 [2.00, 2.00] | 100 |" in reproduce_rose.effects(rows)

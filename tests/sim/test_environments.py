@@ -56,7 +56,7 @@ def test_success_is_what_the_version_has_learnt(name):
 def test_the_same_prompt_at_another_version_has_the_same_draws():
     made = Environments((DOMAINS["maths"],), 32768)
     early, late = (made.group(3, 16, version, draw(3)) for version in (0, 500))
-    pairs = [(a.output_tokens[0], b.output_tokens[0]) for a, b in zip(early, late)]
+    pairs = [(a.output_tokens[0], b.output_tokens[0]) for a, b in zip(early, late, strict=False)]
     assert all(b == pytest.approx(3.95 * a, rel=0.02, abs=4) or b == 20480 for a, b in pairs)
     assert made.group(3, 16, 0, draw(3)) == early
 
@@ -82,7 +82,7 @@ def test_alfworlds_requests_are_input_to_the_share_that_the_paper_says():
     read = written = 0
     for member in episodes(DOMAINS["alfworld"], 0):
         context = member.prompt_tokens
-        for output, observed in zip(member.output_tokens, member.observation_tokens):
+        for output, observed in zip(member.output_tokens, member.observation_tokens, strict=False):
             read, written, context = read + context, written + output, context + output + observed
     assert 0.77 < read / (read + written) < 0.86
 
@@ -90,7 +90,7 @@ def test_alfworlds_requests_are_input_to_the_share_that_the_paper_says():
 def test_a_turn_after_a_failed_call_is_longer():
     after: dict[bool, list[float]] = {True: [], False: []}
     for member in episodes(DOMAINS["swe"], 0):
-        for failed, tokens in zip(member.failed, member.output_tokens[1:]):
+        for failed, tokens in zip(member.failed, member.output_tokens[1:], strict=False):
             after[failed].append(np.log(tokens))
     assert np.exp(np.mean(after[True]) - np.mean(after[False])) == pytest.approx(1.5, rel=0.1)
 

@@ -42,7 +42,7 @@ def drawn(load, workers, seed, lengths):
 def first_come_first_served(at, service, workers):
     """Mean time in the system; Kiefer and Wolfowitz."""
     free, total = [0.0] * workers, 0.0
-    for arrival, length in zip(at, service):
+    for arrival, length in zip(at, service, strict=False):
         begin = max(arrival, heapq.heappop(free))
         heapq.heappush(free, begin + length)
         total += begin + length - arrival
@@ -52,7 +52,7 @@ def first_come_first_served(at, service, workers):
 def shared_processor(at, service):
     """Mean time in the system: work is done at rate 1 / (number in the system) for each of them."""
     now, done, inside, total = 0.0, 0.0, [], 0.0  # `done`: for each, since the beginning
-    arrivals = [*zip(at, service), (math.inf, 0.0)]
+    arrivals = [*zip(at, service, strict=False), (math.inf, 0.0)]
     for arrival, length in arrivals:
         while inside and now + (inside[0][0] - done) * len(inside) <= arrival:
             end, came = heapq.heappop(inside)

@@ -20,7 +20,7 @@ ENGINE = Engine(
 
 
 def trace(*requests: tuple[float, int, int]) -> Trace:
-    at, prompt, output = zip(*requests)
+    at, prompt, output = zip(*requests, strict=False)
     return Trace(np.array(at, float), np.array(prompt, np.int32), np.array(output, np.int32))
 
 
@@ -76,13 +76,15 @@ def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
 )
 def test_skipping_over_like_steps_changes_no_time(requests, sequences, kv):
     at = np.cumsum([gap for gap, _, _ in requests])
-    work = trace(*[(t, prompt, output) for t, (_, prompt, output) in zip(at, requests)])
+    work = trace(
+        *[(t, prompt, output) for t, (_, prompt, output) in zip(at, requests, strict=False)]
+    )
     engine = replace(ENGINE, max_sequences=sequences, kv_tokens=kv)
     served, expected = online.serve(work, engine), step_by_step(work, engine)
     assert served.at + served.ttft_s == pytest.approx([first for first, _ in expected], abs=1e-9)
     tpot = [
         (last - first) / (o - 1) if o > 1 else math.nan
-        for (first, last), o in zip(expected, work.output_tokens)
+        for (first, last), o in zip(expected, work.output_tokens, strict=False)
     ]
     assert served.tpot_s == pytest.approx(tpot, abs=1e-9, nan_ok=True)
 

@@ -26,7 +26,7 @@ from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = pytest.mark.slow
 sys.path.insert(0, str(REPOSITORY / "scripts"))
-import storm  # noqa: E402
+import storm
 
 
 class Serving:

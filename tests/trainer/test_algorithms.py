@@ -165,7 +165,7 @@ def expected_grpo():
 def expected_dapo():
     punished = [
         reward + min(0.0, max(-1.0, ((6 - 4) - tokens) / 4))
-        for reward, tokens in zip(REWARDS, TOKENS)
+        for reward, tokens in zip(REWARDS, TOKENS, strict=False)
     ]
     return token_level(group_normalised(punished), 0.2, 0.28, lambda i, t: 1 / sum(TOKENS))
 
@@ -249,7 +249,7 @@ def test_loss_and_gradient_are_the_papers(name):
 
 def test_the_hand_made_batch_is_clipped_on_both_sides_and_not_everywhere():
     gradients = {
-        name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i]) if m]
+        name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i], strict=False) if m]
         for name in ALGORITHMS
     }
     for name in set(ALGORITHMS) - {"rloo"}:
@@ -314,7 +314,9 @@ def test_statistics_are_sums_over_response_tokens():
     )
     found = {key: value.item() for key, value in algorithm.token_loss(batch)[1].items()}
     logs = [(NEW_LESS_PROXIMAL[i][t]) for i in ROWS for t in response(i)]
-    cut = sum(g == 0.0 for i in ROWS for g, m in zip(expected_grpo()[1][i], MASK[i]) if m)
+    cut = sum(
+        g == 0.0 for i in ROWS for g, m in zip(expected_grpo()[1][i], MASK[i], strict=False) if m
+    )
     assert found == pytest.approx(
         {
             "clip_fraction": cut,
@@ -396,7 +398,7 @@ def test_an_exploded_ratio_keeps_the_gradient_finite(name):
 
 def test_overlong_filtering_gives_truncated_trajectories_no_loss():
     weights = build("dapo", DAPO | {"overlong_filtering": True}).token_weights(hand_made().summary)
-    kept = sum(tokens for tokens, cut in zip(TOKENS, TRUNCATED) if not cut)
+    kept = sum(tokens for tokens, cut in zip(TOKENS, TRUNCATED, strict=False) if not cut)
     torch.testing.assert_close(
         weights, torch.tensor([0.0 if cut else 1 / kept for cut in TRUNCATED])
     )

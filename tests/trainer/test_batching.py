@@ -43,9 +43,9 @@ def test_work_is_balanced_over_ranks_and_updates():
     lengths = lengths_like_rollouts(256, seed=7)
     plan = plan_micro_batches(Padded(lengths), 4, 4096, 2)
     work = [[sum(size_of(m, Padded(lengths)) for m in update) for update in rank] for rank in plan]
-    for update in zip(*work):
+    for update in zip(*work, strict=False):
         assert max(update) <= 1.1 * min(update)
-    per_update = [sum(update) for update in zip(*work)]
+    per_update = [sum(update) for update in zip(*work, strict=False)]
     assert max(per_update) <= 1.05 * min(per_update)
 
 

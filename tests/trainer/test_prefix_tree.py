@@ -32,7 +32,7 @@ def packed(rows):
 def test_each_distinct_prefix_stands_once_and_each_row_finds_its_own():
     tree = packed(ROWS)
     assert len(tree.tokens) == len({tuple(row[:n]) for row in ROWS for n in range(1, len(row) + 1)})
-    for row, nodes in zip(ROWS, tree.nodes):
+    for row, nodes in zip(ROWS, tree.nodes, strict=False):
         assert tree.tokens[nodes[: len(row)]].tolist() == row
         assert tree.depths[nodes[: len(row)]].tolist() == list(range(len(row)))
 
@@ -40,7 +40,7 @@ def test_each_distinct_prefix_stands_once_and_each_row_finds_its_own():
 def test_a_token_attends_to_its_ancestors_and_itself_only():
     tree = packed(ROWS)
     attention = tree.attention()[0, 0]
-    for row, nodes in zip(ROWS, tree.nodes):
+    for row, nodes in zip(ROWS, tree.nodes, strict=False):
         for depth, node in enumerate(nodes[: len(row)].tolist()):
             assert attention[node].nonzero().flatten().tolist() == sorted(
                 nodes[: depth + 1].tolist()
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing):
     (plain, plain_entropy, plain_gradients), (shared, entropy, gradients) = results
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, plain_entropy, atol=1e-3, rtol=1e-5)
-    for expected, gradient in zip(plain_gradients, gradients):
+    for expected, gradient in zip(plain_gradients, gradients, strict=False):
         torch.testing.assert_close(
             gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
         )

@@ -112,7 +112,7 @@ class Plain:
 
 def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
     plain = Plain(world.model)
-    for step, metrics in zip(STEPS, world.reports[0]["metrics"]):
+    for step, metrics in zip(STEPS, world.reports[0]["metrics"], strict=False):
         loss, norm = plain.train(*step)
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)

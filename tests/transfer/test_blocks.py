@@ -21,7 +21,7 @@ def models(draw):
     rows = draw(st.lists(st.integers(0, shape[0]), max_size=3))
     columns = draw(st.lists(st.integers(0, tensor.columns), max_size=3))
     ends = sorted(draw(st.lists(st.integers(0, tensor.size), max_size=3)))
-    shards = list(zip(range(len(ends) + 1), [0, *ends], [*ends, tensor.size]))
+    shards = list(zip(range(len(ends) + 1), [0, *ends], [*ends, tensor.size], strict=False))
     return tensor, (rows, columns), shards, draw(st.sampled_from([1, 3, 10, 1000]))
 
 
@@ -32,7 +32,7 @@ def test_blocks_cover_a_tensor_once_within_their_shard_and_cross_no_cut(model):
     blocks = cut([tensor], {"t": (rows, columns)}, {"t": shards}, len(shards), largest)
     found = [members(block, tensor.columns) for block in blocks]
     assert sorted(i for part in found for i in part) == list(range(tensor.size))
-    for block, part in zip(blocks, found):
+    for block, part in zip(blocks, found, strict=False):
         _, start, stop = shards[block.owner]
         assert start <= part[0] and part[-1] < stop
         assert size(block, tensor.columns) == len(part)

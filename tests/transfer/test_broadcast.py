@@ -63,7 +63,8 @@ def test_a_root_that_falls_silent_is_named_at_every_receiver_and_the_others_go_o
     said = run("silent", 6, tmp_path)
     for receiver in range(3):
         assert (
-            f"receiver {receiver} says: broadcast of 'v000009/full' by trainer rank 1: no frame for 2 s, "
+            f"receiver {receiver} says: broadcast of 'v000009/full' by trainer rank 1: no frame "
+            "for 2 s, "
             f"after {2 * FRAME_BYTES} bytes of payload"
         ) in said
 
@@ -72,12 +73,12 @@ def test_a_root_that_falls_silent_is_named_at_every_receiver_and_the_others_go_o
 def test_a_receiver_that_takes_nothing_is_named_by_the_rank_before_it_and_stops_the_root(tmp_path):
     said = run("deaf", 4, tmp_path)
     assert (
-        "receiver 0 says: rollout rank 0 passes broadcasts on to rollout rank 1 (MPI rank 3), which took no"
-        in said
+        "receiver 0 says: rollout rank 0 passes broadcasts on to rollout rank 1 (MPI rank 3), "
+        "which took no" in said
     )
     assert (
-        "root says: broadcast of 'v000001/full' by trainer rank 0: rollout rank 0 (MPI rank 2) took no frame"
-        in said
+        "root says: broadcast of 'v000001/full' by trainer rank 0: rollout rank 0 (MPI rank 2) "
+        "took no frame" in said
     )
 
 

@@ -117,7 +117,7 @@ def test_nan_payloads_infinities_negative_zero_and_denormals_survive(dtype):
     old, new = np.repeat(special, special.size), np.tile(special, special.size)
     check(new, old)
     assert np.array_equal(decode(encode(new, None)), new)
-    for one, other in zip(old, new):
+    for one, other in zip(old, new, strict=False):
         check(np.array([other]), np.array([one]))
     sparse = np.repeat(old, 100)
     check(np.where(np.arange(sparse.size) % 100 == 7, np.repeat(new, 100), sparse), sparse)
@@ -222,7 +222,7 @@ def test_composed_payloads_do_what_applying_one_after_the_other_does(dtype):
                 if step == 1
                 else trained(last, draw.random() ** 3, trial)
             )
-        payloads = [encode(new, old) for old, new in zip(versions, versions[1:])]
+        payloads = [encode(new, old) for old, new in zip(versions, versions[1:], strict=False)]
         if trial % 3 == 0:
             payloads[trial % 4] = encode(versions[trial % 4 + 1], None)
         left = payloads[0]
@@ -368,7 +368,7 @@ def test_threads_encode_and_decode_side_by_side():
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=False))
 
 
 def test_compile_all_leaves_nothing_to_compile():

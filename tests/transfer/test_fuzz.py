@@ -9,13 +9,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import fuzz_transfer as fuzz  # noqa: E402
-from fuzz_transfer_bytes import attempt  # noqa: E402
-from fuzz_transfer_world import History, Tally  # noqa: E402
+import fuzz_transfer as fuzz
+from fuzz_transfer_bytes import attempt
+from fuzz_transfer_world import History, Tally
 
-from rose.transfer import TransferError  # noqa: E402
-from rose.transfer.store import FULL, edge_name  # noqa: E402
-from tests.transfer.worlds import same  # noqa: E402
+from rose.transfer import TransferError
+from rose.transfer.store import FULL, edge_name
+from tests.transfer.worlds import same
 
 SEED = 11
 

@@ -122,7 +122,8 @@ def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_p
     runs = [tmp_path / "run", tmp_path / "another"]
     script = (
         "from pathlib import Path; from rose.transfer.mirror import Mirror; import os\n"
-        f"for run in {[str(run) for run in runs]!r}: print(Mirror(Path(run), 1, 4, 2, Path({str(tmp_path)!r})).path)\n"
+        f"for run in {[str(run) for run in runs]!r}: print(Mirror(Path(run), 1, 4, 2, "
+        f"Path({str(tmp_path)!r})).path)\n"
         "os._exit(9)"
     )
     done = subprocess.run(

@@ -177,7 +177,8 @@ def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, st
 def _raw(port: int, target: str, headers: str = "", body: bytes = b"") -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(
-            f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+            f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: "
+            "close\r\n"
             f"{headers}\r\n".encode()
             + body
         )
@@ -467,7 +468,8 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
     idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
     for connection in idle:
         connection.sendall(
-            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            f"{TOKEN}\r\n\r\n".encode()
         )
     assert running.client().read(FILE) == data
     for connection in idle:

@@ -132,7 +132,8 @@ def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothi
         open_source(url, "s" * 64, 0.5).read(FILE)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
         client.sendall(
-            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {'s' * 64}\r\n\r\n".encode()
+            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            f"{'s' * 64}\r\n\r\n".encode()
         )
         process.send_signal(signal.SIGINT)
         # before the 10 s for which an attempt at the upstream would last

@@ -445,9 +445,10 @@ def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key
 
 def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
     world = World(tmp_path / "store")
-    whole_tensor = lambda name, extent: layout.LocalSlice(  # noqa: E731
-        name, *[tuple(slice(0, size) for size in extent)] * 2
-    )
+
+    def whole_tensor(name, extent):
+        return layout.LocalSlice(name, *[tuple(slice(0, size) for size in extent)] * 2)
+
     wrong = zeros() | {"norm": torch.zeros(12)}
     with pytest.raises(
         TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has 4 bytes a value"

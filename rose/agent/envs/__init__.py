@@ -1,9 +1,9 @@
 """The tasks that agents learn on, one file each, behind the protocol in `base`.
 
 An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. May import `rose.config`; must
-know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are shared
-helpers.
+``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. May import `rose.config`;
+must know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are
+shared helpers.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def example(question: str) -> list[dict[str, str]]:
     tools write them."""
     value = _arithmetic.format_number(_arithmetic.evaluate(question))
     texts = [
-        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',
+        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": '
+        f'"{question}"}}}}</tool_call>',
         f"<tool_response>\n{value}\n</tool_response>",
         f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>',
     ]
@@ -150,7 +151,7 @@ def example(question: str) -> list[dict[str, str]]:
         ask(question),
         *(
             {"role": role, "content": text}
-            for role, text in zip(("assistant", "user", "assistant"), texts)
+            for role, text in zip(("assistant", "user", "assistant"), texts, strict=False)
         ),
     ]
 

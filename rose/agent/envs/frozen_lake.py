@@ -123,6 +123,7 @@ class FrozenLake:
             zip(
                 DIRECTIONS,
                 ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column)),
+                strict=False,
             )
         )
         inside = range(self.size)

@@ -22,10 +22,13 @@ SYMBOL = {"wall": "#", "floor": ".", "goal": "G", "lava": "L", "key": "K", "ball
 DOOR = {"locked": "D", "closed": "C", "open": "O"}
 
 SYSTEM = (
-    "You are the arrow (> v < ^) on a grid, facing where it points. # is a wall, . is free, G the goal, "
-    "L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small letter after a thing is "
+    "You are the arrow (> v < ^) on a grid, facing where it points. # is a wall, . is free, G the "
+    "goal, "
+    "L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small letter "
+    "after a thing is "
     f"the first of its colour ({', '.join(sorted(COLOR_NAMES))}; grey is e). "
-    "left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act on the cell before you. "
+    "left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act on "
+    "the cell before you. "
     "toggle opens a door; a locked one needs the key of its colour, carried."
 )
 
@@ -135,7 +138,10 @@ class Minigrid:
             or not 1 <= len(actions) <= self.actions_per_turn
             or any(name not in ACTIONS for name in actions)
         ):
-            return f"act takes one argument, actions: a list of 1 to {self.actions_per_turn} of {', '.join(ACTIONS)}."
+            return (
+                f"act takes one argument, actions: a list of 1 to {self.actions_per_turn} of "
+                f"{', '.join(ACTIONS)}."
+            )
         return None
 
 

@@ -86,7 +86,8 @@ class Reasoning:
         given = [str(number) for number in _arithmetic.numbers(self._solution)]
         rng.shuffle(given)
         return (
-            f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and parentheses, "
+            f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and "
+            "parentheses, "
             f"write an expression that equals {_arithmetic.evaluate(self._solution)}."
         )
 

@@ -101,7 +101,8 @@ class ControlBoard:
             done, _ = await asyncio.wait({looking}, timeout=LOST_S)
             if not done:
                 self._by_file(
-                    f"{self._stop_file}: its file system does not answer (serving.lending.stop_file)"
+                    f"{self._stop_file}: its file system does not answer "
+                    "(serving.lending.stop_file)"
                 )
             self._by_file(
                 f"{self._stop_file} exists (serving.lending.stop_file)" if await looking else ""

@@ -1,8 +1,9 @@
 """The boards of a device as Prometheus metrics: what serving kept, what was lent.
 
-In two places: the operator's HTTP server (rose/lending/operator/web.py), and the online engine's own
-/metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. Read at each scrape; a board
-that is absent, damaged, or left behind by a process that is gone has no samples but `rose_board_up`
+In two places: the operator's HTTP server (rose/lending/operator/web.py), and the online engine's
+own /metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. Read at each scrape; a
+board that is absent, damaged, or left behind by a process that is gone has no samples but
+`rose_board_up`
 0. Counters begin anew with the process that counts.
 """
 

@@ -9,7 +9,7 @@
 S serves before there is a run and after it, with R or without. A lender that leaves by itself (the
 run is finished, or took none) ends lending, one that was killed is started again. Both children die
 with this process.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -103,11 +103,15 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
     """Why nothing can be lent with these settings; "" if something can."""
     if profile is None:
         return (
-            "nothing is lent: serving.lending.profile is null, and the default refuses to lend until a profile of "
+            "nothing is lent: serving.lending.profile is null, and the default refuses to lend "
+            "until a profile of "
             "this device and these models exists; python -m rose.lending.profile writes it"
         )
     if serving.online.slo is None:
-        return "nothing is lent: serving.online.slo is null, so nobody knows what online requests must be given"
+        return (
+            "nothing is lent: serving.online.slo is null, so nobody knows what online requests "
+            "must be given"
+        )
     online = serving.online
     short = min(SHORT, online.max_context // 4)
     alone = why_not_alone(
@@ -164,7 +168,8 @@ class Operator:
         self._listen()
         file = self.serving.lending.stop_file
         say(
-            f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST {self._url}/lending/"
+            f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST "
+            f"{self._url}/lending/"
             f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else "")
         )
         if self.control.switch.never:
@@ -219,7 +224,8 @@ class Operator:
             if code < 0:
                 pause = BACK_OFF_S[0] if time.monotonic() - began > BACK_OFF_S[1] else pause
                 self._note(
-                    f"the lender was killed by {signal.Signals(-code).name}; another one is started in "
+                    f"the lender was killed by {signal.Signals(-code).name}; another one is "
+                    "started in "
                     f"{pause:g} s"
                 )
                 await asyncio.sleep(pause)
@@ -295,7 +301,8 @@ class Operator:
                 self._note(
                     "the online server meets its targets by itself again and lends"
                     if lends
-                    else "the online server misses its targets with nothing lent (serving.online.slo): it lends "
+                    else "the online server misses its targets with nothing lent "
+                    "(serving.online.slo): it lends "
                     "nothing"
                 )
             await asyncio.sleep(EVERY_S)
@@ -377,7 +384,7 @@ def claim(name: str) -> tuple[Path, TextIO]:
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "w")
+        lock = open(folder / LOCK, "w")  # noqa: SIM115 (held while the process lives)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:

@@ -82,7 +82,10 @@ def page(
     totals = history.totals()
     now = f" · nothing is lent now: {stopped}" if stopped else ""
     data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
-    subtitle = f"{serving.online.served_name or serving.online.model} · {time.strftime('%-d %B %Y, %H:%M')}{now}"
+    subtitle = (
+        f"{serving.online.served_name or serving.online.model} · "
+        f"{time.strftime('%-d %B %Y, %H:%M')}{now}"
+    )
     body = "\n\n".join(
         (
             section(
@@ -164,7 +167,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
         + "</tr>"
         for row in rows
     )
-    return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<div "
+        f"class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float]) -> str:
@@ -200,7 +206,8 @@ def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float])
     ]
     return (
         _table(["Latency", "Target", "Measured", ""], rows)
-        + "<p class=muted>Measured by the online server over all requests since its last start, within the width of "
+        + "<p class=muted>Measured by the online server over all requests since its last start, "
+        "within the width of "
         "its histogram's buckets.</p>"
         + _table(
             ["Online requests", "Finished", "Within both P99 targets", "Attainment"], by_lending
@@ -233,7 +240,8 @@ def _events(events: Iterable[Event]) -> str:
     )
     return (
         (
-            "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>What</th></tr></thead>"
+            "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
+            "scope=col>What</th></tr></thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
         if body
@@ -273,19 +281,19 @@ def _curves(history: History) -> dict[str, list[float | None]]:
         "rollout": rows["rollout.running"],
         "prompt_rate": rate("rollout.prompt_tokens"),
         "made_rate": rate("rollout.made_tokens"),
-        "gate": _ratio(opened, [a + b for a, b in zip(opened, shut)]),
+        "gate": _ratio(opened, [a + b for a, b in zip(opened, shut, strict=False)]),
         "evicted": rows["rollout.evicted"],
     } | gib
 
 
 def _steps(values: list[float]) -> list[float]:
     """Differences of neighbours, the first from 0."""
-    return [b - a for a, b in zip([0.0, *values], values)]
+    return [b - a for a, b in zip([0.0, *values], values, strict=False)]
 
 
 def _less(a: list[float], b: list[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b)]
+    return [x - y for x, y in zip(a, b, strict=False)]
 
 
 def _ratio(above: list[float], below: list[float]) -> list[float | None]:
-    return [x / y if y > 0 else None for x, y in zip(above, below)]
+    return [x / y if y > 0 else None for x, y in zip(above, below, strict=False)]

@@ -86,12 +86,14 @@ class OnlineServer:
         model = self.online.model
         if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
             raise ConfigError(
-                f"serving.online.model={model!r}: no config.json there; give the folder of a Hugging "
+                f"serving.online.model={model!r}: no config.json there; give the folder of a "
+                "Hugging "
                 "Face model"
             )
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ConfigError(
-                f"serving.online.model={model!r}: no such folder here; give the folder of a Hugging Face "
+                f"serving.online.model={model!r}: no such folder here; give the folder of a "
+                "Hugging Face "
                 "model or a hub id"
             )
         try:
@@ -132,10 +134,14 @@ class OnlineServer:
             try:
                 await self._start()
                 say(
-                    f"{self.url} serves {self.online.served_name or self.online.model} (log: {self.log})"
+                    f"{self.url} serves {self.online.served_name or self.online.model} (log: "
+                    f"{self.log})"
                 )
                 self.up = True
-                why = f"the online server {_ended(await self._process.wait())}; its log ends with\n{self.last_lines()}"
+                why = (
+                    f"the online server {_ended(await self._process.wait())}; its log ends "
+                    f"with\n{self.last_lines()}"
+                )
             except ServerError as error:
                 await self._end()
                 if self.starts <= 1:
@@ -200,7 +206,8 @@ class OnlineServer:
                 while not await self._serves(client):
                     if self._process.returncode is not None:
                         raise ServerError(
-                            f"the online server {_ended(self._process.returncode)} before it served; "
+                            f"the online server {_ended(self._process.returncode)} before it "
+                            "served; "
                             f"its log, {self.log}, ends with\n{self.last_lines()}"
                         )
                     await asyncio.sleep(LOOK_S)

@@ -81,7 +81,8 @@ class Web:
         except OSError as error:
             await self.close()
             raise ConfigError(
-                f"serving.lending.control_port={port}: {error.strerror or error} on serving.online.host="
+                f"serving.lending.control_port={port}: {error.strerror or error} on "
+                "serving.online.host="
                 f"{host}; another one, or 0 for a free one"
             ) from None
         self.port = self._runner.addresses[0][1]

@@ -1,5 +1,5 @@
-"""Jobs that lend a run one more engine. `python -m rose.lending.rank.job RUN_DIR NAME` submits one and
-prints its id.
+"""Jobs that lend a run one more engine. `python -m rose.lending.rank.job RUN_DIR NAME` submits one
+and prints its id.
 
 The coordinator's provisioner starts this as a process, so that submitting (seconds, on a busy
 cluster) holds nobody up and the job does not inherit what Slurm and MPI put into the coordinator's

@@ -107,7 +107,8 @@ class Lender:
             if now - said > SAY_EVERY_S or said == began:
                 said = now + 1e-6
                 say(
-                    f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}"
+                    f"{'waiting for' if found is None else 'looking for a sign of life of'} "
+                    f"{self.run_dir}"
                 )
             self._sleep(LOOK_S)
         return 0

@@ -166,7 +166,8 @@ class BorrowedWorker(RolloutWorker):
         began = time.monotonic()
         await engine.activate()
         print(
-            f"{self.name}: lending again; the engine is active after {time.monotonic() - began:.2f} s",
+            f"{self.name}: lending again; the engine is active after "
+            f"{time.monotonic() - began:.2f} s",
             flush=True,
         )
         self.incarnation += (

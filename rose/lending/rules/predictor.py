@@ -227,7 +227,8 @@ def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
     for words, prefill in (("of decodes alone", False), ("with prefill", True)):
         if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
             raise ValueError(
-                f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times"
+                f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step "
+                "times"
             )
     return samples
 

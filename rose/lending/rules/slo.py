@@ -177,7 +177,8 @@ def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
         if takes > (target := getattr(slo, name)):
             kind = "at its P99" if "p99" in name else "on average"
             return (
-                f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes {takes:.3g} s {kind}"
+                f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes "
+                f"{takes:.3g} s {kind}"
                 " on this device; give a looser target, a faster device or a smaller model"
             )
     return ""

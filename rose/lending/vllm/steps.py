@@ -10,11 +10,15 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rose.engine import names
 from rose.lending.rules.predictor import Predictor, Work
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class Timed:
@@ -27,7 +31,8 @@ class Timed:
         self._in_flight: deque[tuple[object, Work, float]] = deque()
         self._last_ended = 0.0
         path = os.environ.get(names.STEPS)
-        self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 (closed with the process)
+        # Closed with the process.
+        self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
 
     def schedule(self, throttle_prefills: bool = False):
         began = time.monotonic()
@@ -65,7 +70,7 @@ class Timed:
         """Seconds until the steps in flight have ended, as predicted: on average, and if each takes
         its P99."""
         mean = p99 = 0.0
-        for _, work, began in self._in_flight:
+        for _, work, _ in self._in_flight:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
         if not self._in_flight:
             return 0.0, 0.0

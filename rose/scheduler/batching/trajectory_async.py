@@ -27,7 +27,8 @@ class TrajectoryAsync(Asynchronous):
     def __init__(self, alpha: int, retries: int, max_admitted: float) -> None:
         if alpha < 1 or retries < 0:
             raise ValueError(
-                f"alpha={alpha}, retries={retries}: at least 1 version (0 would be scheduler/batching="
+                f"alpha={alpha}, retries={retries}: at least 1 version (0 would be "
+                "scheduler/batching="
                 "synchronous), and 0 or more tries"
             )
         super().__init__(alpha, max_admitted)

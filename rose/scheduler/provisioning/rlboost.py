@@ -36,7 +36,8 @@ class RlBoost:
     def __init__(self, initial_s: float, minimum_s: float) -> None:
         if not initial_s >= minimum_s >= 0:
             raise ValueError(
-                f"initial_s={initial_s} must be at least minimum_s={minimum_s}, and that not negative"
+                f"initial_s={initial_s} must be at least minimum_s={minimum_s}, and that not "
+                "negative"
             )
         self.window_s, self.minimum_s = initial_s, minimum_s
         self._best: dict[int, float] = {}  # number of spot workers -> window

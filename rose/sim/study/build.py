@@ -112,7 +112,8 @@ def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
             )
         if device and device not in devices:
             raise ConfigError(
-                f"{here}: no pool of this system has that device; its pools have {', '.join(devices)}"
+                f"{here}: no pool of this system has that device; its pools have "
+                f"{', '.join(devices)}"
             )
 
 
@@ -127,7 +128,8 @@ def _known(key: str, find, value: str):
 def _shape(c: Config) -> ModelShape:
     if c.model.shape is None:
         raise ConfigError(
-            f"model.shape=None: mode={c.mode} needs it; take model=qwen3_8b, or copy the numbers of the "
+            f"model.shape=None: mode={c.mode} needs it; take model=qwen3_8b, or copy the numbers "
+            "of the "
             "model's config.json"
         )
     return c.model.shape

@@ -25,7 +25,10 @@ from rose.sim.study.outcome import METRICS, Outcome, by_system, mean, shown
 from rose.sim.study.table import gains, words
 from rose.storage import write_whole
 
-GAIN_WORDS = "of {ours} over each system: ratio of the step times, geometric mean and 95% interval over {n} seeds."
+GAIN_WORDS = (
+    "of {ours} over each system: ratio of the step times, geometric mean and 95% interval over {n} "
+    "seeds."
+)
 
 
 def report(path: Path, c: Config, outcomes: Sequence[Outcome], command: str) -> None:
@@ -77,7 +80,8 @@ def sweep(
         "seed": mine[0].seed,
         "gains": _gain_rows(found),
         "phases": _phases(mine),
-        "gainWords": f"of each point over {first}: ratio of the step times, geometric mean and 95% interval over "
+        "gainWords": f"of each point over {first}: ratio of the step times, geometric mean and "
+        "95% interval over "
         f"{len({o.seed for o in mine})} seeds.",
         "pictures": {
             names[o.point]: o.picture
@@ -113,7 +117,8 @@ def plan(path: Path, c: Config, answer: Any, command: str) -> None:
     """`answer`: a rose.sim.study.sizing.Answer."""
     pairs = sorted(answer.pairs, key=lambda pair: (pair.price, pair.step_s.mean))
     body = "".join(
-        f"<tr{' class=ours' if pair is answer.advised else ''}><th scope=row>{pair.words}</th><td>{pair.price:.1f}</td>"
+        f"<tr{' class=ours' if pair is answer.advised else ''}><th "
+        f"scope=row>{pair.words}</th><td>{pair.price:.1f}</td>"
         f"<td>{words(pair.step_s)}</td><td>{pair.share('rollout_s'):.0%}</td><td>{pair.share('train_s'):.0%}</td>"
         f"<td>{'yes' if pair.step_s.mean <= answer.target_s else 'no'}</td></tr>"
         for pair in pairs
@@ -241,9 +246,12 @@ def _table(
             f"<td>{words(found[name]) if name in found else ''}</td></tr>"
         )
     return (
-        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        "<p class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. p99/p50: of the "
-        "trajectories' times. SLO kept: share of online requests within both P99 targets (the target is 99%). "
+        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        "</div>"
+        "<p class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. "
+        "p99/p50: of the "
+        "trajectories' times. SLO kept: share of online requests within both P99 targets (the "
+        "target is 99%). "
         "Allocation: share of the borrowed workers' time before their first turn.</p>"
     )
 
@@ -259,16 +267,21 @@ def _systems(c: Config) -> str:
             f"<td>{escape(getattr(each.scheduler, kind).name)}</td>" for kind in kinds
         )
         body += (
-            f"<tr><th scope=row>{escape(name)}</th><td class=text>{escape(each.about)}</td>{policies}"
+            f"<tr><th scope=row>{escape(name)}</th><td "
+            f"class=text>{escape(each.about)}</td>{policies}"
             f"<td>{escape(', '.join(each.pools))}</td></tr>"
         )
-    return f"<div class=scroll><table class=list><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<div class=scroll><table "
+        f"class=list><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _details(command: str, c: Config) -> str:
     tree = json.dumps(msgspec.to_builtins(c), indent=2, ensure_ascii=False)
     return (
-        f"<pre>{escape(command)}</pre><details><summary>Resolved configuration</summary><pre>{escape(tree)}</pre>"
+        f"<pre>{escape(command)}</pre><details><summary>Resolved "
+        f"configuration</summary><pre>{escape(tree)}</pre>"
         "</details>"
     )
 

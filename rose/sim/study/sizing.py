@@ -56,7 +56,8 @@ def target(c: Config) -> float:
     p = c.sim.plan
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(
-            f"sim.plan.steps_per_hour={p.steps_per_hour}, sim.plan.hours={p.hours}: mode=plan needs one "
+            f"sim.plan.steps_per_hour={p.steps_per_hour}, sim.plan.hours={p.hours}: mode=plan "
+            "needs one "
             "of them: sim.plan.steps_per_hour=20, or sim.plan.hours=48 for trainer.steps steps"
         )
     return (
@@ -76,7 +77,8 @@ def borrowed_pool(c: Config) -> str:
     ]
     if "dedicated" not in c.sim.pools or len(found) > 1:
         raise ConfigError(
-            f"sim.pools={c.sim.pools}: mode=plan sizes `dedicated` and at most one of cooperative, spot "
+            f"sim.pools={c.sim.pools}: mode=plan sizes `dedicated` and at most one of cooperative, "
+            "spot "
             "and serverless"
         )
     return found[0] if found else ""
@@ -114,7 +116,8 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
     made = {pair: found for pair in asked if (found := pair_config(c, *pair)) is not None}
     if not made:
         raise ConfigError(
-            f"sim.plan.dedicated={c.sim.plan.dedicated}, sim.plan.borrowed={c.sim.plan.borrowed}: give "
+            f"sim.plan.dedicated={c.sim.plan.dedicated}, sim.plan.borrowed={c.sim.plan.borrowed}: "
+            "give "
             "pairs with at least one worker"
         )
     outcomes = carry_out([job for each in made.values() for job in runs.jobs_of(each)])
@@ -147,13 +150,15 @@ def _answer(target_s: float, pairs: tuple[Pair, ...]) -> Answer:
             pairs,
             None,
             (
-                f"no pair reaches {target_s:.1f} s a step; the fastest, {fastest.words}, takes {fastest.step_s.mean:.1f} s",
+                f"no pair reaches {target_s:.1f} s a step; the fastest, {fastest.words}, takes "
+                f"{fastest.step_s.mean:.1f} s",
                 _limit(fastest),
             ),
         )
     advised = min(reach, key=lambda pair: (pair.price, pair.step_s.mean))
     reasons = [
-        f"{advised.words}: {advised.step_s.mean:.1f} s a step, {_less(advised.step_s.mean, target_s)} than the "
+        f"{advised.words}: {advised.step_s.mean:.1f} s a step, "
+        f"{_less(advised.step_s.mean, target_s)} than the "
         f"target of {target_s:.1f} s, at the price of {advised.price:.1f} dedicated GPUs",
         _limit(advised),
     ]
@@ -168,7 +173,8 @@ def _answer(target_s: float, pairs: tuple[Pair, ...]) -> Answer:
     if alone and advised.borrowed:
         least = min(alone, key=lambda pair: pair.price)
         reasons.append(
-            f"without borrowing it takes {least.dedicated} dedicated GPUs ({least.step_s.mean:.1f} s)"
+            f"without borrowing it takes {least.dedicated} dedicated GPUs ({least.step_s.mean:.1f} "
+            "s)"
         )
     elif advised.borrowed:
         reasons.append("without borrowing no number that was tried reaches it")
@@ -187,7 +193,10 @@ def _less(value: float, than: float) -> str:
 def _limit(pair: Pair) -> str:
     train, roll = pair.share("train_s"), pair.share("rollout_s")
     if train > roll:
-        return f"training takes {train:.0%} of the step: more rollout GPUs gain little, trainer.ranks would"
+        return (
+            f"training takes {train:.0%} of the step: more rollout GPUs gain little, trainer.ranks "
+            "would"
+        )
     return f"rollout takes {roll:.0%} of the step, training {train:.0%}"
 
 

@@ -70,7 +70,9 @@ def read(path: str | Path) -> Trace:
                     f"{field} is before the time of the line above; sort the file by time"
                 )
             times.append(time)
-            for column, field, into in zip(found.columns[1:], (prompt, output), lengths):
+            for column, field, into in zip(
+                found.columns[1:], (prompt, output), lengths, strict=False
+            ):
                 into.append(_count(field, Place(path, line, column)))
             blocks.append(_blocks(more[0], Place(path, line, BLOCKS)) if more else None)
     if not times:
@@ -95,7 +97,8 @@ def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int
     missing = [name for name in found.columns if name not in header]
     if len(missing) == len(found.columns):
         raise TraceError(
-            f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; known are "
+            f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; known "
+            "are "
             + ", ".join(f"{f.name} ({', '.join(f.columns)})" for f in (AZURE, BURSTGPT))
             + f" and {MOONCAKE.name} (a JSON object a line: {', '.join(MOONCAKE.columns)})"
         )

@@ -52,7 +52,8 @@ def generate(
     slow, total = _sigma(minute_peak, HOUR_S // MINUTE_S), _sigma(second_peak, HOUR_S)
     if total < slow:
         raise ValueError(
-            f"second_peak={second_peak}: seconds vary no less than minutes, whose peak is {minute_peak}"
+            f"second_peak={second_peak}: seconds vary no less than minutes, whose peak is "
+            f"{minute_peak}"
         )
     draw = np.random.default_rng(seed)
     whole = math.ceil(seconds)

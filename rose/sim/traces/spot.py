@@ -75,7 +75,7 @@ class Availability:
         when it comes."""
         held: list[float] = []
         taken = np.zeros(len(self), bool)
-        for at, (begin, end) in enumerate(zip(self.begin, self.end)):
+        for at, (begin, end) in enumerate(zip(self.begin, self.end, strict=False)):
             held = [until for until in held if until > begin]
             taken[at] = len(held) < most
             if taken[at]:
@@ -115,7 +115,8 @@ def read(path: str | Path, seed: int = 0) -> Availability:
             raise TraceError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
     if not rows:
         raise TraceError(
-            f"{path}, line 1: an empty file; needed `milliseconds,add|remove,name` or `date, time, count`"
+            f"{path}, line 1: an empty file; needed `milliseconds,add|remove,name` or `date, time, "
+            "count`"
         )
     changes, last = (
         _named(rows, path) if rows[0][1][0].lstrip("-").isdigit() else _counted(rows, path, seed)
@@ -125,7 +126,8 @@ def read(path: str | Path, seed: int = 0) -> Availability:
     for at, line, name, comes in changes:
         if comes == (name in there):
             raise TraceError(
-                f"{path}, line {line}, column 3: {name} is {'added twice' if comes else 'not there'}"
+                f"{path}, line {line}, column 3: {name} is "
+                f"{'added twice' if comes else 'not there'}"
             )
         if comes:
             there[name] = at
@@ -170,7 +172,8 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
         at = _clock(row, path, line)
         if at < last:
             raise TraceError(
-                f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line above"
+                f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line "
+                "above"
             )
         last, count = at, _natural(row[2], path, line, 3, MOST)
         while len(there) > count:
@@ -185,7 +188,8 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
 def _fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> None:
     if len(row) != len(names):
         raise TraceError(
-            f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; needed are "
+            f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; "
+            "needed are "
             f"{len(names)}: {', '.join(names)}"
         )
 
@@ -240,8 +244,10 @@ def generate(
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(
-            f"seconds={seconds:g}, most={most}, life_s={life_s:g}, restore_s={restore_s:g}: must be "
-            f"positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 at least"
+            f"seconds={seconds:g}, most={most}, life_s={life_s:g}, restore_s={restore_s:g}: must "
+            "be "
+            f"positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 at "
+            "least"
         )
     draw = np.random.default_rng(seed)
     there = [0.0] * max(1, round(most * life_s / (life_s + restore_s)))  # it begins in equilibrium

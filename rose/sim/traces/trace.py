@@ -54,7 +54,8 @@ class Trace:
         """Times multiplied: 2 halves the rate and keeps the bursts."""
         if not (time_factor > 0 and math.isfinite(time_factor)):
             raise ValueError(
-                f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers only"
+                f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers "
+                "only"
             )
         return replace(self, at=self.at * time_factor)
 

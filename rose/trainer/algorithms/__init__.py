@@ -46,7 +46,8 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
     for key, value in args.items():
         if key not in known:
             raise ConfigError(
-                f"algorithm.args.{key}={value!r}: {name} has no such argument; it has {', '.join(known)}"
+                f"algorithm.args.{key}={value!r}: {name} has no such argument; it has "
+                f"{', '.join(known)}"
             )
     for key in known:
         if key not in args:

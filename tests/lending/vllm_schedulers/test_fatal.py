@@ -81,7 +81,7 @@ def pair(boards, make_scheduler, monkeypatch):
         memories = [BlockMemory(FatalPages(gpu, layout.nbytes), layout) for _ in range(2)]
         return gpu, *(
             Running(make_scheduler(f"rose.lending.{side}", memory=memory), gpu)
-            for side, memory in zip(("online", "rollout"), memories)
+            for side, memory in zip(("online", "rollout"), memories, strict=False)
         )
 
     return made
@@ -109,8 +109,8 @@ def test_both_live_on_one_budget_whatever_comes(
         monkeypatch.setattr(module, "AT_ONCE", 6 * BLOCK_BYTES)
     dice = random.Random(seed)
     gpu, online, rollout = pair(BUDGET // PAGE - missing)
-    serial, lent = 0, 0
-    for at in range(160):
+    lent = 0
+    for serial in range(160):
         what = dice.random()
         if what < 0.12:
             online.driven.add(
@@ -124,14 +124,13 @@ def test_both_live_on_one_budget_whatever_comes(
             name = dice.choice(list(online.driven.scheduler.requests))
             online.driven.scheduler.finish_requests(name, abort())
         elif what < 0.36:
-            boards.set("control", lend=float(dice.random() < 0.7), epoch=float(at))
+            boards.set("control", lend=float(dice.random() < 0.7), epoch=float(serial))
         elif what < 0.38:
-            boards.set("control", epoch=float(at))
+            boards.set("control", epoch=float(serial))
         elif what < 0.7:
             online.turn(asynchronous)
         else:
             rollout.turn(asynchronous)
-        serial += 1
         mine, others = used(online, rollout)
         assert mine + others <= BUDGET and gpu.used <= gpu.pages
         lent = max(lent, others)

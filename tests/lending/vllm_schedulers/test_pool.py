@@ -80,7 +80,7 @@ class Engine:
         assert not set(free) & set(self.held)
         for worker in self.workers:
             for block in {0, *self.held, *free}:
-                for start, stride in zip(self.layout.starts, self.layout.strides):
+                for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
                     low = start + block * stride
                     for byte in (*range(low, low + stride, PAGE), low + stride - 1):
                         worker.pool.touch(byte)

@@ -172,7 +172,8 @@ def test_a_trace_file_needs_no_other_key_and_a_limit_too_large_is_refused(answer
 def test_a_trace_too_short_to_find_a_rate_is_refused_with_what_to_give(answer, tmp_path):
     trace = tmp_path / "short.csv"
     trace.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,9,9\n2023-11-16 18:00:01,9,9\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,9,9\n2023-11-16 "
+        "18:00:01,9,9\n"
     )
     with pytest.raises(
         ConfigError, match="2 requests keep the targets however fast they come: .*sim.serving.rate"
@@ -336,7 +337,8 @@ def test_neither_mode_needs_torch_or_vllm():
             sys.executable,
             "-c",
             "import sys, rose.front, rose.sim.study.runs; "
-            "print(sorted({'torch', 'vllm', 'mpi4py', 'deepspeed'} & {m.split('.')[0] for m in sys.modules}))",
+            "print(sorted({'torch', 'vllm', 'mpi4py', 'deepspeed'} & {m.split('.')[0] for m in "
+            "sys.modules}))",
         ],
         cwd=REPOSITORY,
         capture_output=True,
