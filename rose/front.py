@@ -206,8 +206,7 @@ def check_domains(c: Config) -> None:
         if domain not in c.env.members:
             raise ConfigError(
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
-                "run; its "
-                f"environments are {', '.join(c.env.members)}"
+                f"run; its environments are {', '.join(c.env.members)}"
             )
 
 
@@ -220,10 +219,9 @@ def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     name = c.scheduler.batching.name
     words = (
         f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
-        "nothing corrects "
-        f"for their age: algorithm.name={c.algorithm.name!r} does not, and "
-        "algorithm.importance_cap=null; take "
-        "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0"
+        f"nothing corrects for their age: algorithm.name={c.algorithm.name!r} does not, and "
+        "algorithm.importance_cap=null; take algorithm=decoupled_ppo, or "
+        "algorithm.importance_cap=2.0"
     )
     if name == "one_step_off":
         return (words,)
@@ -255,8 +253,7 @@ def launch(made: plan.Plan, console: Console) -> int:
             say(
                 console,
                 f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train "
-                "on, or set "
-                "fresh=true to start over",
+                "on, or set fresh=true to start over",
             )
             terminal.final_table(c.run_dir, console)
             return 0

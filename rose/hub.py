@@ -109,8 +109,8 @@ def check_whole(folder: Path, named: str) -> None:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"{named}: {folder} has no {missing[0]}{more}; if the download broke off: "
-            f"{_again(folder)}; "
-            "if the model has no safetensors weights, convert them with save_pretrained"
+            f"{_again(folder)}; if the model has no safetensors weights, convert them with "
+            "save_pretrained"
         )
 
 

@@ -47,8 +47,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     if world.Get_rank() != me.rank:
         raise RuntimeError(
             f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py "
-            "built "
-            "for the MPI whose mpiexec started it?"
+            "built for the MPI whose mpiexec started it?"
         )
     shared_memory.unname(world)
     peers = split_by_role(world, me.role)

@@ -56,10 +56,8 @@ def _snapshot(model: Model) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"model.snapshot={model.snapshot!r}: no such folder on {socket.gethostname()}; the "
-            "launcher "
-            f"resolved model.path={model.path!r} to it, so HF_HOME must be on a file system that "
-            "every "
-            "node sees"
+            f"launcher resolved model.path={model.path!r} to it, so HF_HOME must be on a file "
+            "system that every node sees"
         )
     return check_folder(folder)
 
@@ -156,8 +154,7 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             raise ConfigError(
                 f"model.source={source}: {' '.join(command)} took more than {BUILD_DEADLINE_S:.0f} "
-                "s; "
-                "run it by hand once"
+                "s; run it by hand once"
             ) from None
         if done.returncode:
             raise ConfigError(

@@ -59,8 +59,7 @@ def main(arguments: list[str]) -> int:
         type=float,
         default=CACHE_GIB,
         help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder "
-        "that "
-        "is as fast as a cache",
+        "that is as fast as a cache",
     )
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="default: made, DIR/token")
     parser.add_argument(
@@ -88,16 +87,15 @@ def _run(args: argparse.Namespace) -> int:
     if not remote and not os.path.isdir(upstream):
         raise TransferError(
             f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, "
-            "or "
-            "http://host:port of another relay"
+            "or http://host:port of another relay"
         )
     upstream_token = None
     if remote:
         if not (args.upstream_token_file or args.token_file):
             raise TransferError(
                 f"UPSTREAM {upstream}: give the token file of that relay (it says at its start "
-                "where "
-                "it is), as --token-file, or as --upstream-token-file if this one has another"
+                "where it is), as --token-file, or as --upstream-token-file if this one has "
+                "another"
             )
         upstream_token = read_token(args.upstream_token_file or args.token_file)
     source = open_source(upstream, upstream_token, UPSTREAM_S)
@@ -116,8 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         )
         print(
             f"rose.relay: http://{args.listen.rpartition(':')[0]}:{port} serves {upstream}; keeps "
-            f"{keeps}; "
-            f"token file {token_file}",
+            f"{keeps}; token file {token_file}",
             flush=True,
         )
 

@@ -51,8 +51,7 @@ def main(arguments: list[str]) -> int:
         if not run_dir.parent.is_dir():
             raise ConfigError(
                 f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the "
-                "run's "
-                "launch.py had"
+                "run's launch.py had"
             )
         serving = settings.of_server(overrides)
         # started by an operator, beside its server

@@ -119,8 +119,8 @@ def rank_main(arguments) -> None:
         for way, (seconds, blocked) in best.items():
             print(
                 f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} "
-                f"{blocked:8.3f} "
-                f"{seconds / best['stream'][0]:9.2f} {blocked / best['stream'][1]:9.2f}",
+                f"{blocked:8.3f} {seconds / best['stream'][0]:9.2f} "
+                f"{blocked / best['stream'][1]:9.2f}",
                 flush=True,
             )
     else:

@@ -333,8 +333,7 @@ def given_exponent(blocks: list[Block]) -> str:
     return (
         f"mask entropy {plain / 1e6:.3f} MB of the bound's {limit / 1e6:.3f}; given the tensor "
         f"{per_tensor / 1e6:.3f}; given the old value's exponent {given / 1e6:.3f}: the whole "
-        "would be "
-        f"{100 * (plain - given) / limit:.1f}% smaller"
+        f"would be {100 * (plain - given) / limit:.1f}% smaller"
     )
 
 
@@ -367,8 +366,7 @@ def checkpoints(lr: float, steps: int, warmup: int, kept: int, threads: int) -> 
         )
         print(
             f"  lr {lr:g} step {step + 1}: gradient norm {float(norm):.2f}, {100 * changed:.3f}% "
-            "changed, "
-            f"{time.perf_counter() - began:.1f} s",
+            f"changed, {time.perf_counter() - began:.1f} s",
             flush=True,
         )
         if step >= steps - kept:

@@ -127,11 +127,10 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[d
 def _words(run: Run, slo: Slo) -> str:
     said = (
         f"seed {run.seed} {run.scenario:18}{len(run.done):4} requests, "
-        f"{len(run.done) - run.met(slo):3} missed; "
-        f"TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} P99 {1e3 * run.latency('ttft_p99'):.0f} ms, "
-        "TPOT P50 "
-        f"{1e3 * run.latency('tpot_p50'):.1f} P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy "
-        f"{100 * run.busy:.0f}%, rollouts {run.made:.0f} tokens/s"
+        f"{len(run.done) - run.met(slo):3} missed; TTFT P50 {1e3 * run.latency('ttft_p50'):.0f} "
+        f"P99 {1e3 * run.latency('ttft_p99'):.0f} ms, TPOT P50 {1e3 * run.latency('tpot_p50'):.1f} "
+        f"P99 {1e3 * run.latency('tpot_p99'):.1f} ms; S busy {100 * run.busy:.0f}%, rollouts "
+        f"{run.made:.0f} tokens/s"
     )
     if run.late_p99 > LATE_S:
         said += f"; the client itself was late by {1e3 * run.late_p99:.0f} ms at P99"

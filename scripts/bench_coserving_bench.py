@@ -280,8 +280,7 @@ class Bench:
         if length > self.trace.seconds:
             raise Failed(
                 f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at "
-                "this load; "
-                "give fewer seconds or a longer trace"
+                "this load; give fewer seconds or a longer trace"
             )
         draw = np.random.default_rng(seed)
         cuts = [

@@ -161,10 +161,8 @@ def lines(bursts: list[dict]) -> list[str]:
     for one in bursts:
         said.append(
             f"  {one['scenario']:18}{one['requests']} requests, {one['burst']} of them the "
-            "burst's; missed "
-            f"{one['missed']}, {one['missed_of_burst']} of the burst's; aborted {one['aborted']}; "
-            "TTFT P99 "
-            f"{1e3 * one['ttft_p99']:.0f} ms"
+            f"burst's; missed {one['missed']}, {one['missed_of_burst']} of the burst's; aborted "
+            f"{one['aborted']}; TTFT P99 {1e3 * one['ttft_p99']:.0f} ms"
         )
         if "memory_s" in one:
             memory = (

@@ -103,11 +103,10 @@ def tables(rows: list[Sync], weights: int) -> list[str]:
             one = middle(_of(here, lr=lr, receivers=count, engines=True))
             lines.append(
                 f"  {lr:<6g}ours, {count} vLLM engine{'s' if count > 1 else ' '} generating: "
-                f"{one['seconds']:.2f} s, "
-                f"publish {one['publish_s']:.2f}, stage {one['stage_s']:.2f}, generation paused "
-                f"{1e3 * one['pause_s']:.1f} ms = {100 * one['pause_s'] / one['seconds']:.2f}% of "
-                "the sync; "
-                f"over the link {one['link'] / 1e6:.2f} MB"
+                f"{one['seconds']:.2f} s, publish {one['publish_s']:.2f}, stage "
+                f"{one['stage_s']:.2f}, generation paused {1e3 * one['pause_s']:.1f} ms = "
+                f"{100 * one['pause_s'] / one['seconds']:.2f}% of the sync; over the link "
+                f"{one['link'] / 1e6:.2f} MB"
             )
     return lines + _memory(rows, weights)
 
@@ -193,9 +192,7 @@ def trained(said: list[list[dict]]) -> list[str]:
         seconds, rise = (max(rank[field] for rank in ranks) for field in ("publish_s", "rise"))
         lines.append(
             f"  version {number}{' (with a full one)' if number == 0 else ''}: publish "
-            f"{seconds:.2f} s, "
-            f"{ranks[0]['nbytes'] / 1e6:.2f} MB; a rank's memory rose by {rise / 1e6:.1f} MB at "
-            "most (the "
-            "copy of its shard was there before)"
+            f"{seconds:.2f} s, {ranks[0]['nbytes'] / 1e6:.2f} MB; a rank's memory rose by "
+            f"{rise / 1e6:.1f} MB at most (the copy of its shard was there before)"
         )
     return lines

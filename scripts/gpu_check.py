@@ -69,8 +69,7 @@ SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nou
 SMI_S = 60.0
 TORCH = (
     "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, "
-    "sep=',') "
-    "for i in range(torch.cuda.device_count())]"
+    "sep=',') for i in range(torch.cuda.device_count())]"
 )
 
 

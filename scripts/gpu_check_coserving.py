@@ -259,8 +259,7 @@ class Both:
             if time.monotonic() - began > seconds:
                 raise RuntimeError(
                     f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's "
-                    "board: "
-                    f"{self.board('rollout')}"
+                    f"board: {self.board('rollout')}"
                 )
             await asyncio.sleep(LOOK_S)
         return time.monotonic() - began

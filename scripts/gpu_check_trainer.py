@@ -477,9 +477,8 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
         report.say(
             f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, "
-            "published in "
-            f"{step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped in "
-            f"{step['flip_s']:.3f} s"
+            f"published in {step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped "
+            f"in {step['flip_s']:.3f} s"
         )
         steps.append(step)
         del staged

@@ -76,8 +76,7 @@ class Quota:
         except OSError as error:
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
-                "controller "
-                "cpu, or give --quota 0 for engines without one"
+                "controller cpu, or give --quota 0 for engines without one"
             ) from None
 
     def add(self, pid: int, everybody: bool = False) -> None:

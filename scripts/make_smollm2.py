@@ -85,8 +85,7 @@ def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     if "Paris" not in answer:
         raise SystemExit(
             f"{PACKAGE}: asked for the capital of France, the model says {answer!r}, so its "
-            "weights were "
-            "read wrongly; are gguf and transformers those of requirements/cpu.txt?"
+            "weights were read wrongly; are gguf and transformers those of requirements/cpu.txt?"
         )
 
 

@@ -342,8 +342,7 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
             parts.append(
                 f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
                 f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" '
-                f'y="{high - 12}" '
-                f'text-anchor="middle" fill="#5d6470">{mark:g}</text>'
+                f'y="{high - 12}" text-anchor="middle" fill="#5d6470">{mark:g}</text>'
             )
     for index, row in enumerate(ratios):
         y = 54 + index * line
@@ -354,15 +353,13 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
         if row["ours_low"]:
             parts.append(
                 f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" '
-                f'y1="{y}" '
-                f'y2="{y}" stroke="#1f6fb2" stroke-width="2"/>'
+                f'y1="{y}" y2="{y}" stroke="#1f6fb2" stroke-width="2"/>'
             )
         parts.append(f'<circle cx="{x(float(row["ours"])):.1f}" cy="{y}" r="4.5" fill="#1f6fb2"/>')
         if row["paper_low"]:
             parts.append(
                 f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" '
-                'stroke="#c8501e" '
-                'stroke-width="2"/>'
+                'stroke="#c8501e" stroke-width="2"/>'
             )
     return "\n".join([*parts, "</svg>\n"])
 
@@ -391,8 +388,7 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             lines.append(
                 f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
                 f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} "
-                "| "
-                f"{'' if math.isnan(kept) else f'{kept:.2%}'} |"
+                f"| {'' if math.isnan(kept) else f'{kept:.2%}'} |"
             )
     return "\n".join(lines)
 

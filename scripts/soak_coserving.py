@@ -335,8 +335,7 @@ class Soak:
             else:
                 lost.append(
                     f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s "
-                    "after "
-                    f"{len(request.chunks)} of {request.output_tokens} tokens: {request.why}"
+                    f"after {len(request.chunks)} of {request.output_tokens} tokens: {request.why}"
                 )
         say(
             f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, "

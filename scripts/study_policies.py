@@ -365,8 +365,7 @@ def words(rows: Sequence[dict[str, str]]) -> str:
     name."""
     lines = [
         "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | "
-        "step, s | "
-        "staleness: mean, largest | dropped | on the front |",
+        "step, s | staleness: mean, largest | dropped | on the front |",
         "|---|---|---|---|---|---|---|---|",
     ]
     names = named()
@@ -389,8 +388,7 @@ def words(rows: Sequence[dict[str, str]]) -> str:
             )
             lines.append(
                 f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | "
-                f"{over} | "
-                f"{float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
+                f"{over} | {float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
                 f"{float(row['staleness_max']):.0f} | {float(row['dropped']):.1%} | "
                 f"{'yes' if row['front'] == '1' else ''} |"
             )
@@ -414,8 +412,7 @@ def main(arguments: Sequence[str]) -> int:
     if given:
         print(
             f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out "
-            "and draw are "
-            "known",
+            "and draw are known",
             file=sys.stderr,
         )
         return 2

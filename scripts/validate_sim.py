@@ -367,13 +367,10 @@ def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> N
     c = profile.step
     console.print(
         f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, "
-        f"{1e3 * c.c3:.3f} ms per "
-        f"decode (mean error of a step {100 * profile.error:.0f}%); trainer "
-        f"{profile.phases.step_s:.2f} s + "
-        f"{1e3 * profile.phases.token_s:.3f} ms per token; sync {profile.phases.sync_s:.2f} s; way "
-        "to an "
-        f"engine {1e3 * profile.dispatch_s:.1f} ms, back {1e3 * profile.answer_s:.1f} ms; "
-        f"{sum(map(len, profile.groups))} episodes"
+        f"{1e3 * c.c3:.3f} ms per decode (mean error of a step {100 * profile.error:.0f}%); "
+        f"trainer {profile.phases.step_s:.2f} s + {1e3 * profile.phases.token_s:.3f} ms per token; "
+        f"sync {profile.phases.sync_s:.2f} s; way to an engine {1e3 * profile.dispatch_s:.1f} ms, "
+        f"back {1e3 * profile.answer_s:.1f} ms; {sum(map(len, profile.groups))} episodes"
     )
 
 

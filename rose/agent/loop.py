@@ -293,8 +293,7 @@ def _checked(result: TurnResult, turn: str, most: int):
     ):
         raise ValueError(
             f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} "
-            "tokens "
-            f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of "
-            "versions"
+            f"tokens of {most} at most, {len(result.logprobs)} B of logprobs, "
+            f"{len(result.versions)} of versions"
         )
     return tokens

@@ -276,8 +276,7 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
     if interface is not None and interface not in found:
         raise RendezvousError(
             f"cluster.interface={interface!r}: {socket.gethostname()} has no such interface; it "
-            "has "
-            f"{', '.join(sorted(found))}"
+            f"has {', '.join(sorted(found))}"
         )
     listed = [
         (name, entry.family, entry.address)

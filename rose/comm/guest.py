@@ -70,8 +70,7 @@ class Guest:
                     porter.kill()
                 raise GuestGone(
                     f"its porter ({' '.join(launcher)}) was not up within {START_S:g} s; see the "
-                    "coordinator's "
-                    "log"
+                    "coordinator's log"
                 ) from None
             finally:
                 server.close()

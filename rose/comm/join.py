@@ -159,8 +159,7 @@ class Door:
             if protocol != PROTOCOL_VERSION:  # another version's ask may have other fields
                 return (
                     f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start "
-                    "the serving job "
-                    "with the run's own release of ROSE"
+                    "the serving job with the run's own release of ROSE"
                 )
             ask = msgspec.convert(content, Ask)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -185,8 +184,7 @@ def endpoint(run_dir: Path) -> Endpoint | None:
     except PermissionError:
         raise JoinError(
             f"{path}: not readable for {os.environ.get('USER', 'this user')}; a serving job runs "
-            "as the "
-            "user whose training it joins",
+            "as the user whose training it joins",
             temporary=False,
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
@@ -227,8 +225,7 @@ class Application:
         except OSError as error:
             raise JoinError(
                 f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not "
-                "writable "
-                "here",
+                "writable here",
                 temporary=True,
             ) from None
         end = time.monotonic() + deadline_s

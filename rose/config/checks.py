@@ -103,8 +103,7 @@ def _check_values(c: Config, need: Need) -> None:
             c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS,
             f"rollout.engine_args.{name}",
             "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
-            "(vllm-project/vllm "
-            "issue 55005): leave it out, or run on GPUs",
+            "(vllm-project/vllm issue 55005): leave it out, or run on GPUs",
         )
     relay = c.transfer.relay
     need(
@@ -236,15 +235,13 @@ def _check_batch(c: Config, need: Need) -> None:
         c.rollout.group_size > 1 or not relative or c.mode != "train",
         "rollout.group_size",
         f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each "
-        "other, and learns "
-        "nothing from one alone; algorithm=reinforce_pp does without groups",
+        "other, and learns nothing from one alone; algorithm=reinforce_pp does without groups",
     )
     need(
         c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,
         "trainer.batch_size",
         f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each "
-        "of "
-        f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
+        f"of trainer.updates_per_step={c.trainer.updates_per_step} updates",
     )
     need(
         c.trainer.micro_batch_tokens >= c.model.max_context,
@@ -290,8 +287,7 @@ def _check_machine(c: Config, need: Need) -> None:
         c.cluster.slots is None or ranks <= c.cluster.slots,
         "cluster.slots",
         f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} "
-        "trainer + "
-        f"{engines} rollout); raise it or run fewer",
+        f"trainer + {engines} rollout); raise it or run fewer",
     )
     need(
         c.transfer.broadcast != "nccl" or c.cluster.gpus > 0,
@@ -358,9 +354,8 @@ def _check_colocation(c: Config, need: Need) -> None:
     need(
         batching == "synchronous",
         "scheduler.batching.name",
-        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer "
-        "trains; "
-        "scheduler/batching=synchronous, or two GPUs and colocate=false",
+        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the "
+        "trainer trains; scheduler/batching=synchronous, or two GPUs and colocate=false",
     )
     need(
         c.cluster.kind == "local",
@@ -477,8 +472,7 @@ def check_model(c: Config, shape: ModelShape) -> None:
     if shape.intermediate % tp:
         raise ConfigError(
             f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} "
-            "of "
-            f"model {c.model.name}"
+            f"of model {c.model.name}"
         )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")

@@ -420,9 +420,8 @@ class Config(Section):
             return ""
         return (
             f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so "
-            "the run has its "
-            f"{self.rollout.workers} dedicated rollout ranks only; serving=none says that this is "
-            "meant"
+            f"the run has its {self.rollout.workers} dedicated rollout ranks only; serving=none "
+            "says that this is meant"
         )
 
     @property

@@ -249,8 +249,7 @@ class Borrowed:
         ):
             raise ValueError(
                 f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV "
-                "tokens, "
-                f"more in {message.expected_s:g} s"
+                f"tokens, more in {message.expected_s:g} s"
             )
         if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
             return
@@ -260,8 +259,7 @@ class Borrowed:
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             raise ValueError(
                 f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the "
-                "vocabulary of "
-                f"{self._vocabulary}"
+                f"vocabulary of {self._vocabulary}"
             )
         if not np.isfinite(logprobs).all() or (logprobs > 0).any():
             raise ValueError(f"turn {message.turn}: log-probabilities that are none")

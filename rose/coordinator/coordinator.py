@@ -134,8 +134,7 @@ class Coordinator:
             except TimeoutError:
                 raise RunFailed(
                     f"step {self.step} was not saved within {deadline_s:g} s, half of the time to "
-                    "stop "
-                    "(cluster.stop_timeout_s)"
+                    "stop (cluster.stop_timeout_s)"
                 ) from None
             raise
         finally:
@@ -344,8 +343,7 @@ class Coordinator:
                 if time.monotonic() - saving.began > deadline_s:
                     raise RunFailed(
                         f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
-                        f"{found} of "
-                        f"{wanted} saved"
+                        f"{found} of {wanted} saved"
                     )
                 await asyncio.sleep(SAVED_S)
             keep = self.config.trainer.checkpoint_keep
@@ -417,8 +415,7 @@ class Coordinator:
             patience,
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
-                "are open, "
-                f"{self.scheduler.waiting} of them unassigned"
+                f"are open, {self.scheduler.waiting} of them unassigned"
             ),
         )
 

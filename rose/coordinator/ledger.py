@@ -69,9 +69,7 @@ class Ledger:
         if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:
             raise ValueError(
                 f"turn {message.turn}: {len(message.tokens)} bytes of tokens with "
-                f"{len(message.logprobs)} "
-                "of "
-                "log-probabilities; both have 4 for each token"
+                f"{len(message.logprobs)} of log-probabilities; both have 4 for each token"
             )
         wanted, total = entry.request.sampling.max_new_tokens, entry.made + count
         if total > wanted or total == 0 and isinstance(message, p.TurnFinished):

@@ -126,9 +126,8 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
                     "failed" if wanted else "warning",
                     PART,
                     none + words,
-                    "nvidia-smi must list them (a container needs --nv or its like; a reboot mends "
-                    "a driver "
-                    "that was just updated), or use cluster=local",
+                    "nvidia-smi must list them (a container needs --nv or its like; a reboot "
+                    "mends a driver that was just updated), or use cluster=local",
                 ),
                 room,
             ]
@@ -234,8 +233,7 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
         "cuda-compat package"
         if too_old
         else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for "
-        "an NVSwitch box "
-        "nvidia-fabricmanager must run in the driver's version"
+        "an NVSwitch box nvidia-fabricmanager must run in the driver's version"
     )
     return Finding("failed", part, f"{words}; torch: {view['error']}", remedy)
 
@@ -307,8 +305,7 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
             "warning",
             part,
             f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each "
-            "rollout "
-            "rank)",
+            "rollout rank)",
             "lower transfer.mirror_gib: what is more, ranks read from files; or enlarge /dev/shm",
         )
     return Finding("ok", part, words)

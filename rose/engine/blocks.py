@@ -57,8 +57,7 @@ def layout_of(kv_cache, name: str) -> Layout:
     if groups != 1:
         raise ValueError(
             f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share "
-            "bytes; "
-            "KV memory can be lent for models with one group of attention layers"
+            "bytes; KV memory can be lent for models with one group of attention layers"
         )
     if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
         raise ValueError(
@@ -81,8 +80,7 @@ def layout_of(kv_cache, name: str) -> Layout:
     else:
         raise ValueError(
             f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to "
-            "one "
-            "that begins with LB or B, as LBNHC"
+            "one that begins with LB or B, as LBNHC"
         )
     return _checked(Layout(tensors[0].size, blocks, tuple(spans), tuple(spans.values())))
 

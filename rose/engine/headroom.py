@@ -41,8 +41,7 @@ class Headroom:
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 "vLLM's profile run, a step of the largest size, found too little GPU memory "
-                "beside the "
-                f"weights; {self._remedy()}"
+                f"beside the weights; {self._remedy()}"
             ) from error
         peak, lasting = (
             torch.cuda.max_memory_allocated(self.device),
@@ -64,20 +63,15 @@ class Headroom:
             torch.cuda.empty_cache()
             raise RuntimeError(
                 f"the steps of this engine take {self.nbytes / GIB:.2f} GiB of GPU memory beside "
-                "weights "
-                f"and KV cache (measured in vLLM's profile run), and {spare / GIB:.2f} must stay "
-                "free; "
-                f"{self._remedy()}"
+                f"weights and KV cache (measured in vLLM's profile run), and {spare / GIB:.2f} "
+                f"must stay free; {self._remedy()}"
             )
 
     def _remedy(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)
         return (
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free on {self.device}, which another "
-            "engine may share. "
-            "Lower serving.online.kv_cache_gib or serving.lending.kv_gib, the KV cache of both, or "
-            "this engine's "
-            "max_batched_tokens and max_sequences (the online server's: serving.online.*, the "
-            "rollout engine's: "
-            "rollout.*)"
+            "engine may share. Lower serving.online.kv_cache_gib or serving.lending.kv_gib, the "
+            "KV cache of both, or this engine's max_batched_tokens and max_sequences (the online "
+            "server's: serving.online.*, the rollout engine's: rollout.*)"
         )

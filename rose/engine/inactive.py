@@ -71,8 +71,7 @@ class InactiveWorker:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
             raise RuntimeError(
                 f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are "
-                "not "
-                f"what they were before, first {wrong[0]}; did the folder change?"
+                f"not what they were before, first {wrong[0]}; did the folder change?"
             )
 
     def _read_folder(self) -> None:

@@ -54,8 +54,7 @@ class Staging:
             if time.monotonic() > end:
                 raise EngineError(
                     f"engine process {self.pid} is busy for over {timeout_s:g} s with a version "
-                    "whose "
-                    "load broke off"
+                    "whose load broke off"
                 )
             await asyncio.sleep(LAST_LOOK_S)
 

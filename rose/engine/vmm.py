@@ -194,9 +194,8 @@ class PagePool:
         if available - nbytes < self._spare:
             raise MemoryError(
                 f"{nbytes} bytes more of KV cache would leave less than {self._spare} bytes of the "
-                "GPU's "
-                f"memory to all else; {available} are free, {self.mapped_bytes} of {self.nbytes} "
-                "mapped"
+                f"GPU's memory to all else; {available} are free, {self.mapped_bytes} of "
+                f"{self.nbytes} mapped"
             )
 
     def _back(self, offset: int) -> None:
@@ -233,8 +232,7 @@ class PagePool:
             if not 0 <= low <= high <= self.nbytes or low % self.page or high % self.page:
                 raise ValueError(
                     f"[{low}, {high}) is not a range of whole pages of {self.page} bytes in a pool "
-                    "of "
-                    f"{self.nbytes}"
+                    f"of {self.nbytes}"
                 )
         return ranges
 

@@ -250,7 +250,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if count < wanted and not (parameter in EMBEDDINGS and count):
                 raise TransferError(
                     f"the store's tensors fill {count} of {wanted} values of the engine's "
-                    "parameter "
-                    f"{parameter}"
+                    f"parameter {parameter}"
                 )
         return places

@@ -48,8 +48,7 @@ def _several_values(override: str) -> str:
     key, _, values = override.partition("=")
     return (
         f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' "
-        "for one text and "
-        f"{key}=[{values}] for a list"
+        f"for one text and {key}=[{values}] for a list"
     )
 
 

@@ -130,8 +130,7 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     if len(names) < c.cluster.gpus:
         raise ConfigError(
             f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together "
-            "with "
-            "trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true"
+            "with trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true"
         )
     together = {
         "trainer.ranks": c.trainer.ranks,
@@ -142,8 +141,7 @@ def for_launcher(c: Config) -> tuple[str, ...]:
         if sliced and count > 1:
             raise ConfigError(
                 f"{key}={count}: {sliced} is a MIG slice, and NCCL connects no MIG slices; give "
-                "whole "
-                f"GPUs, or {key}=1"
+                f"whole GPUs, or {key}=1"
             )
     return names
 
@@ -177,10 +175,9 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
         return variable
     raise RuntimeError(
         f"{who} is to use GPU {', '.join(map(str, places))} of its node's, and its Slurm step "
-        "shows "
-        f"{len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what the "
-        "nodes "
-        "have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to fewer"
+        f"shows {len(names)} ({VARIABLE}={variable!r}); cluster.slurm.*.gpus_per_node must be what "
+        "the nodes have, and cluster.mpi.srun and SLURM_GPU* variables must not bind tasks to "
+        "fewer"
     )
 
 

@@ -25,8 +25,7 @@ def shape(c: Config) -> ModelShape | None:
         if c.model.shape is None:
             raise ConfigError(
                 f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its "
-                "shape: "
-                f"copy it from its config.json, or run `hf download {c.model.path}` first"
+                f"shape: copy it from its config.json, or run `hf download {c.model.path}` first"
             )
         return c.model.shape
     if c.model.source in models.RECIPES:

@@ -80,10 +80,8 @@ def _check_container(c: Config) -> Iterator[str]:
     if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
         yield (
             f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from "
-            "inside "
-            f"cluster.slurm.container.image={box.image}: it must have sbatch, squeue and scancel "
-            "with the site's slurm.conf and "
-            "munge socket (cluster.slurm.container.mounts)"
+            f"inside cluster.slurm.container.image={box.image}: it must have sbatch, squeue and "
+            "scancel with the site's slurm.conf and munge socket (cluster.slurm.container.mounts)"
         )
 
 
@@ -98,10 +96,8 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     if trainer.firm > limit:
         raise ConfigError(
             f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone "
-            "take "
-            f"{trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, or "
-            "set "
-            "trainer.offload_optimizer=true"
+            f"take {trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, "
+            "or set trainer.offload_optimizer=true"
         )
     if Role.ROLLOUT in estimates:
         _check_engines(
@@ -141,9 +137,8 @@ def _check_share(c: Config) -> None:
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true "
-            "leaves an engine "
-            f"{most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the trainer's process keeps "
-            f"{memory.ASLEEP_GIB:g} GiB there in the engine's turn"
+            f"leaves an engine {most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the "
+            f"trainer's process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
 
 
@@ -199,10 +194,8 @@ def show(plan: Plan, console: Console) -> None:
         say(
             console,
             f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; "
-            "in host "
-            f"memory wait {states:.1f} GiB of the trainer while engines roll out, {weights:.1f} "
-            "GiB of the "
-            "engines' weights while the trainer trains",
+            f"in host memory wait {states:.1f} GiB of the trainer while engines roll out, "
+            f"{weights:.1f} GiB of the engines' weights while the trainer trains",
         )
     if plan.gpus:
         say(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")

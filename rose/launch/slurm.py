@@ -207,8 +207,7 @@ class Run:
         if asked.returncode:
             raise RunFailed(
                 f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted "
-                "it, Slurm "
-                "has requeued it already, else the same launch.py command continues it"
+                "it, Slurm has requeued it already, else the same launch.py command continues it"
             )
         return "requeued"
 
@@ -284,10 +283,9 @@ def _refuse_shared_nodes() -> None:
             other = nodes[min(shared)]
             raise RunFailed(
                 f"components {other} and {listed} of the job share {', '.join(sorted(shared))}, "
-                "and srun "
-                "can't start one MPI world over them; set cluster.slurm.trainer.exclusive=true, or "
-                "give "
-                "them partitions without a common node"
+                "and srun can't start one MPI world over them; set "
+                "cluster.slurm.trainer.exclusive=true, or give them partitions without a common "
+                "node"
             )
         nodes |= dict.fromkeys(asked.stdout.split(), listed)
 

@@ -108,8 +108,7 @@ def cannot_start(job: str) -> str:
         return ""
     return (
         f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel "
-        f"{job}`, and the "
-        "same launch.py command continues the run"
+        f"{job}`, and the same launch.py command continues the run"
     )
 
 

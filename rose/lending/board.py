@@ -142,8 +142,7 @@ class _File(Generic[State]):
             os.close(self._file)
             raise ValueError(
                 f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written "
-                "by "
-                "another version of ROSE?"
+                "by another version of ROSE?"
             )
 
     def _checksum(self, sequence: int, data: bytes) -> int:

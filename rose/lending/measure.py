@@ -293,8 +293,7 @@ def interference(
     if min(len(apart), len(beside)) < FEWEST:
         raise EngineError(
             f"{len(beside)} online steps beside rollouts and {len(apart)} alone: {FEWEST} of each "
-            "are "
-            "needed to know how the engines disturb each other; give it more with seconds="
+            "are needed to know how the engines disturb each other; give it more with seconds="
         )
     overlap = _mean(share for share, _ in steps_beside)
     mean = max(0.0, (_mean(beside) - _mean(apart)) / (_mean(beside) * overlap))

@@ -289,8 +289,7 @@ def table(found: dict[str, Any]) -> str:
     i = found["interference"]
     lines.append(
         f"a rollout step holds a concurrent online step up for {100 * i['hold_mean']:.1f}% of its "
-        "time, "
-        f"{100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})"
+        f"time, {100 * i['hold_p99']:.1f}% at P99 (priority {i['priority']})"
     )
     if "progress" in i:
         lines.append(
@@ -300,8 +299,7 @@ def table(found: dict[str, Any]) -> str:
     if found["stolen"] > STOLEN:
         lines.append(
             f"the hypervisor took {100 * found['stolen']:.0f}% of this machine's time for other "
-            "guests "
-            f"meanwhile: step times are too long by that; {AGAIN} when it takes less"
+            f"guests meanwhile: step times are too long by that; {AGAIN} when it takes less"
         )
     device = ", ".join(f"{name} {value}" for name, value in found["device"].items())
     return "\n".join([*lines, f"{device}; took {found['seconds']:g} s"])

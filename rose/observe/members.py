@@ -45,9 +45,8 @@ def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     )
     return (
         "<p>By environment; success to response tokens are of the training episodes of the last "
-        "fifth of the steps."
-        f"</p><div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-        "</table></div>"
+        "fifth of the steps.</p><div "
+        f"class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -210,8 +210,7 @@ def _happened(rows: list[dict[str, Any]]) -> str:
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
     return (
         "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
-        "scope=col>Step</th>"
-        "<th scope=col>What</th><th "
+        "scope=col>Step</th><th scope=col>What</th><th "
         f"scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}"
     )
 

@@ -94,10 +94,8 @@ class Simulation:
         except RuntimeError as error:
             raise RuntimeError(
                 f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} "
-                "turns "
-                f"are open, {self._scheduler.waiting} of them wait for "
-                f"{len(self._workers.by_name)} "
-                "workers"
+                f"turns are open, {self._scheduler.waiting} of them wait for "
+                f"{len(self._workers.by_name)} workers"
             ) from None
         workers, serving = self._workers.results()
         counts = self._counts
@@ -136,10 +134,8 @@ class Simulation:
         elif now - self._ran_at > STALLED_S:
             raise RuntimeError(
                 f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; "
-                "which of "
-                f"the pools ({', '.join(pool.name for pool in self._spec.pools)}) is used, and "
-                "when, is "
-                "the provisioning policy's"
+                f"which of the pools ({', '.join(pool.name for pool in self._spec.pools)}) is "
+                "used, and when, is the provisioning policy's"
             )
         self.feed(ev.Tick(at=now))
         self._loop.at(now + self._spec.tick_s, self._tick, None)
@@ -175,8 +171,7 @@ class Simulation:
         if left <= 0:
             raise RuntimeError(
                 f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs "
-                "of the "
-                "trainer roll out; which of them do is the provisioning policy's"
+                "of the trainer roll out; which of them do is the provisioning policy's"
             )
         return left
 

@@ -148,8 +148,7 @@ def _check(domain: Domain) -> None:
     if shares > 1:
         raise ValueError(
             f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one "
-            "variance, 1 "
-            "at most"
+            "variance, 1 at most"
         )
     if domain.hardness > HARDEST:
         raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
@@ -282,10 +281,9 @@ def _centre(mean: float, sigma: float) -> float:
 
 ROSE_TOKENS = (
     "such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, "
-    "table 1 and "
-    "its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, 1.31 times "
-    "as fast; "
-    "Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s (ALFWorld)"
+    "table 1 and its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, "
+    "1.31 times as fast; Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s "
+    "(ALFWorld)"
 )
 ROLL = "ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL)"
 SEARCH_R1 = (
@@ -375,13 +373,11 @@ ALFWORLD = Domain(
     source=OURS_ALL
     | {
         "max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the "
-        "requests' "
-        "tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
+        "requests' tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
         "max_new_tokens": OURS,
         "output": ROSE_TOKENS,
         "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, "
-        "GRPO "
-        "77.6 %; its 150 steps are three time constants",
+        "GRPO 77.6 %; its 150 steps are three time constants",
     },
 )
 

@@ -127,8 +127,7 @@ class Groups:
         if self._failures >= self._max_failures:
             raise RuntimeError(
                 f"{self._failures} simulated environments failed in a row (max_failures_in_row); "
-                "the "
-                f"last: {trajectory.key}"
+                f"the last: {trajectory.key}"
             )
         group = trajectory.members
         del group.running[trajectory.key]

@@ -273,8 +273,7 @@ def kv_tokens(
     if tokens < 1:
         raise ValueError(
             f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB "
-            "besides "
-            f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
+            f"besides leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
         )
     return tokens
 

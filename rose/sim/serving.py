@@ -143,8 +143,7 @@ def provisioned(
         if fast < 4**-12:
             raise ValueError(
                 f"{len(trace)} requests keep the targets however fast they come: too few to find "
-                "the most "
-                "that a device serves; give a rate (sim.serving.rate) or a longer trace"
+                "the most that a device serves; give a rate (sim.serving.rate) or a longer trace"
             )
     slow = min(slow, fast * 4)
     for _ in range(rounds):

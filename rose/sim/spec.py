@@ -67,8 +67,7 @@ class StepTime:
         ):
             raise ValueError(
                 f"step-time coefficients {given}: six finite numbers >= 0, with c0 + c3 + c5 > 0, "
-                "or a "
-                "decode step would take no time"
+                "or a decode step would take no time"
             )
 
 

@@ -252,8 +252,7 @@ class Workers:
         if not pools:
             raise ValueError(
                 f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; "
-                "add "
-                "one, or choose scheduler/provisioning=fixed"
+                "add one, or choose scheduler/provisioning=fixed"
             )
         return (named or pools)[0]
 

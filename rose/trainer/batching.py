@@ -164,8 +164,8 @@ def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, up
     if len(packing.lengths) < ranks * updates:
         raise ValueError(
             f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks "
-            "one in "
-            f"each of trainer.updates_per_step={updates} updates; {ranks * updates} are needed"
+            f"one in each of trainer.updates_per_step={updates} updates; {ranks * updates} are "
+            "needed"
         )
     plan: Plan = [[] for _ in range(ranks)]
     for update in range(updates):

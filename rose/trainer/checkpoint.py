@@ -87,8 +87,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
-            "on "
-            "from the one before it"
+            "on from the one before it"
         ) from None
 
 

@@ -68,8 +68,7 @@ class CheckpointWriter(CheckpointEngine):
             self._told = True
             print(
                 f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} "
-                "GiB of host memory "
-                f"and {available_bytes() / 2**30:.1f} are free",
+                f"GiB of host memory and {available_bytes() / 2**30:.1f} are free",
                 file=sys.stderr,
                 flush=True,
             )

@@ -93,8 +93,7 @@ def _fields(
         raise ValueError(
             f"trajectory {t.id}: its mask marks {int(mask.sum())} tokens (first: {mask[0]}), "
             f"response_tokens is {t.response_tokens}; they must agree, and the first token is "
-            "always "
-            "the prompt's"
+            "always the prompt's"
         )
     if not np.isfinite(logprobs[mask == 1]).all():
         raise ValueError(f"trajectory {t.id}: an engine's log-probability is not finite")

@@ -340,8 +340,7 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
         if state[key] != now:
             raise ValueError(
                 f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to "
-                f"{state[key]}, "
-                "or begin a run of another name"
+                f"{state[key]}, or begin a run of another name"
             )
     return state
 

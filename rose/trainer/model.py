@@ -139,8 +139,7 @@ def load(
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer "
-                "does "
-                "not apply; use a model without it"
+                "does not apply; use a model without it"
             )
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):

@@ -93,9 +93,8 @@ class Offload:
                 found = memory.look(self._device)
                 raise RuntimeError(
                     f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, "
-                    "which "
-                    f"has {found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: "
-                    f"{error}"
+                    f"which has {found.free:.1f} of {found.total:.1f} GiB free after the engine's "
+                    f"turn: {error}"
                 ) from error
             for host, on_device in self._pieces():
                 on_device.copy_(host, non_blocking=True)

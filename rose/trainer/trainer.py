@@ -97,8 +97,7 @@ class Trainer:
         elif t.micro_batch_tokens > DENSE_TOKENS:
             return (
                 f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, "
-                "above which a mask "
-                "of all pairs takes too much memory; without it: "
+                "above which a mask of all pairs takes too much memory; without it: "
                 f"{without or 'another rank cannot'}"
             ), None
         shape = read_shape(Path(folder))

@@ -107,8 +107,7 @@ def _cut(
     if [(s, e) for _, s, e in shards] != list(zip([0, *ends[:-1]], ends, strict=False)):
         raise ValueError(
             f"tensor {tensor.name!r} of {tensor.size} values: the shards {list(shards)} don't "
-            "cover it "
-            "exactly once"
+            "cover it exactly once"
         )
     bands = sorted({0, columns, *column_cuts})
     for owner, start, stop in shards:

@@ -264,8 +264,7 @@ class Stream:
             self._abandoned.set()
             raise TransferError(
                 f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took "
-                "no "
-                f"frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes"
+                f"no frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes"
             ) from None
         self.blocked_s += time.monotonic() - began
         if isinstance(frame, BaseException):
@@ -322,8 +321,7 @@ class Assembly:
         if (stream is None) != (header.kind is Kind.BEGIN):
             raise TransferError(
                 f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast "
-                "of "
-                f"{stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun"
+                f"of {stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun"
             )
         if stream is None:
             name = str(body, "utf-8")

@@ -61,8 +61,7 @@ class MpiBroadcast(Broadcast):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise TransferError(
                 "transfer.broadcast='mpi': a trainer rank sends in a thread of its own, and this "
-                "MPI "
-                f"gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
+                f"MPI gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
                 f"({MPI.THREAD_MULTIPLE}); build it with that, or choose 'none'"
             )
         group = world.Get_group().Incl([*trainers, *rollouts])
@@ -195,8 +194,7 @@ class MpiBroadcast(Broadcast):
             )
             raise TransferError(
                 f"rollout rank {self.receiver} passes broadcasts on to {names}, which took no "
-                "frame "
-                f"for {self.deadline_s:g} s"
+                f"frame for {self.deadline_s:g} s"
             )
         self._assembly.check_silence()
 

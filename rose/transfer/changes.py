@@ -136,9 +136,8 @@ class Changes:
                 if most <= LEAST:
                     raise TransferError(
                         f"staging a version needs {LEAST / 2**20:g} MiB of {self._live.device}, "
-                        "which has not even "
-                        "those: lower rollout.gpu_memory_utilization or rollout.kv_cache_gib "
-                        f"({error})"
+                        "which has not even those: lower rollout.gpu_memory_utilization or "
+                        f"rollout.kv_cache_gib ({error})"
                     ) from error
                 most = max(LEAST, most // 4)
 
@@ -184,8 +183,7 @@ class Changes:
                 total = sum(len(piece.new) for piece in self.pieces if piece.parameter == parameter)
                 raise Corrupted(
                     f"live parameter {parameter}: {count} of {total} values are not what the flip "
-                    "wrote; "
-                    "the weights are a mixture now"
+                    "wrote; the weights are a mixture now"
                 )
 
     def release(self) -> None:

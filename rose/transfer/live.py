@@ -34,8 +34,7 @@ def check_type(name: str, tensor: torch.Tensor) -> None:
         raise TransferError(
             f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
             "quantised engine can't be brought to them; start it with the unquantised model, "
-            "without "
-            "rollout.engine_args.quantization"
+            "without rollout.engine_args.quantization"
         )
 
 

@@ -63,8 +63,7 @@ class Subset:
         ):
             raise ValueError(
                 f"{self.coded} gaps within {self.total} items in {self.unary_bits} unary bits, "
-                f"{self.k} "
-                "bits a remainder"
+                f"{self.k} bits a remainder"
             )
 
 
@@ -90,8 +89,7 @@ class Excess:
         ):
             raise ValueError(
                 f"{self.count} magnitudes in {self.unary_bits} unary bits, {self.k} bits a "
-                "remainder, "
-                f"{self.escapes} escapes of {self.escape_bits} bits"
+                f"remainder, {self.escapes} escapes of {self.escape_bits} bits"
             )
 
 
@@ -272,8 +270,7 @@ def parse(start: bytes, size: int) -> Layout:
         if k > 7 or not values <= unary_bits <= values * 256 or count > 256:
             raise ValueError(
                 f"{values} exponents of {count} different ones in {unary_bits} unary bits, {k} "
-                "bits a "
-                "remainder"
+                "bits a remainder"
             )
         layout = Dense(width, values, fields.bytes(count), k, unary_bits)
     else:

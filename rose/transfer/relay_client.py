@@ -235,6 +235,5 @@ class _Reading:
         if length != self._length - self.got:
             raise TransferError(
                 f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} "
-                "were "
-                f"asked for, the relay sends {length}"
+                f"were asked for, the relay sends {length}"
             )

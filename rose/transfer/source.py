@@ -110,8 +110,7 @@ def read_token(path: str | Path) -> str:
     if status.st_mode & 0o077:
         raise TransferError(
             f"token file {path} has mode {modes.S_IMODE(status.st_mode):04o}: others can read it, "
-            "so "
-            "it is no secret; make a new one with mode 0600"
+            "so it is no secret; make a new one with mode 0600"
         )
     if not _TOKEN.fullmatch(token):
         raise TransferError(
@@ -129,8 +128,7 @@ def checked(path: str, root_too: bool = False) -> str:
         return path
     raise Refused(
         f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none "
-        "beginning "
-        f"with a dot, {_MAX_PATH} characters at most"
+        f"beginning with a dot, {_MAX_PATH} characters at most"
     )
 
 
@@ -264,8 +262,7 @@ class Folder:
             if not self._warned:
                 warnings.warn(
                     f"{path}: {error.strerror}: this store takes no leases, so versions may be "
-                    "collected "
-                    "while they are read, and readers then begin anew",
+                    "collected while they are read, and readers then begin anew",
                     stacklevel=2,
                 )
             self._warned = True

@@ -172,8 +172,7 @@ class Staged:
                     raise Corrupted(
                         f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
                         f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a "
-                        "mixture "
-                        "now"
+                        "mixture now"
                     )
 
     def release(self) -> None:
@@ -348,13 +347,11 @@ class _Work:
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
                 f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
-                f"{name} "
-                f"has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
+                f"{name} has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
             )
         error = Corrupted(
             f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table "
-            "says "
-            f"{_hex(entry['new'])}"
+            f"says {_hex(entry['new'])}"
         )
         error.edge = edge
         return error
@@ -417,8 +414,8 @@ def place_blocks(
         if sum(r.size for r in found) != size(block, tensor.columns):
             raise TransferError(
                 f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut "
-                "it "
-                "for other tensor-parallel degrees; add this engine's to transfer.tensor_parallel"
+                "it for other tensor-parallel degrees; add this engine's to "
+                "transfer.tensor_parallel"
             )
         places[number] = Place(place.parameter, found)
         filled[place.parameter] += sum(r.size for r in found)
@@ -455,8 +452,7 @@ def _check_fit(tensor, place, live: Live) -> None:
     if matrix.element_size() != width:
         raise TransferError(
             f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} "
-            "has "
-            f"{matrix.element_size()} bytes a value; the engine must run in model.dtype"
+            f"has {matrix.element_size()} bytes a value; the engine must run in model.dtype"
         )
 
 

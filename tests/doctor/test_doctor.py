@@ -55,8 +55,7 @@ def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
 def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
     polite = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', "
-        "flush=True); "
-        "time.sleep(60)"
+        "flush=True); time.sleep(60)"
     )
     began = time.monotonic()
     with Child([sys.executable, "-c", polite]) as child:

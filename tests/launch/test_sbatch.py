@@ -114,10 +114,8 @@ def ends(argv):
         (
             "apptainer",
             "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv "
-            "--bind "
-            f"{REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif /usr/local/bin/python "
-            "-m rose.main "
-            "--run /runs/7b-seed=1,algorithm=grpo --attempt 3",
+            f"--bind {REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif "
+            "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
         ),
         (
             "pyxis",

@@ -148,8 +148,7 @@ def test_the_table_shows_the_last_round_by_staleness(tmp_path):
     mine = next(line for line in lines[2:] if line.split(" | ")[2] == "ROSE")
     assert mine == (
         "| Qwen3-8B, FrozenLake | synchronous, fifo, rose, rose | ROSE | 1.00 [1.00, 1.00] | 1000 "
-        "| "
-        "0.00, 0 | 0.0% |  |"
+        "| 0.00, 0 | 0.0% |  |"
     )
     few = [row | {"divided": 2, "seeds": 1} for row in rows if row["round"] == 1]
     study.write_csv(tmp_path / study.FILE, few)

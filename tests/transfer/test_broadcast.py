@@ -64,8 +64,7 @@ def test_a_root_that_falls_silent_is_named_at_every_receiver_and_the_others_go_o
     for receiver in range(3):
         assert (
             f"receiver {receiver} says: broadcast of 'v000009/full' by trainer rank 1: no frame "
-            "for 2 s, "
-            f"after {2 * FRAME_BYTES} bytes of payload"
+            f"for 2 s, after {2 * FRAME_BYTES} bytes of payload"
         ) in said
 
 

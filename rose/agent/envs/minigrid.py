@@ -23,13 +23,11 @@ DOOR = {"locked": "D", "closed": "C", "open": "O"}
 
 SYSTEM = (
     "You are the arrow (> v < ^) on a grid, facing where it points. # is a wall, . is free, G the "
-    "goal, "
-    "L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small letter "
-    "after a thing is "
-    f"the first of its colour ({', '.join(sorted(COLOR_NAMES))}; grey is e). "
-    "left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act on "
-    "the cell before you. "
-    "toggle opens a door; a locked one needs the key of its colour, carried."
+    "goal, L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small "
+    f"letter after a thing is the first of its colour ({', '.join(sorted(COLOR_NAMES))}; grey is "
+    "e). left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act "
+    "on the cell before you. toggle opens a door; a locked one needs the key of its colour, "
+    "carried."
 )
 
 

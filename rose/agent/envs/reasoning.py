@@ -87,8 +87,7 @@ class Reasoning:
         rng.shuffle(given)
         return (
             f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and "
-            "parentheses, "
-            f"write an expression that equals {_arithmetic.evaluate(self._solution)}."
+            f"parentheses, write an expression that equals {_arithmetic.evaluate(self._solution)}."
         )
 
 

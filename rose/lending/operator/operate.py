@@ -104,8 +104,8 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
     if profile is None:
         return (
             "nothing is lent: serving.lending.profile is null, and the default refuses to lend "
-            "until a profile of "
-            "this device and these models exists; python -m rose.lending.profile writes it"
+            "until a profile of this device and these models exists; python -m "
+            "rose.lending.profile writes it"
         )
     if serving.online.slo is None:
         return (
@@ -225,8 +225,7 @@ class Operator:
                 pause = BACK_OFF_S[0] if time.monotonic() - began > BACK_OFF_S[1] else pause
                 self._note(
                     f"the lender was killed by {signal.Signals(-code).name}; another one is "
-                    "started in "
-                    f"{pause:g} s"
+                    f"started in {pause:g} s"
                 )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_OFF_S[1])

@@ -87,14 +87,12 @@ class OnlineServer:
         if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
             raise ConfigError(
                 f"serving.online.model={model!r}: no config.json there; give the folder of a "
-                "Hugging "
-                "Face model"
+                "Hugging Face model"
             )
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ConfigError(
                 f"serving.online.model={model!r}: no such folder here; give the folder of a "
-                "Hugging Face "
-                "model or a hub id"
+                "Hugging Face model or a hub id"
             )
         try:
             self._bind(self.online.port)

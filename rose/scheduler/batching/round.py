@@ -79,6 +79,5 @@ def check(max_admitted: float, **factor: float) -> None:
     if not max_admitted >= max([1.0, *factor.values()]):
         raise ValueError(
             f"max_admitted={max_admitted:g}: batches, at least 1 and no fewer than are started at "
-            "once "
-            f"({max([1.0, *factor.values()]):g})"
+            f"once ({max([1.0, *factor.values()]):g})"
         )

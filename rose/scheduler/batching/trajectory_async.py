@@ -28,8 +28,7 @@ class TrajectoryAsync(Asynchronous):
         if alpha < 1 or retries < 0:
             raise ValueError(
                 f"alpha={alpha}, retries={retries}: at least 1 version (0 would be "
-                "scheduler/batching="
-                "synchronous), and 0 or more tries"
+                "scheduler/batching=synchronous), and 0 or more tries"
             )
         super().__init__(alpha, max_admitted)
         self.retries = retries

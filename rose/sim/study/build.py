@@ -129,8 +129,7 @@ def _shape(c: Config) -> ModelShape:
     if c.model.shape is None:
         raise ConfigError(
             f"model.shape=None: mode={c.mode} needs it; take model=qwen3_8b, or copy the numbers "
-            "of the "
-            "model's config.json"
+            "of the model's config.json"
         )
     return c.model.shape
 

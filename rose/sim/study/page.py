@@ -81,8 +81,7 @@ def sweep(
         "gains": _gain_rows(found),
         "phases": _phases(mine),
         "gainWords": f"of each point over {first}: ratio of the step times, geometric mean and "
-        "95% interval over "
-        f"{len({o.seed for o in mine})} seeds.",
+        f"95% interval over {len({o.seed for o in mine})} seeds.",
         "pictures": {
             names[o.point]: o.picture
             for o in outcomes
@@ -246,13 +245,12 @@ def _table(
             f"<td>{words(found[name]) if name in found else ''}</td></tr>"
         )
     return (
-        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        "</div>"
-        "<p class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. "
-        "p99/p50: of the "
-        "trajectories' times. SLO kept: share of online requests within both P99 targets (the "
-        "target is 99%). "
-        "Allocation: share of the borrowed workers' time before their first turn.</p>"
+        "<div "
+        f"class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div><p "
+        "class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. p99/p50: "
+        "of the trajectories' times. SLO kept: share of online requests within both P99 targets "
+        "(the target is 99%). Allocation: share of the borrowed workers' time before their first "
+        "turn.</p>"
     )
 
 

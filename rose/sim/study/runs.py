@@ -131,8 +131,7 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
                 job = jobs[keys[done]]
                 raise SimulationFailed(
                     f"{job.name}, seed {job.seed}: its process died (out of memory?); fewer at "
-                    "once "
-                    f"with sim.processes={max(1, workers // 2)}"
+                    f"once with sim.processes={max(1, workers // 2)}"
                 ) from None
 
 

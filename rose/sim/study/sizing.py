@@ -57,8 +57,8 @@ def target(c: Config) -> float:
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(
             f"sim.plan.steps_per_hour={p.steps_per_hour}, sim.plan.hours={p.hours}: mode=plan "
-            "needs one "
-            "of them: sim.plan.steps_per_hour=20, or sim.plan.hours=48 for trainer.steps steps"
+            "needs one of them: sim.plan.steps_per_hour=20, or sim.plan.hours=48 for "
+            "trainer.steps steps"
         )
     return (
         3600 / p.steps_per_hour
@@ -78,8 +78,7 @@ def borrowed_pool(c: Config) -> str:
     if "dedicated" not in c.sim.pools or len(found) > 1:
         raise ConfigError(
             f"sim.pools={c.sim.pools}: mode=plan sizes `dedicated` and at most one of cooperative, "
-            "spot "
-            "and serverless"
+            "spot and serverless"
         )
     return found[0] if found else ""
 
@@ -117,8 +116,7 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
     if not made:
         raise ConfigError(
             f"sim.plan.dedicated={c.sim.plan.dedicated}, sim.plan.borrowed={c.sim.plan.borrowed}: "
-            "give "
-            "pairs with at least one worker"
+            "give pairs with at least one worker"
         )
     outcomes = carry_out([job for each in made.values() for job in runs.jobs_of(each)])
     pairs = tuple(

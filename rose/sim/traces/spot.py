@@ -189,8 +189,7 @@ def _fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> No
     if len(row) != len(names):
         raise TraceError(
             f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; "
-            "needed are "
-            f"{len(names)}: {', '.join(names)}"
+            f"needed are {len(names)}: {', '.join(names)}"
         )
 
 
@@ -245,9 +244,8 @@ def generate(
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(
             f"seconds={seconds:g}, most={most}, life_s={life_s:g}, restore_s={restore_s:g}: must "
-            "be "
-            f"positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 at "
-            "least"
+            f"be positive; removed_at_once={removed_at_once:g}, added_at_once={added_at_once:g}: 1 "
+            "at least"
         )
     draw = np.random.default_rng(seed)
     there = [0.0] * max(1, round(most * life_s / (life_s + restore_s)))  # it begins in equilibrium
