@@ -1,5 +1,6 @@
 # make train   environment, then the default run       make test   everything that the tests need, then all tests
-# make unit    only the tests that start nothing       make clean  removes the environment; runs in outputs/ stay
+# make unit    only the tests that start nothing       make lint   format, rules and imports; both of the others begin with it
+# make clean   removes the environment; runs in outputs/ stay
 # make gpu     the environment for NVIDIA GPUs (Python 3.11 or 3.12, driver 580 or later), from requirements/gpu.txt
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -8,18 +9,24 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --n
 UNIT := $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
-.PHONY: train test unit gpu clean
+.PHONY: train test unit lint gpu clean
 
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
 
-test: $(VENV)/.stamp-test
+test: lint
 	scripts/install_test_packages.sh
 	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
 	$(VENV)/bin/python -m pytest -q -m slow $(ARGS) || [ $$? -eq $(NONE) ]
 
-unit: $(VENV)/.stamp-test
+unit: lint
 	$(UNIT) $(ARGS)
+
+lint: $(VENV)/.stamp-test
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/python scripts/house.py
 
 gpu: $(VENV)/.stamp-gpu
 	@echo "installed; what works here: $(VENV)/bin/python -m rose.doctor +experiment=qwen3_0_6b (on a GPU node)"

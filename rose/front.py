@@ -43,7 +43,6 @@ from rose.launch import (
 )
 from rose.observe import terminal, views
 from rose.observe.terminal import say
-from rose.sim.study import front as study
 
 # Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
@@ -105,7 +104,9 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError(
             f"name={twice!r}: two points of the sweep have this name; give them different ones"
         )
-    if any(tree["mode"] in study.MODES for tree in trees):
+    if any(tree["mode"] != "train" for tree in trees):
+        from rose.sim.study import front as study  # a training run needs no simulator
+
         return study.main(
             [model.known(configuration.from_dict(tree)) for tree in trees],
             console,

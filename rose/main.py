@@ -87,7 +87,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 def make_broadcast(config: cfg.Config, world):
     """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are
     neither."""
-    from rose.transfer import broadcast
+    from rose.transfer import broadcasts
 
     ranks = layout(config)
     trainers, rollouts = (
@@ -96,7 +96,7 @@ def make_broadcast(config: cfg.Config, world):
     # What is sent is differences, which are wanted in host memory: over NCCL they would go through
     # both GPUs, for a CUDA context and a communicator per trainer rank on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
-    return broadcast.make_broadcast(
+    return broadcasts.make_broadcast(
         kind, world, trainers, rollouts, config.transfer.load_timeout_s, config.cluster.interface
     )
 

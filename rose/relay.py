@@ -27,7 +27,8 @@ from pathlib import Path
 from rose.transfer import TransferError
 from rose.transfer.relay import serve
 from rose.transfer.relay_cache import Cache
-from rose.transfer.source import open_source, read_token
+from rose.transfer.relay_client import open_source
+from rose.transfer.source import read_token
 
 LISTEN = "127.0.0.1:7673"  # R-O-S-E on a telephone
 CACHE_GIB = 32.0

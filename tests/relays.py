@@ -14,7 +14,8 @@ from aiohttp import web
 from rose.transfer import TransferError
 from rose.transfer.relay import Relay
 from rose.transfer.relay_cache import CHUNK, Cache
-from rose.transfer.source import Folder, open_source
+from rose.transfer.relay_client import open_source
+from rose.transfer.source import Folder
 
 TOKEN = "0123456789abcdef" * 4
 

@@ -11,7 +11,7 @@ Every frame says its place (sequence number, offset) and END says the sums, so a
 frame is an error here. There is no hash of frames: readers check xxh3-128 of every block that they
 decode, which also covers what may happen to the mirror, and go to the files when it differs.
 
-This file imports neither MPI nor torch until `make_broadcast` chooses one.
+This file imports neither MPI nor torch; `rose/transfer/broadcasts.py` makes one of a kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -127,49 +127,6 @@ class Broadcast(ABC):
         seconds, when a rank that this one passes frames on to takes none for as long, or when
         frames are missing. Called again after the first two it goes on where it was.
         """
-
-
-def make_broadcast(
-    kind: str,
-    world,
-    trainers: Sequence[int],
-    rollouts: Sequence[int],
-    deadline_s: float,
-    interface: str | None = None,
-) -> Broadcast | None:
-    """This rank's end of the broadcast from the MPI ranks `trainers` to `rollouts` of `world` (an
-    `MPI.Comm`), each in the order of its role's indices; `interface` (cluster.interface) is for
-    NCCL's. None for kind "none", without rollout ranks, and on a rank that is neither.
-
-    Collective over those ranks, and only those. Raises `TransferError` on another kind than "mpi",
-    "nccl" or "none", and for "nccl" where this process sees no GPU.
-    """
-    if kind not in ("mpi", "nccl", "none"):
-        raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")
-    me = world.Get_rank()
-    if kind == "none" or not rollouts or me not in (*trainers, *rollouts):
-        return None
-    if kind == "mpi":
-        from rose.transfer.broadcast_mpi import MpiBroadcast
-
-        return MpiBroadcast(world, trainers, rollouts, deadline_s)
-    import torch
-
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise TransferError(
-            f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
-            "'mpi' needs neither"
-        )
-    from rose.transfer.broadcast_nccl import TorchBroadcast
-
-    return TorchBroadcast(
-        world,
-        trainers,
-        rollouts,
-        deadline_s,
-        torch.device("cuda", torch.cuda.current_device()),
-        interface,
-    )
 
 
 class Stream:

@@ -14,8 +14,9 @@ import torch
 from rose.transfer.blocks import rectangles
 from rose.transfer.edge import Edge, MirroredEdge, StoredEdge, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
+from rose.transfer.relay_client import open_source
 from rose.transfer.route import Step, choose, present
-from rose.transfer.source import Source, open_source, read_token
+from rose.transfer.source import Source, read_token
 from rose.transfer.stage import Live, Place, Staged, WrongBase, stage
 from rose.transfer.store import Plan, edge_name
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -24,7 +25,17 @@ import msgspec
 import urllib3
 
 from rose.transfer.errors import TransferError
-from rose.transfer.source import Changed, Missing, Refused, Stat, checked, checked_lease
+from rose.transfer.source import (
+    Changed,
+    Folder,
+    Missing,
+    Refused,
+    Source,
+    Stat,
+    Within,
+    checked,
+    checked_lease,
+)
 
 ATTEMPT_S = 10.0  # without a byte: the connection is taken for dead, and another one tried
 _CONNECT_S = 3.0
@@ -36,6 +47,18 @@ _CONNECTIONS = 32  # kept open; more threads than that open one for each request
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 T = TypeVar("T")
+
+
+def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
+    """The store in folder `where`, or behind the relay at http://host:port[/folder], whose `token`
+    is then needed (see `read_token`). `timeout_s`: seconds for which a relay that doesn't answer,
+    or can't, is asked again."""
+    scheme, separator, rest = str(where).partition("://")
+    if not separator:
+        return Folder(where)
+    host, _, folder = rest.partition("/")
+    source = Relayed(f"{scheme}://{host}", token, timeout_s)
+    return Within(source, folder.rstrip("/")) if folder.rstrip("/") else source
 
 
 class _Unavailable(Exception):

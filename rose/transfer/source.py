@@ -1,8 +1,7 @@
 """Where readers of weight versions get bytes: a folder that they see, or a relay (`relay.py`) over
 HTTP.
 
-    source = open_source("outputs/run/weights")
-    source = open_source("http://node7:7673", read_token("outputs/run/weights.token"))
+`relay_client.open_source` makes one of a folder's path or a relay's URL.
 
 Paths are relative to the store's root and separated by "/"; names that begin with a dot are other
 people's temporary files, neither listed nor read. Files never change under their name while their
@@ -82,20 +81,6 @@ class Source(Protocol):
         Replaces the holder's former list; [] gives all back."""
 
     def close(self) -> None: ...
-
-
-def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
-    """The store in folder `where`, or behind the relay at http://host:port[/folder], whose `token`
-    is then needed (see `read_token`). `timeout_s`: seconds for which a relay that doesn't answer,
-    or can't, is asked again."""
-    scheme, separator, rest = str(where).partition("://")
-    if not separator:
-        return Folder(where)
-    from rose.transfer.relay_client import Relayed  # urllib3 only where a relay is used
-
-    host, _, folder = rest.partition("/")
-    source = Relayed(f"{scheme}://{host}", token, timeout_s)
-    return Within(source, folder.rstrip("/")) if folder.rstrip("/") else source
 
 
 def read_token(path: str | Path) -> str:

@@ -19,8 +19,9 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm import shared_memory
 from rose.comm.mailbox import Mailbox
-from rose.transfer.broadcast import FRAME_BYTES, make_broadcast
+from rose.transfer.broadcast import FRAME_BYTES
 from rose.transfer.broadcast_mpi import MpiBroadcast
+from rose.transfer.broadcasts import make_broadcast
 from rose.transfer.errors import TransferError
 from rose.transfer.mirror import Mirror
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rose.launch.local import find_mpiexec
-from rose.transfer.broadcast import FRAME_BYTES, Assembly, Header, Kind, make_broadcast
+from rose.transfer.broadcast import FRAME_BYTES, Assembly, Header, Kind
+from rose.transfer.broadcasts import make_broadcast
 from rose.transfer.errors import TransferError
 
 HERE = Path(__file__).parent

@@ -16,8 +16,9 @@ from relays import TOKEN, Cutting, Running, Upstream
 from rose.transfer import TransferError
 from rose.transfer.relay import MAX_BODY
 from rose.transfer.relay_cache import CHUNK, Cache, Chunk
+from rose.transfer.relay_client import open_source
 from rose.transfer.relay_pull import AHEAD, TTL_S
-from rose.transfer.source import Folder, Missing, Refused, Stat, leases, open_source
+from rose.transfer.source import Folder, Missing, Refused, Stat, leases
 
 EDGE = "v000002/from-000001"
 FILE = f"{EDGE}/rank-00000.h5"

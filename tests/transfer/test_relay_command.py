@@ -15,7 +15,8 @@ import urllib3
 from rose import relay
 from rose.transfer import TransferError
 from rose.transfer.relay_cache import CHUNK
-from rose.transfer.source import Refused, open_source, read_token
+from rose.transfer.relay_client import open_source
+from rose.transfer.source import Refused, read_token
 
 FILE = "v000001/full/rank-00000.h5"
 

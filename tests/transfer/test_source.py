@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from rose.transfer import TransferError
+from rose.transfer.relay_client import open_source
 from rose.transfer.source import (
     FORGET_S,
     MAX_LEASE_S,
@@ -18,7 +19,6 @@ from rose.transfer.source import (
     Stat,
     held_until,
     leases,
-    open_source,
     read_token,
 )
 
