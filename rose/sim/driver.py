@@ -22,7 +22,8 @@ from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
 from rose.sim.workers import SimWorker, Workers
 
-STALLED_S = 24 * 3600.0  # no turn has run for so long while some waited: no worker will come
+# no turn has run for so long while some waited: no worker will come
+STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
 RANK = {
     ev.AbortTurn: 0,
     ev.AssignTurn: 1,
@@ -57,7 +58,8 @@ class Simulation:
         self._spec, self._scheduler, self._seed, self._journal = what, scheduler, seed, journal
         self._loop = Loop()
         self._groups = Groups(what, seed)
-        draw = np.random.Generator(np.random.PCG64([seed, 1 << 32]))  # no group has this index
+        stream = 1 << 32  # numerics: no group has this index
+        draw = np.random.Generator(np.random.PCG64([seed, stream]))
         self._workers = Workers(what, self._loop, draw, self)
         self._turns: dict[str, Trajectory] = {}  # open ones
         self._counts = result.Counts()

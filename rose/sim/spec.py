@@ -273,7 +273,8 @@ class Spec:
     in_flight: Literal["recompute", "keep", "finish"] = (
         "recompute"  # what runs when weights come (transfer.in_flight)
     )
-    max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
+    # environments (live: env.max_failures_in_row)
+    max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
     horizon_s: float = math.inf  # a run that takes longer is an error
     source: dict[str, str] = field(
         default_factory=dict

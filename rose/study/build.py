@@ -21,10 +21,12 @@ from rose.sim import environments, hardware, spec
 from rose.study import devices
 from rose.traces import spot
 
-BITS = 8
-EPISODES_SEEN = 64  # of which the mean context is taken, for the trainer's attention
+BITS = 8  # definition: of a byte
+# of which the mean context is taken, for the trainer's attention
+EPISODES_SEEN = 64  # ours: their mean is within some 6%
 RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
-SPOT_S = 24 * 3600.0  # of availability; after that nothing changes any more
+# of availability; after that nothing changes any more
+SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def ours(c: Config) -> SimSystem:

@@ -15,9 +15,9 @@ import numpy as np
 
 from rose.sim.result import Result, ServingUse, Step
 
-BINS = 400  # of the timeline, over the run
-MOST_ROWS = 64  # of the timeline: of more workers every nth
-MINUTE_S = 60.0
+BINS = 400  # ours: of the timeline, over the run, as many as a screen shows
+MOST_ROWS = 64  # ours: of the timeline, as many as a screen shows; of more workers every nth
+MINUTE_S = 60.0  # definition: seconds of a minute
 BORROWED = ("cooperative", "spot", "serverless", "hybrid")
 
 
@@ -127,7 +127,8 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
 
 
 def _tail(seconds: np.ndarray) -> float:
-    return float(np.percentile(seconds, 99) / np.median(seconds)) if len(seconds) else math.nan
+    late = 99  # definition: the column p99/p50
+    return float(np.percentile(seconds, late) / np.median(seconds)) if len(seconds) else math.nan
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:
@@ -216,7 +217,7 @@ def _serving(result: Result, end: float) -> dict[str, list[Any]]:
 
 def _numbers(values: np.ndarray) -> list[float | None]:
     return [
-        None if math.isnan(value) else round(value, 4)
+        None if math.isnan(value) else round(value, 4)  # ours: digits in a drawing
         for value in np.asarray(values, float).tolist()
     ]
 
