@@ -161,11 +161,9 @@ class Simulation:
         tokens = sum(group.context for group in groups)
         seconds = trainer.step_s + trainer.token_s * tokens
         if trainer.gpus:
-            seconds += (
-                tokens
-                * trainer.flops_per_token
-                / (self._trains() * trainer.gpu.flops * trainer.mfu)
-            )
+            pairs = sum(group.pairs for group in groups)
+            flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
+            seconds += flops / (self._trains() * trainer.gpu.flops * trainer.mfu)
         seconds += self._workers.to_training(seconds)
         self._loop.at(now + seconds, self._trained, None)
 

@@ -287,13 +287,11 @@ def trainer(
     recompute: bool,
     mfu: float = MFU,
     passes: int = PASSES,
-    context: float = 0.0,
 ) -> Trainer:
     """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each
-    other forward pass; likewise of attention to `context` / 2 tokens on average (4 x layers x width
-    each, forward)."""
-    active = model("", shape).active_parameters
-    forward = 2 * active + 4 * shape.layers * shape.heads * shape.head_dim * context / 2
+    other forward pass; likewise of attention, 4 x layers x width for each pair of a token and one
+    before it."""
+    forwards = 3 + recompute + passes
     # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, shared by the ranks (ZeRO)
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)
     publish_s = BF16 * shape.parameters / gpus / (ENCODE_BYTES_S * ENCODE_CORES)
@@ -301,7 +299,8 @@ def trainer(
         gpus=gpus,
         gpu=gpu,
         mfu=mfu,
-        flops_per_token=forward * (3 + recompute + passes),
+        flops_per_token=2 * model("", shape).active_parameters * forwards,
+        flops_per_pair=4 * shape.layers * shape.heads * shape.head_dim * forwards,
         step_s=step_s,
         publish_s=publish_s,
     )

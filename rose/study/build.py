@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -22,8 +21,6 @@ from rose.study import devices
 from rose.traces import spot
 
 BITS = 8  # definition: of a byte
-# of which the mean context is taken, for the trainer's attention
-EPISODES_SEEN = 64  # ours: their mean is within some 6%
 RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
 # of availability; after that nothing changes any more
 SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
@@ -74,7 +71,6 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         c.trainer.gradient_checkpointing,
         s.trainer.mfu,
         s.trainer.forward_passes,
-        _mean_context(environment),
     )
     return spec.Spec(
         name=name,
@@ -159,15 +155,6 @@ def _environment(c: Config) -> environments.Environments:
     except ValueError as error:
         scaled = f" with factors {e.factors}" if e.factors else ""
         raise ConfigError(f"sim.environment{scaled}: {error}") from None
-
-
-def _mean_context(environment: environments.Environments) -> float:
-    """Tokens of a trajectory, mean."""
-    draw = np.random.default_rng(0)
-    episodes = [environment.group(index, 1, 0, draw)[0] for index in range(EPISODES_SEEN)]
-    return fmean(
-        e.prompt_tokens + sum(e.output_tokens) + sum(e.observation_tokens) for e in episodes
-    )
 
 
 def _efficiency(c: Config) -> hardware.Efficiency:
