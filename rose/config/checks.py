@@ -27,12 +27,10 @@ OWN_ARGUMENTS = (
     "data_parallel_size",
 )  # of vLLM, which serving.online.engine_args may not set
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
-DRAFTS = (
-    "speculative_config",
-    "spec_method",
-    "spec_model",
-    "spec_tokens",
-)  # of vLLM, for speculative decoding
+NO_DRAFTS = (
+    "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
+    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
+)
 GROUP_RELATIVE = (
     "grpo",
     "dapo",
@@ -54,6 +52,12 @@ def check(c: Config) -> None:
     _check_env(c, need)
     _check_batch(c, need)
     _check_machine(c, need)
+
+
+def drafts(name: str, value: Any) -> bool:
+    """Whether this argument of vLLM asks for speculative decoding: speculative_config, spec_method
+    and their like, which a command line may shorten and divide by dots."""
+    return name.replace("-", "_").startswith("spec") and value is not None
 
 
 def check_serving(serving: Serving) -> None:
@@ -99,7 +103,7 @@ def _check_values(c: Config, need: Need) -> None:
         "rollout.temperature",
         "must be greater than 0: greedy rollouts teach nothing",
     )
-    for name in c.rollout.engine_args:
+    for name, value in c.rollout.engine_args.items():
         need(
             name.replace("-", "_") not in OTHER_WEIGHTS,
             f"rollout.engine_args.{name}",
@@ -107,10 +111,9 @@ def _check_values(c: Config, need: Need) -> None:
             "can't be updated",
         )
         need(
-            c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS,
+            c.cluster.gpus > 0 or not drafts(name, value),
             f"rollout.engine_args.{name}",
-            "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so (vllm-project/vllm "
-            "issue 55005): leave it out, or run on GPUs",
+            NO_DRAFTS,
         )
     relay = c.transfer.relay
     need(
@@ -241,6 +244,12 @@ def _check_batch(c: Config, need: Need) -> None:
         "rollout.group_size",
         f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each other, and learns "
         "nothing from one alone; algorithm=reinforce_pp does without groups",
+    )
+    need(
+        c.rollout.group_size > 1 or not c.algorithm.dynamic_sampling,
+        "rollout.group_size",
+        "at least 2: algorithm.dynamic_sampling=true refuses groups whose rewards are all equal, and those of a "
+        "group of one always are",
     )
     need(
         c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,

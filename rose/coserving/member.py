@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+from rose.config.checks import NO_DRAFTS
 from rose.coserving import board, device
 from rose.coserving.blocks import Layout
 from rose.coserving.board import Peer
@@ -124,11 +125,21 @@ def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
     return min(max(first_s, shut_s / LATE), last_s)
 
 
+def refuse_drafts(vllm_config: Any) -> None:
+    """Raises `ValueError` for an engine on a CPU that would decode speculatively, however it was
+    asked to: by its arguments, or by a model's own config.json."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+        raise ValueError(f"{vllm_config.speculative_config.method}: {NO_DRAFTS}")
+
+
 def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:
     """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps
-    overlap."""
+    overlap. Raises `ValueError` as `refuse_drafts` does."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    refuse_drafts(vllm_config)
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return type(mixin.__name__, (mixin, base), {})(vllm_config=vllm_config, **rest)

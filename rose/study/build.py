@@ -61,6 +61,12 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
             )
     if not system.pools or len(set(system.pools)) < len(system.pools):
         raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
+    if system.dynamic_sampling and c.rollout.group_size < 2:
+        where = "algorithm" if name == s.label else f"sim.systems.{name}"
+        raise ConfigError(
+            f"rollout.group_size={c.rollout.group_size}: at least 2 with "
+            f"{where}.dynamic_sampling=true, which refuses groups whose rewards are all equal"
+        )
     environment = _environment(c)
     _check_affinity(c, name, system)
     trainer_gpu = _known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
