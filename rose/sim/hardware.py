@@ -159,19 +159,15 @@ EFFICIENCY_SOURCE = {
 }
 MFU = 0.35
 MFU_SOURCE = "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven lengths"
-# forward passes besides the update's: log-probabilities by the trainer (veRL, ROLL); no reference
-# model
-PASSES = 1
+PASSES = 0  # forward passes besides the update's: none, as our trainer (sim.trainer.forward_passes)
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
 DELTA_SOURCE = "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on the link"
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
-ENCODE_BYTES_S = (
-    0.27 * GB
-)  # of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
+# of the model, per core: docs/measured.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
+ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # of each trainer rank; ours
-APPLY_BYTES_S = (
-    10.3 * GB
-)  # of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+# of the model, per device: docs/measured.md, an engine on a CPU stands still for 26 ms per 269 MB
+APPLY_BYTES_S = 10.3 * GB
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
@@ -286,7 +282,7 @@ def trainer(
     gpus: int,
     recompute: bool,
     mfu: float = MFU,
-    passes: int = PASSES,
+    passes: float = PASSES,
 ) -> Trainer:
     """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each
     other forward pass; likewise of attention, 4 x layers x width for each pair of a token and one

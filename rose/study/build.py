@@ -76,7 +76,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         c.trainer.ranks,
         c.trainer.gradient_checkpointing,
         s.trainer.mfu,
-        s.trainer.forward_passes,
+        _forward_passes(c),
     )
     return spec.Spec(
         name=name,
@@ -95,6 +95,13 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         answer_s=s.dispatch_s,
         in_flight=system.in_flight,
     )
+
+
+def _forward_passes(c: Config) -> float:
+    """Over the batch, beside those of the update: as many as are configured, or as the trainer of a
+    live run makes for old log-probabilities (rose/trainer/trainer.py)."""
+    configured = c.sim.trainer.forward_passes
+    return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
