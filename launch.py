@@ -4,7 +4,7 @@
     python launch.py trainer.steps=50 name=longer     with overrides
     python launch.py +experiment=qwen7b cluster.dry_run=true
     python launch.py -m seed=1,2,3                    a sweep, one run after the other
-Left out: everything; see rose/launch/front.py.
+Left out: everything; see rose/front.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ def start():
         return refuse("needs Python 3.11 or newer, and this is %d.%d" % sys.version_info[:2])
     sys.path.insert(0, str(HERE))
     try:
-        from rose.launch.front import main
+        from rose.front import main
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "rose":
             raise

@@ -19,10 +19,8 @@ from rose.config.errors import ConfigError
 # left out.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}  # of everything that the launcher starts
+# of everything that the launcher starts
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:

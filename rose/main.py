@@ -34,9 +34,8 @@ def main() -> None:
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the
     coordinator."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the launcher's: it ends the run in order
+    # Ctrl-C is the launcher's: it ends the run in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = cfg.load(run_dir / "config.json")
     address.check_interface(config.cluster.interface)  # MPI, which uses it, too, would not name it
     from mpi4py import MPI  # initialises MPI
@@ -123,28 +122,27 @@ def run_role(
     try:
         match me.role:
             case p.Role.COORDINATOR:
-                from rose.roles.coordinator import Coordinator, drive
+                from rose.coordinator.coordinator import Coordinator, drive
 
                 asyncio.run(
                     drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from))
                 )
             case p.Role.ENVIRONMENT:
-                from rose.roles import environment
+                from rose.agent import host as environment
 
                 asyncio.run(environment.run(config, mailbox, recorder))
             case p.Role.TRAINER:
-                from rose.roles import trainer
+                from rose.trainer import rank as trainer
 
                 trainer.run(
                     config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
                 )
             case p.Role.ROLLOUT:
-                from rose.roles.rollout import RolloutWorker
+                from rose.engine.rank import RolloutWorker
                 from rose.transfer.mirror import Mirror
 
-                limit = int(
-                    config.transfer.mirror_gib * 2**30
-                )  # the kernel's would end the whole job
+                # the kernel's would end the whole job
+                limit = int(config.transfer.mirror_gib * 2**30)
                 mirror = (
                     Mirror(run_dir, attempt, me.rank, config.trainer.ranks, limit_bytes=limit)
                     if broadcast

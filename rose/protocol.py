@@ -16,8 +16,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import xxhash
 
 PROTOCOL_VERSION = 6
+
+
+def seed_of(*parts: object) -> int:
+    """31-bit seed from a name: stable between processes, machines and runs."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) & 0x7FFFFFFF
 
 
 class Role(str, enum.Enum):

@@ -60,9 +60,8 @@ def whole(path: Path) -> Iterator[Path]:
         yield part
         part.replace(path)
     except OSError as error:
-        with suppress(
-            OSError
-        ):  # of a disk that is read-only by now: then it stays, and the next write takes it
+        # of a disk that is read-only by now: then it stays, and the next write takes it
+        with suppress(OSError):
             part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 

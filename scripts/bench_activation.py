@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose import config, models, protocol  # noqa: E402
 from rose.config.tree import Serving  # noqa: E402
-from rose.coserving import device  # noqa: E402
-from rose.coserving.pages import resident_bytes  # noqa: E402
 from rose.engine.vllm_engine import Engine  # noqa: E402
+from rose.lending.vllm import device  # noqa: E402
+from rose.memory import resident_bytes  # noqa: E402
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 TURNS, PROMPT, NEW = 4, 256, 6  # tokens

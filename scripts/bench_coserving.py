@@ -6,7 +6,7 @@ real HTTP traffic.
     python scripts/bench_coserving.py scenarios=alone,naive,ours seconds=20 seeds=2
     python scripts/bench_coserving.py burst=true                        # and a 20x burst while R holds its full budget
 
-Slices of a trace (Azure's format; made by rose.traces if none is given) are replayed open loop
+Slices of a trace (Azure's format; made by rose.sim.traces if none is given) are replayed open loop
 against the online server S, with the rollout engine R beside it in a closed loop; both engines are
 confined to one core, which stands for the device. The trace's lengths are scaled down to models
 that a core serves, and its times so that S alone keeps the core busy for `busy` of the time. Every
@@ -88,9 +88,8 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
     for scenario in chosen:
         if scenario != ALONE:
             bench.warm(scenario)
-    sides = {
-        PLAN[name][1] for name in chosen
-    }  # each is compared with such an engine of its own, ungated
+    # each is compared with such an engine of its own, ungated
+    sides = {PLAN[name][1] for name in chosen}
     bench.start(*["naive"] * bool(sides & {"static", "ours"}))
     runs, alone = [], Alone([], [])
     for seed in range(bench.options.seeds):

@@ -20,11 +20,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import yaml
-
-from rose import config, traces
-from rose.coserving import board, device
-from rose.models import cache_dir
-
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import (
     Failed,
@@ -40,6 +35,12 @@ from bench_coserving_engines import (
 from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
 from live_runs import Stolen, wait_for_calm
 
+from rose import config
+from rose.lending import board
+from rose.lending.vllm import device
+from rose.models import cache_dir
+from rose.sim import traces
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 # scenario -> (server, rollout side)
 PLAN = {
@@ -49,11 +50,8 @@ PLAN = {
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
 }
-MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (
-    1024,
-    64,
-    2048,
-)  # the latter two as conf/serving/borrow.yaml
+# the latter two as conf/serving/borrow.yaml
+MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
@@ -79,7 +77,7 @@ class Options:
     )
     output_scale: float = 0.05
     profile: str = (
-        ""  # of rose.serving.profile, for these very models and this core; empty: measured
+        ""  # of rose.lending.profile, for these very models and this core; empty: measured
     )
     concurrency: int = 32  # turns of R at a time
     kv_mib: float = 64.0  # of the device
@@ -120,9 +118,8 @@ class Bench:
 
     def start(self, *scenarios: str) -> None:
         """Start what these scenarios need and is not up, all at once, and park it."""
-        os.sched_setaffinity(
-            0, self.host | self.device
-        )  # starting takes a core's time several times over
+        # starting takes a core's time several times over
+        os.sched_setaffinity(0, self.host | self.device)
         new: list[Process] = []
         for server, rollouts in (PLAN[name] for name in scenarios):
             if server not in self.servers:
@@ -160,7 +157,7 @@ class Bench:
         if kind == "priority":
             args["scheduling_policy"] = "priority"
         if kind == "ours":
-            args["scheduler_cls"] = "rose.coserving.online.scheduler"
+            args["scheduler_cls"] = "rose.lending.vllm.online.scheduler"
             args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
             env |= self._lends()
         made = Server(
@@ -179,7 +176,7 @@ class Bench:
         else:
             kind, engine_args = "engine", {}
             if name == "ours":
-                engine_args["scheduler_cls"] = "rose.coserving.rollout.scheduler"
+                engine_args["scheduler_cls"] = "rose.lending.vllm.rollout.scheduler"
                 env |= self._lends()
             job |= {
                 "model": str(model(options.rollout_model, 1)),
@@ -262,7 +259,7 @@ class Bench:
             str(options.device),
             sys.executable,
             "-m",
-            "rose.serving.profile",
+            "rose.lending.profile",
             *(f"{key}={value}" for key, value in given.items()),
         ]
         making = Process(self.guard, "profile", command, self.folder / "profile.log")
@@ -441,9 +438,8 @@ class Bench:
                     f"ended {sum(found.done)} of {len(found.done)} requests at "
                     f"{rate:.2f} a second ({'; '.join(found.why)})"
                 )
-            self.factor *= float(
-                np.clip(found.busy / self.options.busy, 0.25, 4.0)
-            )  # a short slice may be empty
+            # a short slice may be empty
+            self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
             yield (
                 f"calibration: {rate:.2f} requests/s keep S's engine busy for {100 * found.busy:.0f}% of the time"
             )

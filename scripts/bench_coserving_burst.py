@@ -8,20 +8,16 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-
-from rose.coserving import board
-from rose.traces import Trace
-
 from bench_coserving_bench import Bench
 from bench_coserving_engines import Operator
 from bench_coserving_tables import ALONE, OURS, Run, Slo
 
+from rose.lending import board
+from rose.sim.traces import Trace
+
 TIMES = 20  # the usual rate
-BEGINS_S, LASTS_S, AFTER_S = (
-    10.0,
-    2.0,
-    28.0,
-)  # after: two training steps end within it, and each a freeze
+# after: two training steps end within it, and each a freeze
+BEGINS_S, LASTS_S, AFTER_S = (10.0, 2.0, 28.0)
 LOOK_S = 0.01
 BACK = 0.8  # of the tokens/s before the burst: R is back
 
@@ -68,9 +64,8 @@ class Watch:
         while not self._ends.wait(LOOK_S):
             online, rollout = (reader.read() for reader in self._readers)
             if online and rollout:
-                wanted = min(
-                    online.kv_wanted, online.kv_total
-                )  # of what there is: a queue may want more
+                # of what there is: a queue may want more
+                wanted = min(online.kv_wanted, online.kv_total)
                 self._seen.append(
                     Look(
                         time.monotonic(),

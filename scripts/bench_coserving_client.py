@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 CONNECT_S = 10.0
 # of a kept connection: uvicorn closes it after 5, and closing as a request leaves is an error here
@@ -27,9 +27,8 @@ class Request:
     prompt_tokens: int
     output_tokens: int  # asked for; no end of text shortens it
     late: float = 0.0  # sent after `at`: the client's own fault
-    chunks: list[float] = field(
-        default_factory=list
-    )  # when tokens came; the server merges what it sends late
+    # when tokens came; the server merges what it sends late
+    chunks: list[float] = field(default_factory=list)
     done: bool = False  # all its tokens came
     why: str = ""  # else
     ended: float = 0.0

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from rose.coserving import board
 from rose.engine.start import environment
+from rose.lending import board
 from rose.processes import die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -353,7 +353,8 @@ def plugin_folder(folder: Path) -> Path:
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-coserving\nVersion: 0\n")
         (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nrose = rose.coserving.plugin:register\n"
+            "[vllm.general_plugins]\nrose = rose.engine.plugin:register\n"
+            "rose_metrics = rose.lending.operator.metrics:register_if_serving\n"
         )
     return made
 

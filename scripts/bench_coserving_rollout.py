@@ -25,10 +25,11 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import config, protocol  # noqa: E402
-from rose.coserving import names, priority  # noqa: E402
-
 from bench_coserving_client import WORDS  # noqa: E402
+
+from rose import config, protocol  # noqa: E402
+from rose.engine import names  # noqa: E402
+from rose.lending.vllm import priority  # noqa: E402
 
 PRIORITY = (
     1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first
@@ -105,7 +106,7 @@ class EngineLoop(Loop):
         )
         model = msgspec.structs.replace(model, max_context=job["max_context"])
         if names.FOLDER in os.environ:
-            os.nice(priority.NICE)  # as rose.serving.member
+            os.nice(priority.NICE)  # as rose.lending.rank.member
         self._engine, self._number = (
             await Engine.start(job["model"], rollout, model, seed=job["seed"]),
             0,

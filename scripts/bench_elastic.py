@@ -47,11 +47,11 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from rose.coordinator import journal  # noqa: E402
+from rose.coordinator.coordinator import TICK_S  # noqa: E402
+from rose.engine.rank import PROGRESS_S  # noqa: E402
 from rose.launch import state  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.roles.coordinator import TICK_S  # noqa: E402
-from rose.roles.rollout import PROGRESS_S  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
 
 DEADLINE_S = 300.0
@@ -169,9 +169,8 @@ class Serving:
         return at
 
     def drain(self) -> float:
-        psutil.Process(self.pid).parent().send_signal(
-            signal.SIGUSR2
-        )  # its command, which begins no other membership
+        # its command, which begins no other membership
+        psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)
         at = time.time()
         self.training.until(
             lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave"

@@ -6,7 +6,7 @@ without ROSE's plugin.
 
 Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc`
 loads no plugin and gives large buffers back to the system after a step, `kept` has
-rose.coserving.plugin. In turn each gets rounds of prompts that fill whole steps, or, with
+rose.engine.plugin. In turn each gets rounds of prompts that fill whole steps, or, with
 `varied=1`, of other lengths in each round. Processor time is of the engine process, and says what a
 step costs whatever else the machine does; the first round, in which either heap grows, is told
 apart.
@@ -27,8 +27,6 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import traces  # noqa: E402
-
 from bench_coserving_bench import (
     DRAIN_S,
     MAX_BATCHED,
@@ -39,6 +37,8 @@ from bench_coserving_bench import (
 )  # noqa: E402
 from bench_coserving_client import replay  # noqa: E402
 from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder  # noqa: E402
+
+from rose.sim import traces  # noqa: E402
 
 PROMPTS, OUTPUT = 9, 8  # a round: three and a half steps of MAX_BATCHED tokens, then decodes
 VARIED, WITHIN_S = 24, 1.5  # prompts of a varied round, and seconds within which they come

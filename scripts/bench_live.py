@@ -52,9 +52,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rose import config as cfg
-from rose import traces
 from rose.models import resolve
 from rose.processes import die_with_parent
+from rose.sim import traces
 
 DEADLINE_S = 1800.0  # of one run
 START_S = 600.0  # of a serving device
@@ -190,7 +190,7 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "rose.serving.profile",
+        "rose.lending.profile",
         f"out={file}",
         f"seconds={options.profile_s}",
         f"model={model}",

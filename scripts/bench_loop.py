@@ -34,10 +34,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg  # noqa: E402
+from rose.coordinator import replay  # noqa: E402
 from rose.models import resolve  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.protocol import Trajectory, unpack_tokens  # noqa: E402
-from rose.rollout import replay  # noqa: E402
 
 DEADLINE_S = 900.0
 

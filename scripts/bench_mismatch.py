@@ -79,9 +79,8 @@ def score(folder: Path, dtype: str, turns, device: str) -> np.ndarray:
     scores = []
     for prompt, tokens, _ in turns:
         ids = torch.tensor([prompt + tokens], device=device)
-        logprobs = (
-            model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        )  # (new tokens, vocabulary)
+        # (new tokens, vocabulary)
+        logprobs = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         scores.append(logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy())
     return np.concatenate(scores)
 

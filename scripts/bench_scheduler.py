@@ -26,8 +26,8 @@ since it knows no runs of like steps).
 from __future__ import annotations
 
 import argparse
-import csv
 import cProfile
+import csv
 import gc
 import pstats
 import sys

@@ -41,11 +41,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.processes import die_with_parent  # noqa: E402
-
 from bench_sync_link import Namespaces, Proxy  # noqa: E402
 from bench_sync_parts import RANKS, WARM_UP, Shards, digest  # noqa: E402
 from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained  # noqa: E402
+
+from rose.processes import die_with_parent  # noqa: E402
 
 DEADLINE_S = 900.0
 VARIABLES = {
@@ -243,9 +243,8 @@ class Bench:
                     receiver.answer()
                 for lr in self.args.lrs:
                     for encoding in NAMES:
-                        if (
-                            encoding == "dense" and lr != self.args.lrs[0]
-                        ):  # the same bytes at any rate of learning
+                        # the same bytes at any rate of learning
+                        if encoding == "dense" and lr != self.args.lrs[0]:
                             rows += [
                                 replace(row, lr=lr)
                                 for row in rows
@@ -336,11 +335,8 @@ class Bench:
         """All kept steps, one sync each."""
         shards = self.steps(lr)
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
-        opening = {
-            "shards": str(shards),
-            "encoding": encoding,
-            "full": engines,
-        }  # whose weights are the model's
+        # whose weights are the model's
+        opening = {"shards": str(shards), "encoding": encoding, "full": engines}
         _all(publishers, opening | {"open": str(store)})
         _all(readers, opening | {"open": f"{serving}/{store.name}"})
         rows = []
@@ -492,9 +488,8 @@ def main(argv: list[str] | None = None) -> int:
     args.receivers = sorted(int(count) for count in args.receivers)
     if args.steps < 1 or min(args.receivers) < 1 or min(args.rates) < 0:
         parser.error("--steps and --receivers must be at least 1, --rates at least 0")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # as an exception: everything is cleaned up
+    # as an exception: everything is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Bench(args) as bench:
         folders = {lr: bench.steps(lr) for lr in args.lrs}
         rows = [row for rate in args.rates for row in bench.link(rate)]

@@ -26,12 +26,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from bench_sync_parts import RANKS, WARM_UP, Memory, Shards, codec_of, digest, release  # noqa: E402
 
-ROWS, GROUP, PROMPT, RESPONSE = (
-    8,
-    4,
-    16,
-    32,
-)  # a batch: trajectories, of which so many share a prompt; tokens
+# a batch: trajectories, of which so many share a prompt; tokens
+ROWS, GROUP, PROMPT, RESPONSE = (8, 4, 16, 32)
 STAGE_BYTES = 8 * 2**30
 TIMEOUT_S = 300.0
 

@@ -170,10 +170,9 @@ class Meter:
         if self.device.type == "cuda":
             yield
             return
+        import torch
         from torch.utils._python_dispatch import TorchDispatchMode
         from torch.utils._pytree import tree_map_only
-
-        import torch
 
         meter = self
 

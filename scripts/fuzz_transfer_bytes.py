@@ -186,9 +186,8 @@ def _exchanged(
                         store, alone, step, file, history, f"has the content of {source}", tally
                     )
                 tally.count("files exchanged")
-    right = {
-        file: file.read_bytes() for file in edge.iterdir()
-    }  # the whole edge, consistent in itself
+    # the whole edge, consistent in itself
+    right = {file: file.read_bytes() for file in edge.iterdir()}
     for file in right:
         file.write_bytes((other / file.relative_to(store)).read_bytes())
     detected(

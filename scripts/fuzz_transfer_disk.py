@@ -43,9 +43,8 @@ def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
     said = fork.SimpleQueue()
 
     def publish() -> None:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # HDF5 tells of each object that it could not flush
+        # HDF5 tells of each object that it could not flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         made = world(store, history, 2, full_every=2)
         fill()

@@ -36,10 +36,8 @@ from rose.transfer.stage import Live
 from rose.transfer.store import INITIAL
 from tests.transfer.worlds import Model, same
 
-VERSIONS, MOMENT_S = (
-    12,
-    0.06,
-)  # a kill comes that many versions into the work at most, and then within that moment
+# a kill comes that many versions into the work at most, and then within that moment
+VERSIONS, MOMENT_S = (12, 0.06)
 
 
 class Processes:
@@ -184,9 +182,8 @@ def shared(weights: Weights) -> Weights:
     return made
 
 
-FLIPPING, HELD, LOADS = range(
-    3
-)  # of a reader's state: within a flip, version in the live weights, versions loaded
+# of a reader's state: within a flip, version in the live weights, versions loaded
+FLIPPING, HELD, LOADS = range(3)
 
 
 def follow(store: Path, live: Weights, state, seed: int, versions: int) -> None:

@@ -56,7 +56,7 @@ class Pair(msgspec.Struct):
 def pool(report: Report) -> None:
     import torch
 
-    from rose.coserving.vmm import CudaDriver, PagePool
+    from rose.engine.vmm import CudaDriver, PagePool
 
     torch.cuda.init()
     made = PagePool(CudaDriver(torch.cuda.current_device()), report.sizes.nbytes)
@@ -80,9 +80,8 @@ def page_pool(pool, free: Callable[[], int]) -> str:
             )
 
     values = pool.tensor()
-    step(
-        f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page
-    )  # its first page was there
+    # its first page was there
+    step(f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page)
     if values[:half].any():
         raise RuntimeError("page pool: fresh pages are not zeros")
     values[:half] = 7
@@ -139,7 +138,7 @@ def profile(report: Report) -> None:
     words = [
         sys.executable,
         "-m",
-        "rose.serving.profile",
+        "rose.lending.profile",
         f"out={out}",
         f"seconds={report.sizes.profile_s:g}",
         f"model={folder(report)}",
@@ -149,7 +148,7 @@ def profile(report: Report) -> None:
     done = subprocess.run(words, cwd=REPOSITORY, env=_environment(report), stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
-            f"rose.serving.profile ended with {done.returncode}; its words are in the log"
+            f"rose.lending.profile ended with {done.returncode}; its words are in the log"
         )
     report.figure("the whole command", time.monotonic() - began, "s")
     found = json.loads(out.read_text())
@@ -197,9 +196,10 @@ class Both:
     """S, R and the operator's board, all of this process."""
 
     def __init__(self, report: Report, config, measured: dict[str, Any]) -> None:
-        from rose.coserving import board, device
-        from rose.serving.control import ControlBoard
-        from rose.serving.server import OnlineServer
+        from rose.lending import board
+        from rose.lending.operator.control import ControlBoard
+        from rose.lending.operator.server import OnlineServer
+        from rose.lending.vllm import device
 
         self.report, self.config = report, config
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
@@ -220,10 +220,10 @@ class Both:
         self.refused: list[str] = []
 
     async def start(self) -> None:
-        """S, then R, as rose.serving.operate starts them."""
+        """S, then R, as rose.lending.operator.operate starts them."""
         from rose.engine.vllm_engine import Engine
-        from rose.serving import operate
-        from rose.serving.server import FREE_SHARE
+        from rose.lending.operator import operate
+        from rose.lending.operator.server import FREE_SHARE
 
         self.tasks = [
             asyncio.create_task(work)
@@ -265,7 +265,7 @@ class Both:
         return time.monotonic() - began
 
     def board(self, name: str) -> Any:
-        from rose.coserving import metrics
+        from rose.lending.operator import metrics
 
         return getattr(metrics.read(self.boards), name)
 
@@ -521,7 +521,7 @@ CHECKS = (
     ),
     Check(
         "profile",
-        "python -m rose.serving.profile: step times of both engines, alone and together",
+        "python -m rose.lending.profile: step times of both engines, alone and together",
         profile,
         {"cuda": GPU, "cpu": CPU},
         360.0,

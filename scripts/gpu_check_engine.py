@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -413,7 +412,7 @@ async def _greedy(report: Report, running) -> list[list[int]]:
 def _used(report: Report, running) -> int:
     """Bytes: of the device by all processes, or resident of the engine's."""
     if not report.gpus:
-        from rose.coserving.pages import resident_bytes
+        from rose.memory import resident_bytes
 
         return resident_bytes(running.pid)
     import torch

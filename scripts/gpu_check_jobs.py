@@ -47,12 +47,8 @@ ON_GPU = [
     "trainer.optimizer.lr=1e-4",
     "rollout.gpu_memory_utilization=0.5",
 ]
-IN_TURN = [
-    "+experiment=qwen3_0_6b",
-    "model=tiny",
-    "env=frozen_lake",
-    "env.max_new_tokens=64",
-]  # what a user with one GPU starts, with another model
+# what a user with one GPU starts, with another model
+IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -113,9 +109,8 @@ def job(report: Report) -> None:
     report.figure("values published", last["publish_bytes"], "bytes", least=1)
     for name in sorted(k for k in last if k.startswith("time_")):
         report.figure(f"last step, {name.removeprefix('time_')}", last[name], "s")
-    for name in sorted(
-        last.keys() & {"seconds_sleep", "seconds_wake"}
-    ):  # of sharing the device in turn
+    # of sharing the device in turn
+    for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
     for name in sorted(k for k in last if k.endswith("_gib")):
         report.figure(f"last step, {name.removesuffix('_gib')}", last[name], "GiB")

@@ -20,10 +20,8 @@ from gpu_check_model import compose, folder, threads
 
 GIB = 2**30
 JOIN_S = 30.0
-MFU_ROWS, MFU_TREES = (
-    0.08,
-    0.04,
-)  # least share of the dense peak; operations without the recomputation
+# least share of the dense peak; operations without the recomputation
+MFU_ROWS, MFU_TREES = (0.08, 0.04)
 LIKE = 0.05  # trees and rows give the same gradient norm and entropy within so much, in bfloat16
 ESTIMATE = (0.4, 1.1)  # of rose.launch.memory's estimate, what the peak may be
 
@@ -162,9 +160,8 @@ def trainer(report: Report) -> None:
             "dense bfloat16, recomputation not counted",
             "is the CPU busy? trainer.micro_batch_tokens larger?",
         )
-        report.figure(
-            f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9
-        )  # NaN is not either
+        # NaN is not either
+        report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)
     for name in ("grad_norm", "entropy"):
         rows, trees = first["rows"][name], first["trees"][name]
         report.figure(
@@ -368,9 +365,9 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
 
 def started(report: Report, config, rank: int, world: int, port: int):
     """The rank's `Trainer`, with its store open."""
+    from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
-    from rose.comm.address import local_place
     from rose.observe.recorder import NullRecorder
     from rose.trainer.trainer import Trainer
 

@@ -28,24 +28,22 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.coserving import names  # noqa: E402
+from rose.coordinator import journal  # noqa: E402
+from rose.engine import names  # noqa: E402
+from rose.lending.profile import stolen_s  # noqa: E402
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.roles import journal  # noqa: E402
 from rose.scheduler import events as ev  # noqa: E402
-from rose.serving.profile import stolen_s  # noqa: E402
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
 PERIOD_US = 10_000
 LOOK_S = 0.5  # a look at all processes takes 10 ms
 CORES = os.cpu_count() or 1
 CALM = 0.05
-WATCH_S, PATIENCE_S = (
-    5.0,
-    600.0,
-)  # how long before a run the machine is to be calm, and how long to wait for that
+# how long before a run the machine is to be calm, and how long to wait for that
+WATCH_S, PATIENCE_S = (5.0, 600.0)
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # vLLM's own where no device is shared; it can write down its steps
-SCHEDULER = "rose.coserving.rollout.scheduler"
+SCHEDULER = "rose.lending.vllm.rollout.scheduler"
 ALIKE = (
     "eval.episodes=0",
     "observe.terminal=false",

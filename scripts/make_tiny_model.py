@@ -30,8 +30,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rose.envs.base import Action, ToolCall
-from rose.envs.frozen_lake import DIRECTIONS, FrozenLake
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
 
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -156,9 +156,8 @@ def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast
         ]
     )
     core.decoder = decoders.ByteLevel()
-    marks = re.compile(
-        "|".join(map(re.escape, SPECIAL + TOOL_MARKS))
-    )  # never merged into other tokens
+    # never merged into other tokens
+    marks = re.compile("|".join(map(re.escape, SPECIAL + TOOL_MARKS)))
     pieces = [piece for text in map(to_text, conversations) for piece in marks.split(text)]
     core.train_from_iterator(
         pieces,
@@ -170,9 +169,8 @@ def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast
             show_progress=False,
         ),
     )
-    core.add_tokens(
-        [AddedToken(mark, normalized=False) for mark in TOOL_MARKS]
-    )  # visible in decoded text, as Qwen's
+    # visible in decoded text, as Qwen's
+    core.add_tokens([AddedToken(mark, normalized=False) for mark in TOOL_MARKS])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         chat_template=CHAT_TEMPLATE,
@@ -193,6 +191,7 @@ def to_text(conversation: Conversation) -> str:
 
 def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
+    # 0.02 is too small for this width: the warm start then never reads the map
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocab,
@@ -209,7 +208,7 @@ def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausa
             attn_implementation="sdpa",
             initializer_range=0.08,
         )
-    )  # 0.02 is too small for this width: the warm start then never reads the map
+    )
 
 
 def encode(

@@ -30,14 +30,15 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from rose import config as configuration  # noqa: E402
+from rose import front  # noqa: E402
 from rose.config import Config  # noqa: E402
 from rose.config.errors import value_at  # noqa: E402
-from rose.launch import front, model  # noqa: E402
+from rose.launch import model  # noqa: E402
 from rose.sim.hardware import EFFICIENCY  # noqa: E402
+from rose.sim.study import runs, table  # noqa: E402
+from rose.sim.study.gains import Interval, gain, interval  # noqa: E402
+from rose.sim.study.outcome import Outcome, by_system, values  # noqa: E402
 from rose.storage import write_whole  # noqa: E402
-from rose.study import runs, table  # noqa: E402
-from rose.study.gains import Interval, gain, interval  # noqa: E402
-from rose.study.outcome import Outcome, by_system, values  # noqa: E402
 
 SYSTEMS = (
     "roll_grpo",
@@ -109,9 +110,8 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
         "sim.pool.lend.allocation.start_s",
     ),
 }
-VALUES = {
-    "pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))
-}  # what may be anything: some values
+# what may be anything: some values
+VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
 CONSOLE = Console(width=120)
@@ -169,9 +169,8 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "difference": found.mean / fmean((low, high)) - 1,
             }
         )
-    for name in (
-        name for name in ("best", "best_sync") if name in systems
-    ):  # no counterpart in any paper
+    # no counterpart in any paper
+    for name in (name for name in ("best", "best_sync") if name in systems):
         found = gain(
             values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s")
         )

@@ -31,13 +31,14 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose import traces  # noqa: E402
-from rose.coserving import board, heap  # noqa: E402
-
 from bench_coserving import parse, say  # noqa: E402
 from bench_coserving_bench import ALONE, DRAIN_S, Bench  # noqa: E402
 from bench_coserving_client import Request, replay  # noqa: E402
 from bench_coserving_engines import Failed, Process, confine  # noqa: E402
+
+from rose.engine import heap  # noqa: E402
+from rose.lending import board  # noqa: E402
+from rose.sim import traces  # noqa: E402
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included
 PAUSE_S = (6.0, 12.0)  # between two faults
@@ -45,11 +46,8 @@ HELD_S = (0.5, 3.0)  # a stopped process
 DAMAGE_S, STOP_S = 2.0, 1.5  # for how long a board is damaged; until a switch has worked
 HANG_UP = 0.05  # of the clients
 STEADY_S = 45.0  # after a start nothing is measured
-GROWTH, GROWTH_BYTES, GROWTH_FILES = (
-    1.1,
-    (64 << 20) + heap.AHEAD,
-    8,
-)  # a heap grows by AHEAD at once
+# a heap grows by AHEAD at once
+GROWTH, GROWTH_BYTES, GROWTH_FILES = (1.1, (64 << 20) + heap.AHEAD, 8)
 END_S = 60.0  # of a run without new faults
 SETTLED_S = 10.0  # after the last process: other programs' names come and go
 FAILURES = 3  # in a row, then no other fault is tried

@@ -38,10 +38,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg  # noqa: E402
 from rose import scheduler  # noqa: E402
+from rose.coordinator import (
+    journal,  # noqa: E402
+    replay,  # noqa: E402
+)
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
 from rose.protocol import unpack_tokens  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.rollout import replay  # noqa: E402
 
 SMALL = (
     "trainer.steps=1000000",
@@ -197,9 +199,8 @@ class Storm:
             lender.kill_at = lender.kill_at or now + lender.kill_after_join_s
             print(f"{len(self.joined):3} joined: {lender.worker}", flush=True)
         if lender.kill_at and now >= lender.kill_at:
-            self._kill(
-                lender, whole=self.chance.random() < 0.3
-            )  # else its command begins another membership
+            # else its command begins another membership
+            self._kill(lender, whole=self.chance.random() < 0.3)
 
     def _kill(self, lender: Lender, whole: bool) -> None:
         worker, at = lender.worker, lender.kill(whole)

@@ -38,9 +38,9 @@ import yaml  # noqa: E402
 from reproduce_rose import SETTINGS, composed, outcomes_of, put, read_csv, write_csv  # noqa: E402
 
 from rose.config import Config, Policy, Scheduler, SimSystem  # noqa: E402
-from rose.study import runs, table  # noqa: E402
-from rose.study.gains import Interval, gain  # noqa: E402
-from rose.study.outcome import Outcome, by_system, mean, values  # noqa: E402
+from rose.sim.study import runs, table  # noqa: E402
+from rose.sim.study.gains import Interval, gain  # noqa: E402
+from rose.sim.study.outcome import Outcome, by_system, mean, values  # noqa: E402
 
 CONF = REPOSITORY / "conf" / "scheduler"
 FILE = "policies_search.csv"
@@ -74,11 +74,8 @@ ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
 POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
-ONE_VERSION = (
-    "synchronous",
-    "tail_batching",
-    "one_step_off",
-)  # what waits is of one version: due_first is fifo
+# what waits is of one version: due_first is fifo
+ONE_VERSION = ("synchronous", "tail_batching", "one_step_off")
 BASE = "rose"  # the setting's own system, which every gain is over
 
 
@@ -124,11 +121,8 @@ class Round(NamedTuple):
 # Steps of a policy that lets two batches run at once are long and short by turns: an even number
 # must be counted.
 ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
-BOUNDS = (
-    "eta",
-    "alpha",
-    "staleness",
-)  # arguments that bound staleness; one_step_off has none, and 1
+# arguments that bound staleness; one_step_off has none, and 1
+BOUNDS = ("eta", "alpha", "staleness")
 
 
 def choice(name: str, **args: Any) -> Choice:

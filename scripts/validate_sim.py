@@ -41,10 +41,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rose import config as cfg
+from rose.coordinator import replay
+from rose.coordinator.coordinator import TICK_S
+from rose.engine.rank import PROGRESS_S
 from rose.observe.recorder import read_events
-from rose.roles.coordinator import TICK_S
-from rose.roles.rollout import PROGRESS_S
-from rose.rollout import replay
 from rose.scheduler import build
 from rose.scheduler import events as ev
 from rose.sim import calibrate, spec

@@ -30,10 +30,8 @@ class Disk:
 
     def fill(self, leave: int = 0) -> None:
         """Another user's file takes the room but for `leave` bytes."""
-        with (
-            (self.path / "filler").open("wb", buffering=0) as file,
-            suppress(OSError),
-        ):  # no block is left
+        # no block is left
+        with (self.path / "filler").open("wb", buffering=0) as file, suppress(OSError):
             while self.free() > leave or leave == 0:
                 file.write(bytes(65_536 if leave else 4096))
                 if leave:
@@ -56,9 +54,8 @@ class Disk:
 
     def mend(self) -> None:
         self.unmount()
-        subprocess.run(
-            ["e2fsck", "-fy", str(self.image)], capture_output=True
-        )  # code 1: errors were corrected
+        # code 1: errors were corrected
+        subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True)
         self.mount()
 
 

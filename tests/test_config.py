@@ -262,9 +262,8 @@ def shape(**changes):
 
 def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
     on_gpus = "cluster.gpus=64"
-    check_model(
-        make_config("rollout.tensor_parallel=4", on_gpus), shape()
-    )  # 2 key-value heads are replicated
+    # 2 key-value heads are replicated
+    check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape())
     with pytest.raises(
         ConfigError, match="rollout.tensor_parallel=3: must divide the 8 attention heads"
     ):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rose.traces import TraceError, spot
-from rose.traces.spot import Availability
+from rose.sim.traces import TraceError, spot
+from rose.sim.traces.spot import Availability
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ to."""
 import numpy as np
 import pytest
 
-from rose import traces
-from rose.traces import Trace, TraceError
+from rose.sim import traces
+from rose.sim.traces import Trace, TraceError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROWS = [

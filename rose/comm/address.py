@@ -28,14 +28,8 @@ import psutil
 MEET_S = 60.0  # for all ranks to have met; torch's own default is half an hour
 REACH_S = 5.0  # for one connection: a firewall that drops packets answers never
 LOOPBACK = "127.0.0.1"
-ALIKE = (
-    "docker",
-    "virbr",
-    "br-",
-    "veth",
-    "cni",
-    "podman",
-)  # bridges that many hosts have with one address
+# bridges that many hosts have with one address
+ALIKE = ("docker", "virbr", "br-", "veth", "cni", "podman")
 INTERFACES, INFINIBAND = Path("/sys/class/net"), 32  # its hardware type there (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
 # Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix:

@@ -9,7 +9,7 @@ instruction.
 
 The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from
 the last of these on: a rank that dies in between costs nothing. Left out: what is said afterwards
-(rose/roles/borrowed.py).
+(rose/coordinator/borrowed.py).
 """
 
 from __future__ import annotations

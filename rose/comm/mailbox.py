@@ -37,9 +37,8 @@ class Mailbox:
         self._idle_pause_s = idle_pause_s
         self._pause_s = _FIRST_PAUSE_S
         self._sending: deque[tuple[MPI.Request, memoryview]] = deque()
-        self._coming: deque[tuple[MPI.Request, bytearray]] = (
-            deque()
-        )  # messages come into them in this order
+        # messages come into them in this order
+        self._coming: deque[tuple[MPI.Request, bytearray]] = deque()
         self._parts: dict[int, bytearray] = {}  # source rank -> what is here of its message
         self._status = MPI.Status()
         self._in_a_row = 0

@@ -29,7 +29,6 @@ def unname(world: MPI.Comm) -> list[str]:
         name for name in names if name.startswith(PREFIX) and not name.endswith(" (deleted)")
     )
     for name in found:
-        Path(name).unlink(
-            missing_ok=True
-        )  # another rank of the node may be first, where they share
+        # another rank of the node may be first, where they share
+        Path(name).unlink(missing_ok=True)
     return found

@@ -91,11 +91,8 @@ __all__ = [
 ]
 
 MIXTURE = "mixture"  # env.name of what has several environments
-IN_STEP = (
-    "synchronous",
-    "dapo",
-    "tail_batching",
-)  # batching policies whose rollouts wait for each step's weights
+# batching policies whose rollouts wait for each step's weights
+IN_STEP = ("synchronous", "dapo", "tail_batching")
 
 
 class _ServingSide(Section):

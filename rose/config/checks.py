@@ -16,6 +16,7 @@ from rose.config.tree import Config, Container, ModelShape, Mpi, Serving, nodes_
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
+# of vLLM, which serving.online.engine_args may not set
 OWN_ARGUMENTS = (
     "model",
     "host",
@@ -25,19 +26,14 @@ OWN_ARGUMENTS = (
     "worker_extension_cls",
     "api_server_count",
     "data_parallel_size",
-)  # of vLLM, which serving.online.engine_args may not set
+)
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
 )
-GROUP_RELATIVE = (
-    "grpo",
-    "dapo",
-    "gspo",
-    "rloo",
-    "decoupled_ppo",
-)  # algorithms whose baseline is the group's mean reward
+# algorithms whose baseline is the group's mean reward
+GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SHORTEST_STALE_S = (
     0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
@@ -111,9 +107,7 @@ def _check_values(c: Config, need: Need) -> None:
             "can't be updated",
         )
         need(
-            c.cluster.gpus > 0 or not drafts(name, value),
-            f"rollout.engine_args.{name}",
-            NO_DRAFTS,
+            c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
         )
     relay = c.transfer.relay
     need(

@@ -41,9 +41,8 @@ class SimAllocation(Section):
 class SimPool(Section):
     kind: Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
     gpu: str  # one of rose.sim.hardware's
-    workers: (
-        Natural | None
-    )  # engines: all from the start, or the most, of spot and of a pool on request; null
+    # engines: all from the start, or the most, of spot and of a pool on request; null
+    workers: Natural | None
     # (hybrid): as many as the trainer's GPUs make
     tensor_parallel: Count
     # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has
@@ -66,20 +65,19 @@ class SimSlo(Section):
 class SimServing(Section):
     """Online traffic of each cooperative device, and what lending beside the online engine costs
     either side (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake
-    or BurstGPT; null: made by rose.traces.generate with `args`."""
+    or BurstGPT; null: made by rose.sim.traces.generate with `args`."""
 
     model: str  # one of rose.sim.hardware's shapes
     slo: SimSlo
     max_sequences: Count
     max_batched_tokens: Count
-    rate: (
-        Positive | None
-    )  # requests/s of one device, mean; null: `load` of the most at which one alone keeps its
+    # requests/s of one device, mean; null: `load` of the most at which one alone keeps its
+    rate: Positive | None
     load: Share  # targets
     trace: str | None
-    args: dict[
-        str, Any
-    ]  # of rose.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output: ...}
+    # of rose.sim.traces.generate, or for a file of Trace.clipped: {max_prompt: ..., max_output:
+    # ...}
+    args: dict[str, Any]
     hold_s: NotNegative  # gate: the longest rollout step that a request may have to wait for
     # gate: of the P99 TPOT target, to which online decodes may be slowed while rollouts have work
     pace: Share
@@ -104,9 +102,8 @@ class SimEnvironment(Section):
 
     domains: list[str]
     weights: list[Positive] | None  # null: alike
-    factors: dict[
-        str, Positive
-    ]  # of a parameter of all of them: {output: 2.0} is twice the tokens per turn
+    # of a parameter of all of them: {output: 2.0} is twice the tokens per turn
+    factors: dict[str, Positive]
 
 
 class SimTrainer(Section):
@@ -148,9 +145,8 @@ class Sim(Section):
     n_serving: Natural  # cooperative workers
     dispatch_s: NotNegative  # from a decision to the engine, and as long back
     progress_s: Positive  # between two words about a running turn
-    efficiency: dict[
-        str, NotNegative
-    ]  # of rose.sim.hardware.EFFICIENCY, what is to be another value
+    # of rose.sim.hardware.EFFICIENCY, what is to be another value
+    efficiency: dict[str, NotNegative]
     delta_ratio: Positive  # bytes of a dense version over those of its differences
     tick_s: Positive  # of the coordinator
     pool: dict[str, SimPool]

@@ -117,9 +117,8 @@ class Algorithm(Section):
 
     name: str
     args: dict[str, Any]
-    importance_cap: (
-        Positive | None
-    )  # truncated importance sampling between engine and trainer; null: off
+    # truncated importance sampling between engine and trainer; null: off
+    importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
 
 
@@ -139,9 +138,8 @@ class Trainer(Section):
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     dtype: Literal["float32", "bfloat16"]
-    reduce_dtype: Literal[
-        "float32", "bfloat16"
-    ]  # in which ranks add up their gradients; kept and applied in float32
+    # in which ranks add up their gradients; kept and applied in float32
+    reduce_dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
     micro_batch_tokens: (
@@ -194,17 +192,15 @@ class Transfer(Section):
         Count  # versions from one that needs no base to the next; between them are differences
     )
     keep_versions: Count  # that readers may still be on their way to
-    tensor_parallel: list[
-        Count
-    ]  # degrees of servers, rollout.tensor_parallel aside, that read only their part
+    # degrees of servers, rollout.tensor_parallel aside, that read only their part
+    tensor_parallel: list[Count]
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
     # What requests do that run when new weights come. Null only until the tree is checked: keep
     # with asynchronous batching, as making every context's KV cache anew costs a prefill of all of
     # them per version; else recompute.
     in_flight: Literal["recompute", "keep", "finish"] | None
-    relay: (
-        str | None
-    )  # http://host:port of a relay that this process reads versions from; null: the shared folder
+    # http://host:port of a relay that this process reads versions from; null: the shared folder
+    relay: str | None
     relay_token_file: str | None
     threads: (
         Count | None
@@ -235,9 +231,8 @@ class Slo(Section):
 class Online(Section):
     """The online server beside a lent engine: vLLM's OpenAI-compatible one."""
 
-    model: (
-        str | None
-    )  # folder or hub id; null: no server of ours beside it, the whole device is lent
+    # folder or hub id; null: no server of ours beside it, the whole device is lent
+    model: str | None
     served_name: str | None  # as clients call it; null: the model as given
     host: str
     port: Natural  # 0: a free one, said at start
@@ -254,24 +249,21 @@ class Online(Section):
 class Lending(Section):
     """When and how much of the device the online engine lends to the rollout engine."""
 
-    profile: (
-        str | None
-    )  # file of python -m rose.serving.profile for this device and these models; null: lend nothing
+    # file of python -m rose.lending.profile for this device and these models; null: lend nothing
+    profile: str | None
     chunk_tokens: Count  # the most that one step of the rollout engine takes in
     # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
     step_share: Share
     priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU
-    kv_gib: (
-        Positive | None
-    )  # the device's KV memory, one budget for both; null: online.kv_cache_gib
+    # the device's KV memory, one budget for both; null: online.kv_cache_gib
+    kv_gib: Positive | None
     reserve: Share  # of it that is never lent, beyond what online requests use
     high_watermark: Share  # of it in use or lent: above, the rollout engine's budget is halved
     stale_after_s: Positive  # an online engine silent for so long lends nothing
     revoke_after_s: Positive  # a rollout engine that has not given back by then is killed
     patience_s: Positive  # turns held up at the gate for so long go back to the scheduler
-    hours: dict[
-        str, NotNegative
-    ]  # "22-06": share of what could be lent, local time; hours not named: all of it
+    # "22-06": share of what could be lent, local time; hours not named: all of it
+    hours: dict[str, NotNegative]
     control_port: Natural  # of metrics, report and stop switch; 0: a free one, said at start
     stop_file: str | None  # while it exists nothing is lent
 
@@ -280,9 +272,8 @@ class Serving(Section):
     """Ranks of serving jobs that join the run while it runs."""
 
     borrow: bool  # whether they may
-    kind: Literal[
-        "cooperative", "spot", "serverless"
-    ]  # what such a rank says it is; provisioning tells them apart
+    # what such a rank says it is; provisioning tells them apart
+    kind: Literal["cooperative", "spot", "serverless"]
     max_ranks: Natural  # at once; 0: none
     heartbeat_s: Positive  # between two signs of life, both ways
     lost_after_s: Positive  # of silence: its turns go elsewhere
@@ -300,9 +291,8 @@ class Mpi(Section):
     join: bool
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
-    join_env: dict[
-        str, str
-    ]  # besides, for the processes at both ends of a borrowed rank's connection
+    # besides, for the processes at both ends of a borrowed rank's connection
+    join_env: dict[str, str]
 
 
 class Component(Section):
@@ -328,9 +318,8 @@ class Container(Section):
     runtime: Literal["apptainer", "singularity", "pyxis"]  # pyxis: srun --container-image
     image: str  # a .sif or .sqsh file that all nodes see, or what the runtime can pull
     python: str  # inside: the interpreter that has ROSE's packages
-    mounts: list[
-        str
-    ]  # besides output_dir, model and this checkout: "/scratch", or "/host/path:/path/inside"
+    # besides output_dir, model and this checkout: "/scratch", or "/host/path:/path/inside"
+    mounts: list[str]
     args: list[str]  # further options of the runtime, such as "--no-home"
 
 
@@ -354,12 +343,10 @@ class Cluster(Section):
     gpu_memory_gib: Positive | None  # of each; null: memory is not checked
     start_timeout_s: Positive
     stop_timeout_s: Positive
-    interface: (
-        str | None
-    )  # of the network that all hosts share, for MPI, gloo and NCCL; null: found by trying
-    cache_dir: (
-        str | None
-    )  # of compiled kernels, on a disk of the node; null: TMPDIR/rose-UID under Slurm
+    # of the network that all hosts share, for MPI, gloo and NCCL; null: found by trying
+    interface: str | None
+    # of compiled kernels, on a disk of the node; null: TMPDIR/rose-UID under Slurm
+    cache_dir: str | None
     env: dict[str, str]
     mpi: Mpi
     slurm: Slurm | None  # with kind=slurm
@@ -390,9 +377,8 @@ class Config(Section):
     mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
-    colocate: (
-        bool | None
-    )  # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
+    # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
+    colocate: bool | None
     fresh: bool  # move an earlier run of this name aside instead of continuing it
     output_dir: str
     model: Model

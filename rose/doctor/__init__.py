@@ -3,5 +3,5 @@ per part.
 
 `machine`, `world`, `slurm` and `join` are the parts; `all_reduce`, `rank`, `host` and `joiner` are
 the programs that they start elsewhere. May import `rose.config`, `rose.launch`, `rose.comm` and the
-coordinator's half for borrowed ranks (`rose.roles.borrowed`); nothing imports it.
+coordinator's half for borrowed ranks (`rose.coordinator.borrowed`); nothing imports it.
 """

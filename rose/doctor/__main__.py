@@ -20,10 +20,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rose import front
 from rose.config import Config, ConfigError, from_dict
 from rose.doctor import join, machine, slurm, world
 from rose.doctor.finding import Finding
-from rose.launch import container, errors, front
+from rose.launch import container, errors
 from rose.models import REPOSITORY
 
 CONF = REPOSITORY / "conf"

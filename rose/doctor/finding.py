@@ -62,9 +62,8 @@ class Ended(NamedTuple):
 
 def say(what: str, **details: Any) -> None:
     """One event of a program that the doctor started, for `Ended.events`."""
-    sys.stdout.write(
-        json.dumps({"what": what, "node": node(), **details}) + "\n"
-    )  # in one write, unlike print's
+    # in one write, unlike print's
+    sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")
     sys.stdout.flush()
 
 

@@ -20,8 +20,8 @@ from rose import config as configuration
 from rose import protocol as p
 from rose.comm import join
 from rose.config import Config
+from rose.coordinator.borrowed import Borrowed
 from rose.doctor.finding import say
-from rose.roles.borrowed import Borrowed
 
 HOST_S = 50.0
 FIRST_ADDRESS = 1  # this process's own world has rank 0

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rose.coserving.vmm import SPARE
+from rose.engine.vmm import SPARE
 
 FRAGMENTS = 1.125  # of what steps use: pieces are cut, and not every rest is of use
 GIB = 2**30

@@ -16,9 +16,9 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
-from rose import device_memory
-from rose.coserving.pages import give_back
-from rose.coserving.vmm import SPARE
+from rose import memory
+from rose.engine.vmm import SPARE
+from rose.memory import give_back
 
 SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping engine gives back
 
@@ -61,9 +61,8 @@ class InactiveWorker:
             self.wake_up()
         self._read_folder()
         if self.rose_headroom is not None:
-            self.rose_headroom.keep(
-                SPARE // 2
-            )  # the rest may be what the spare memory is for, by now
+            # the rest may be what the spare memory is for, by now
+            self.rose_headroom.keep(SPARE // 2)
         if self.rose_kv is not None:
             self.rose_kv.resume()
         found = self.rose_checksum() if self._rose_initial is not None else None
@@ -83,7 +82,7 @@ class InactiveWorker:
         """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory.
         Returns GiB given back, free on the device afterwards, and in all. Asleep already: nothing
         happens."""
-        before = device_memory.look(self.device)
+        before = memory.look(self.device)
         if self.device.type != "cpu":
             if self._rose_asleep != SLEEPS:
                 self.sleep(level=1)
@@ -96,15 +95,15 @@ class InactiveWorker:
     def rose_wake(self, tag: str) -> tuple[float, float, float]:
         """Take the memory of "weights" or "kv_cache" again; the figures of `rose_sleep`. On a CPU
         the weights never went, and the KV cache's pages come as they are touched."""
-        before = device_memory.look(self.device)
+        before = memory.look(self.device)
         if tag in self._rose_asleep:
             if self.device.type != "cpu":
                 self.wake_up([tag])
             self._rose_asleep.remove(tag)
         return self._rose_moved(before)
 
-    def _rose_moved(self, before: device_memory.DeviceMemory) -> tuple[float, float, float]:
-        now = device_memory.look(self.device)
+    def _rose_moved(self, before: memory.DeviceMemory) -> tuple[float, float, float]:
+        now = memory.look(self.device)
         return now.given_since(before), now.free, now.total
 
 

@@ -2,7 +2,7 @@
 its scheduler.
 
 In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes
-from a page pool, `rose.coserving.pages` on a CPU and `rose.coserving.vmm` on a GPU. vLLM has a
+from a page pool, `rose.memory` on a CPU and `rose.engine.vmm` on a GPU. vLLM has a
 context around that allocation, for its sleep mode and for KV connectors; here a `TorchFunctionMode`
 takes its place, which answers the one `torch.zeros`. At first only block 0 has memory, vLLM's null
 block: the scheduler maps what it means to use. Before there is a scheduler vLLM warms up its
@@ -22,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.coserving.blocks import BlockMemory, Pool, layout_of
-from rose.coserving.pages import HostPages
-from rose.coserving.pool import FAILED
-from rose.coserving.vmm import SPARE, CudaDriver, CudaError, PagePool
+from rose.engine.blocks import FAILED, BlockMemory, Pool, layout_of
 from rose.engine.headroom import Headroom
+from rose.engine.vmm import SPARE, CudaDriver, CudaError, PagePool
+from rose.memory import HostPages
 
 logger = init_logger(__name__)
 

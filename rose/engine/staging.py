@@ -37,9 +37,8 @@ class Staging:
         try:
             yield
         except BaseException:
-            with suppress(
-                TransferError, EngineError
-            ):  # who does not answer now is asked before the next load
+            # who does not answer now is asked before the next load
+            with suppress(TransferError, EngineError):
                 await self._abandon()
             raise
         self._broke_off = False

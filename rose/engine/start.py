@@ -157,15 +157,13 @@ def build(args: dict, gpus: bool):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from rose.coserving import plugin
-    from rose.coserving.member import refuse_drafts
+    from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
-    transfer = WeightTransferConfig(
-        backend="rose"
-    )  # rose.engine.worker_extension registers it in each worker
+    # rose.engine.worker_extension registers it in each worker
+    transfer = WeightTransferConfig(backend="rose")
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
-    refuse_drafts(config)
+    plugin.refuse_drafts(config)
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from rose import protocol
 from rose.config import Model, Rollout, Transfer
-from rose.coserving import names
+from rose.engine import names
 from rose.engine.activation import Activation
 from rose.engine.staging import Staging
 from rose.engine.start import (
@@ -230,9 +230,8 @@ class Engine(Activation, Staging):
                     return
                 async for chunk in self._stream(turn, turn_id, prompt, sampling, end - len(prompt)):
                     prompt += chunk.tokens
-                    if (
-                        turn.aborted and chunk.finish is None
-                    ):  # the abort came before vLLM knew the request
+                    # the abort came before vLLM knew the request
+                    if turn.aborted and chunk.finish is None:
                         await self._llm.abort(turn.request)
                     interrupted = chunk.finish is protocol.FinishReason.ABORT and not (
                         turn.aborted or turn.evicted

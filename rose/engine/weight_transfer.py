@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.config import read_shape
-from rose.coserving import names
+from rose.engine import names
 from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST
@@ -71,10 +71,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # lose what steps need (rose/engine/headroom.py).
         self._shares = device.type == "cuda" and names.FOLDER in os.environ
         self._live: Live | None = None
-        self._held: tuple[str | None, int | None] = (
-            None,
-            INITIAL,
-        )  # lineage, version; (_, null): a mixture
+        # lineage, version; (_, null): a mixture
+        self._held: tuple[str | None, int | None] = (None, INITIAL)
         self._staged: Staged | None = None
         self._staging: UpdateInfo | None = None
         self._wanted = False  # whether what is being staged will be flipped
@@ -248,9 +246,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
-            if count < wanted and not (
-                parameter in EMBEDDINGS and count
-            ):  # their padding is nobody's
+            # their padding is nobody's
+            if count < wanted and not (parameter in EMBEDDINGS and count):
                 raise TransferError(
                     f"the store's tensors fill {count} of {wanted} values of the engine's parameter "
                     f"{parameter}"

@@ -71,9 +71,8 @@ def swept_keys(arguments: list[str]) -> list[str]:
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
     group, _, option = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options or [])
-    if (
-        group and not options and (conf / group).is_dir()
-    ):  # Hydra lists none where one of several was chosen
+    # Hydra lists none where one of several was chosen
+    if group and not options and (conf / group).is_dir():
         options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
     if not group or not options:
         groups = sorted(str(p.relative_to(conf)) for p in conf.rglob("*") if p.is_dir())
@@ -124,9 +123,8 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _meant(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(
-        word, sorted({*known} - {word}), n=3, cutoff=0.75
-    )  # itself: no key of conf/
+    # itself: no key of conf/
+    near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -216,8 +216,7 @@ def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
     words = (
         _TASKS.fullmatch(word) for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
     )
-    tasks = [
-        int(word[1]) for word in words if word for _ in range(int(word[2] or 1))
-    ]  # "2(x3),1": of each node
+    # "2(x3),1": of each node
+    tasks = [int(word[1]) for word in words if word for _ in range(int(word[2] or 1))]
     node = int(environ.get("SLURM_NODEID", "0"))
     return total.isdigit() and count < int(total) or tasks[node : node + 1] == [1]

@@ -51,9 +51,8 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     me = layout(config)[number]
     logs.redirect(run_dir, attempt, me.role, number)
     processes.die_with_parent()
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # MPICH's mpiexec sends it to the others when a rank has ended
+    # MPICH's mpiexec sends it to the others when a rank has ended
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -80,9 +79,8 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which gets its own
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
-    if (
-        path.exists()
-    ):  # not if it died within its first instructions; the launcher then misses the file
+    # not if it died within its first instructions; the launcher then misses the file
+    if path.exists():
         last = rank_status.read(run_dir, attempt, rank)
         state = "done" if code == 0 else "failed"
         _tell(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))

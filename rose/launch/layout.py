@@ -39,9 +39,8 @@ def layout(c: Config) -> tuple[Rank, ...]:
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
-    rolls = int(
-        c.rollout.replay is None
-    )  # a run that trains from saved trajectories needs no engine
+    # a run that trains from saved trajectories needs no engine
+    rolls = int(c.rollout.replay is None)
     roles = (
         (Role.COORDINATOR, 1, 1, 0),
         (Role.ENVIRONMENT, rolls * c.rollout.environment_hosts, 1, 0),

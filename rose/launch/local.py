@@ -85,9 +85,8 @@ def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which
     win."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    threads = {
-        "OPENBLAS_NUM_THREADS": "1"
-    }  # NumPy loads before a rank knows its own share of the cores
+    # NumPy loads before a rank knows its own share of the cores
+    threads = {"OPENBLAS_NUM_THREADS": "1"}
     return (
         os.environ
         | {"PYTHONPATH": path}

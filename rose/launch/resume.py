@@ -54,9 +54,8 @@ MAY_CHANGE = (
 # both.
 SAVE_SHARE = 1 / 5
 WARNING_SAVES = 3.0
-RECIPES_MAY_CHANGE = (
-    "model.path",
-)  # where the cache is; the model is named by the recipe's arguments
+# where the cache is; the model is named by the recipe's arguments
+RECIPES_MAY_CHANGE = ("model.path",)
 
 
 def check(stored: Path, new: Config) -> None:

@@ -56,7 +56,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
-    """The batch script of a job that lends the run one more engine (rose/launch/lend.py); `run_dir`
+    """The batch script of a job that lends the run one more engine (rose/lending/rank/job.py); `run_dir`
     absolute."""
     options = _component_options(c, c.cluster.slurm.borrowed, 1, 1, c.rollout.tensor_parallel)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])

@@ -27,7 +27,7 @@ from submitit.core.utils import FailedJobError
 from rose import config as configuration
 from rose import processes
 from rose.config import Config, ConfigError, Slurm
-from rose.launch import lend, local, logs, model, resume, sbatch, state, supervise
+from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe import views
 from rose.observe.terminal import say
@@ -35,18 +35,10 @@ from rose.observe.terminal import say
 COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
 ANSWER_S = 20.0  # for squeue, of which the next look asks again
-OF_A_JOB = (
-    "SLURM_",
-    "SLURMD_",
-    "PMI_",
-    "PMIX_",
-)  # how the variables begin that Slurm puts into a job's processes
-OF_THE_SITE = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-)  # by which its commands find it
+# how the variables begin that Slurm puts into a job's processes
+OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
+# by which its commands find it
+OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 # srun would apply these to all components: what sbatch set for the first one, or what the shell had
 # that submitted
 OF_ONE_COMPONENT = (
@@ -157,7 +149,7 @@ class Run:
         # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
         if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
-        lend.cancel_all(self.run_dir)
+        lent.cancel_all(self.run_dir)
         if outcome.failure:
             raise RunFailed(outcome.failure)
         return "stopped" if outcome.interrupted else "finished"
@@ -310,9 +302,8 @@ def _end_old_steps() -> None:
                 f"steps {' '.join(old)} of an earlier attempt did not end within {COMMAND_DEADLINE_S:g} s"
             )
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        subprocess.run(
-            ["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S
-        )  # one may be gone: look again
+        # one may be gone: look again
+        subprocess.run(["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S)
         time.sleep(1.0)
 
 

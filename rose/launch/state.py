@@ -23,6 +23,7 @@ from rich.table import Table
 from rose.launch import rank_status
 
 COMMAND_DEADLINE_S = 30.0
+# a PREEMPTED job that comes back is PENDING
 ACTIVE = {
     "PENDING",
     "RUNNING",
@@ -34,8 +35,9 @@ ACTIVE = {
     "CONFIGURING",
     "SIGNALING",
     "STAGE_OUT",
-}  # a PREEMPTED job that comes back is PENDING
-NEVER_HEARD_OF = "invalid job id"  # squeue, of a job that ended some minutes ago or never was
+}
+# what squeue says of a job that ended some minutes ago, or never was
+NEVER_HEARD_OF = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 

@@ -113,9 +113,8 @@ class Job:
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
-                    return Outcome(
-                        interrupted=self._interrupted()
-                    )  # all is saved; the laggards are ended
+                    # all is saved; the laggards are ended
+                    return Outcome(interrupted=self._interrupted())
             time.sleep(self._poll_s)
 
     def _interrupted(self) -> int:

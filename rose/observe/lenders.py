@@ -1,7 +1,7 @@
 """The serving side of a run's report: what each device that lent to it kept for its own users, and
 what it lent.
 
-The operator's process beside an online server (rose/serving/operate.py) leaves `lent.json` and a
+The operator's process beside an online server (rose/lending/operator/operate.py) leaves `lent.json` and a
 page of its own in OUTPUT_DIR/serving/RUN-HOST-N; here they are found and told. Left out: ranks
 without an online server beside them.
 """
@@ -25,7 +25,7 @@ LATENCIES = (
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(folder, what `rose.serving.report.summary` said) of each device that served a run of this
+    """(folder, what `rose.lending.operator.report.summary` said) of each device that served a run of this
     name."""
     run_dir = Path(run_dir).resolve()
     found = []

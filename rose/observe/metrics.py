@@ -74,10 +74,8 @@ class TensorBoard:
     `eval/success`, ..."""
 
     def __init__(self, folder: Path):
-        from tensorboard.compat.proto import (
-            event_pb2,
-            summary_pb2,
-        )  # half a second: only where it is wanted
+        # half a second: only where it is wanted
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summary = event_pb2, summary_pb2
@@ -130,9 +128,8 @@ def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    return (
-        msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"
-    )  # numpy scalars and arrays
+    # numpy scalars and arrays
+    return msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"
 
 
 def _is_number(value: Any) -> bool:

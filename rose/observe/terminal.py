@@ -28,12 +28,8 @@ POLL_SECONDS = 0.25
 MAX_TABLE_WIDTH = 1000  # characters
 ETA_STEPS = 10  # the newest steps, whose mean duration the rest is expected to take
 PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "bright_black"}
-BRAILLE = (
-    (0x01, 0x08),
-    (0x02, 0x10),
-    (0x04, 0x20),
-    (0x40, 0x80),
-)  # bit of dot (row, column) of a cell
+# bit of dot (row, column) of a cell
+BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:

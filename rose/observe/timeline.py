@@ -152,9 +152,8 @@ def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict
     finishes: list[str] = []
     windows = np.array(kept if kept is not None else [(t0, np.iinfo(np.int64).max)])
     for number, row in enumerate(rows):
-        whole = (
-            row.role == "coordinator" and len(row.spans) <= MAX_MARKS
-        )  # the phases, for the overview
+        # the phases, for the overview
+        whole = row.role == "coordinator" and len(row.spans) <= MAX_MARKS
         for span, lane in zip(row.spans, row.lanes):
             i = np.searchsorted(windows[:, 0], span.start, side="right") - 1
             if not whole and (i < 0 or span.start > windows[i, 1]):

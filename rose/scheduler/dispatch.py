@@ -24,10 +24,8 @@ from rose.scheduler.turn_queue import Entry, TurnQueue
 # turns of a lane that may find no place before the others of the lane aren't asked about either
 LOOK_AHEAD = 32
 MAX_MOVES = 2  # of one turn that is slow where it is
-LOOKS, TICK_LOOKS = (
-    1,
-    32,
-)  # running turns that are asked about when a worker that is not watched gets free, at a tick
+# running turns that are asked about when a worker that is not watched gets free, at a tick
+LOOKS, TICK_LOOKS = (1, 32)
 
 
 class Dispatch:

@@ -59,9 +59,8 @@ class WorkerState:
     joined_at: float = 0.0
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
     kv_assigned: int = 0  # sum of `turns`
-    cached: dict[str, None] = field(
-        default_factory=dict
-    )  # trajectories and groups whose home it is
+    # trajectories and groups whose home it is
+    cached: dict[str, None] = field(default_factory=dict)
 
     @property
     def takes(self) -> bool:
@@ -107,22 +106,18 @@ class Cluster:
 
     workers: dict[str, WorkerState] = field(default_factory=dict)
     turns: dict[str, TurnState] = field(default_factory=dict)
-    home: dict[str, str] = field(
-        default_factory=dict
-    )  # trajectory -> worker with its cached prefix
-    group_home: dict[str, str] = field(
-        default_factory=dict
-    )  # group -> worker with its prompt cached
-    group_of: dict[str, str] = field(
-        default_factory=dict
-    )  # trajectory -> group, from its first turn to its end
+    # trajectory -> worker with its cached prefix
+    home: dict[str, str] = field(default_factory=dict)
+    # group -> worker with its prompt cached
+    group_home: dict[str, str] = field(default_factory=dict)
+    # trajectory -> group, from its first turn to its end
+    group_of: dict[str, str] = field(default_factory=dict)
     version: int = -1  # the newest published
     step: int = 0  # the newest begun
     training: bool = False  # from StartTraining to VersionPublished
     waiting: int = 0  # turns in the queue
     waiting_kv: int = 0  # tokens of KV need in the queue
-    requests: dict[str, bool] = field(
-        default_factory=dict
-    )  # capacity asked for -> whether its job runs
+    # capacity asked for -> whether its job runs
+    requests: dict[str, bool] = field(default_factory=dict)
     refusals: int = 0  # in a row
     refused_at: float = 0.0

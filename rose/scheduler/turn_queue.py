@@ -17,9 +17,8 @@ from rose.scheduler.state import FREE, UNBOUNDED, TurnState
 # 50,000
 BLOCK = 256
 
-Entry = tuple[
-    Any, int, TurnState
-]  # (key of the order, sequence, turn); the sequence makes it unique
+# (key of the order, sequence, turn); the sequence makes it unique
+Entry = tuple[Any, int, TurnState]
 
 
 class TurnQueue:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.coserving.predictor import Predictor, Work
+from rose.lending.rules.predictor import Predictor, Work
 from rose.sim.spec import Episode, StepTime
 
 

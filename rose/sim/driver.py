@@ -1,7 +1,7 @@
 """Drives the scheduler through simulated time: feeds its events, carries out its actions.
 `simulate` is the whole.
 
-What rose.roles.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
+What rose.coordinator.coordinator and turn_hub do in a live run, in the same order: step begun, rollout,
 training, version published, dedicated workers loaded, next step. Like them it tells of tokens now
 and then, not of each.
 """
@@ -24,14 +24,12 @@ from rose.sim.workers import SimWorker, Workers
 
 # no turn has run for so long while some waited: no worker will come
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
-RANK = {
-    ev.AbortTurn: 0,
-    ev.AssignTurn: 1,
-}  # turns where the scheduler believes them, before what drops groups
+# turns where the scheduler believes them, before what drops groups
+RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}
 
 
 class Writer(Protocol):
-    """Such as rose.roles.journal.Journal."""
+    """Such as rose.coordinator.journal.Journal."""
 
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None: ...
 
@@ -324,9 +322,8 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        if (
-            trajectory.made
-        ):  # its last attempt ended, and the word of that was lost or came too late
+        # its last attempt ended, and the word of that was lost or came too late
+        if trajectory.made:
             trajectory.total += trajectory.reported
             trajectory.made = trajectory.reported = 0
         trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total
@@ -403,7 +400,7 @@ class Simulation:
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
         """The coordinator hears of it. A word about an attempt that it took back meanwhile is not
-        heard, as in rose.roles.turn_hub; nor is one of a worker that was lost before it had sent
+        heard, as in rose.coordinator.turns; nor is one of a worker that was lost before it had sent
         it."""
         trajectory, turn, attempt = what
         if (

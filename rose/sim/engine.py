@@ -94,9 +94,8 @@ class SimEngine:
         self._waiting: deque[Sequence] = deque()
         self._held = 0  # tokens of KV in use
         self._cached = 0  # tokens of KV that may be evicted
-        self._cache: OrderedDict[str, tuple[int, str]] = (
-            OrderedDict()
-        )  # trajectory -> (own tokens, group)
+        # trajectory -> (own tokens, group)
+        self._cache: OrderedDict[str, tuple[int, str]] = OrderedDict()
         self._prompts: dict[str, list[int]] = {}  # group -> [tokens, users]
         self._order = 0
 
@@ -317,9 +316,8 @@ class SimEngine:
             if seq._todo <= 0:
                 joined.append(seq)
         if joined:
-            self._prefill = self._prefill[
-                len(joined) :
-            ]  # chunks go first come first served: only the last is partial
+            # chunks go first come first served: only the last is partial
+            self._prefill = self._prefill[len(joined) :]
         ended = []
         if self._decodes:
             ended = self._decode(1)

@@ -1,4 +1,4 @@
-"""Groups and trajectories in progress: what the environment hosts and rose.rollout.control do in a
+"""Groups and trajectories in progress: what the environment hosts and rose.coordinator.control do in a
 live run."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What online serving leaves to a cooperative worker, and what rollouts cost online requests.
 
 Compute: the worker lives in work time, which passes at the share of the device that it gets.
-Memory: the rule of rose/coserving/budget.py. Latency: each request's TTFT and TPOT alone or
+Memory: the rule of rose/lending/rules/budget.py. Latency: each request's TTFT and TPOT alone or
 stretched by the rollouts beside, counted for the shares of its piece in which there were none or
 some.
 """
@@ -14,14 +14,13 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from rose.coserving.budget import HALF_LIFE_S, LOW
+from rose.lending.rules.budget import HALF_LIFE_S, LOW
 from rose.sim import spec
 from rose.sim.online import P99
 from rose.sim.result import Latency, ServingUse
 
-Latencies = tuple[
-    np.ndarray, np.ndarray
-]  # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+# (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+Latencies = tuple[np.ndarray, np.ndarray]
 MINUTE_S = 60.0  # definition: seconds of a minute
 
 

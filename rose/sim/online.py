@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rose.sim.spec import Engine
-from rose.traces import BLOCK, Trace
+from rose.sim.traces import BLOCK, Trace
 
 P99 = 0.99  # definition: the 99th percentile, as a share
 
@@ -99,9 +99,8 @@ class _Run:
     ) -> None:
         self._arrivals, self._prompts, self._outputs, self._e = arrivals, prompts, outputs, engine
         self._pace, self._hold, self._blocks = pace_s, hold_s, blocks
-        self._cache: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # blocks of prefixes, the least recently used first
+        # blocks of prefixes, the least recently used first
+        self._cache: OrderedDict[int, None] = OrderedDict()
         self._shared = 0  # tokens of prompts that requests hold and the cache has
         self._now = 0.0
         self._next = 0  # request that is not admitted yet
@@ -234,9 +233,8 @@ class _Run:
                 steps = max(1, min(steps, self._until(arrival - began)))
         busy, wall = self._work(steps), self._wall(steps)
         self._now = began + wall
-        if (
-            self._pace and steps and began < arrival < self._now
-        ):  # the next step need not wait for its time
+        # the next step need not wait for its time
+        if self._pace and steps and began < arrival < self._now:
             self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
         self._advance(steps)
         self._runs.append(

@@ -17,7 +17,7 @@ import numpy as np
 from rose.sim import online
 from rose.sim.online import Served
 from rose.sim.spec import Engine, Load, StepTime
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 PIECE_S = 1.0
 # of the search for the rate that a device bears
@@ -34,9 +34,8 @@ class Devices:
 
     loads: tuple[Load, ...]
     devices: int
-    gap_p99_s: tuple[
-        float, float
-    ]  # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    gap_p99_s: tuple[float, float]
 
     def load(self, device: int) -> tuple[Load, float]:
         turn = device // len(self.loads) * len(self.loads) / max(1, self.devices)

@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True)
 class StepTime:
-    """c0 to c5 of an engine's step, seconds: the rule of rose/coserving/predictor.py.
+    """c0 to c5 of an engine's step, seconds: the rule of rose/lending/rules/predictor.py.
 
     T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see
     rose/sim/hardware.py.
@@ -191,10 +191,8 @@ class Serving:
     high_watermark: float
     # the rollout side hears of a change of lendable KV of at least this share of the whole
     step: float
-    gap_p99_s: tuple[float, float] = (
-        math.nan,
-        math.nan,
-    )  # between two tokens of a request: alone, beside; if known
+    # between two tokens of a request: alone, beside; if known
+    gap_p99_s: tuple[float, float] = (math.nan, math.nan)
 
 
 # --------------------------------------------------------------------------- environment
@@ -208,9 +206,8 @@ class Episode:
     output_tokens: tuple[int, ...]  # generated, each >= 1
     observation_tokens: tuple[int, ...]  # appended to the context after the turn
     tool_s: tuple[float, ...]  # from the turn's end to the next request; the last: to the reward
-    failed: tuple[
-        bool, ...
-    ]  # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    failed: tuple[bool, ...]
     reward: float
     reset_s: float = 0.0  # from its start to its first request
     crashed: bool = (
@@ -268,7 +265,7 @@ class Spec:
     environment: Environment
     trainer: Trainer
     pools: tuple[Pool, ...]
-    tick_s: float  # between two Ticks (rose.roles.coordinator.TICK_S)
+    tick_s: float  # between two Ticks (rose.coordinator.coordinator.TICK_S)
     progress_s: float  # between two words about a running turn; inf: one at its end
     dispatch_s: float  # from a decision to the engine
     answer_s: float  # from the engine's last token of a turn to the next decision
@@ -278,6 +275,5 @@ class Spec:
     # environments (live: env.max_failures_in_row)
     max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
     horizon_s: float = math.inf  # a run that takes longer is an error
-    source: dict[str, str] = field(
-        default_factory=dict
-    )  # field -> where its number is from, for reports
+    # field -> where its number is from, for reports
+    source: dict[str, str] = field(default_factory=dict)

@@ -55,10 +55,8 @@ class SimWorker:
         self.held_s, self.held_since = 0.0, now
         self.asked_at = -1.0  # it was asked for, and can't take turns yet
         self.alive, self.loading = True, False
-        self.said = (
-            pool.engine.kv_tokens,
-            False,
-        )  # KV tokens and `revoked`, as the scheduler knows them
+        # KV tokens and `revoked`, as the scheduler knows them
+        self.said = (pool.engine.kv_tokens, False)
         self.reporting = False
 
     def work(self, now: float) -> float:

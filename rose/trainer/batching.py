@@ -73,10 +73,8 @@ class Shared:
         each other and what blocks waste."""
         if dense:
             return float(size_of(rows, self) ** 2)
-        depths = [
-            0,
-            *(self._in_common(a, b) for a, b in zip(rows, rows[1:])),
-        ]  # where each leaves the one before
+        # where each leaves the one before
+        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:]))]
         return sum(
             (self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
             + PARTLY * (self.lengths[row] - depth)

@@ -13,7 +13,6 @@ import copy
 import math
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path

@@ -29,9 +29,8 @@ class MicroBatch:
     mask: Tensor  # (B, T) float32: 1 where the policy made the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
     versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
-    tree: (
-        PrefixTree | None
-    )  # of `inputs`, each up to its last token that predicts one of the policy's
+    # of `inputs`, each up to its last token that predicts one of the policy's
+    tree: PrefixTree | None
 
 
 def collate(
@@ -56,9 +55,8 @@ def collate(
         versions[i, :end] = np.where(row_mask, row_versions, -1)
     tree = None
     if trees and len(rows) > 1:
-        needed = [
-            int(np.flatnonzero(row).max(initial=1)) for row in mask
-        ]  # inputs up to each row's last target
+        # inputs up to each row's last target
+        needed = [int(np.flatnonzero(row).max(initial=1)) for row in mask]
         tree = prefix_tree.build(tokens[:, :-1], np.array(needed))
     shifted = (
         torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions)

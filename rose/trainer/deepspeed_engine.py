@@ -25,8 +25,8 @@ from rose import config as configuration
 from rose import locks
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.storage import write_whole
-from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 
@@ -265,9 +265,8 @@ class DeepSpeedEngine:
     def states(self) -> Iterator[torch.Tensor]:
         """Weights, and what the optimizer updates and keeps."""
         yield from self.policy.parameters()
-        optimizer = getattr(
-            self.engine.optimizer, "optimizer", self.engine.optimizer
-        )  # torch's, within ZeRO's
+        # torch's, within ZeRO's
+        optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         for group in optimizer.param_groups:
             yield from group["params"]
         for state in optimizer.state.values():

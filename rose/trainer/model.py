@@ -104,9 +104,8 @@ class Policy(nn.Module):
         A `tree` of the inputs changes no value, only the cost."""
         made = mask.bool()
         if tree is None:
-            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[
-                made
-            ]  # (N, H)
+            # (N, H)
+            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]
         else:
             tree, attended = tree_attention.attended(tree, self.flex)
             states = self.hf.base_model(
@@ -144,9 +143,8 @@ def load(
             )
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-            setattr(
-                config, key, 0.0
-            )  # the policy being trained must be the one that was sampled from
+            # the policy being trained must be the one that was sampled from
+            setattr(config, key, 0.0)
     hf = AutoModelForCausalLM.from_pretrained(
         str(folder), config=config, dtype=dtype, attn_implementation="sdpa"
     )

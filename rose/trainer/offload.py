@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rose import device_memory
-from rose.coserving import pages
-from rose.device_memory import GIB, DeviceMemory
+from rose import memory
+from rose.memory import GIB, DeviceMemory
 
 SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps
 SMALLEST_CPU = 2**12  # a page
@@ -70,14 +69,14 @@ class Offload:
                 if storage.resizable():
                     storage.resize_(0)
                 else:  # on a CPU only
-                    pages.give_back([(storage.data_ptr(), nbytes)])
+                    memory.give_back([(storage.data_ptr(), nbytes)])
             self.away = True
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         else:
             ctypes.CDLL(None).malloc_trim(0)
-        return device_memory.look(self._device)
+        return memory.look(self._device)
 
     def take(self) -> DeviceMemory:
         """Everything back to the device; its memory afterwards.
@@ -90,7 +89,7 @@ class Offload:
                     if storage.nbytes() != nbytes:
                         storage.resize_(nbytes)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                found = device_memory.look(self._device)
+                found = memory.look(self._device)
                 raise RuntimeError(
                     f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, which "
                     f"has {found.free:.1f} of {found.total:.1f} GiB free after the engine's turn: "
@@ -100,7 +99,7 @@ class Offload:
                 on_device.copy_(host, non_blocking=True)
             self._settle()
             self._gone, self.away = [], False
-        return device_memory.look(self._device)
+        return memory.look(self._device)
 
     @property
     def nbytes(self) -> int:

@@ -42,11 +42,8 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
     order = sorted(range(len(inputs)), key=lambda i: inputs[i, : lengths[i]].tolist())
     nodes = np.zeros(inputs.shape, np.int64)
     tokens, depths, ends = (np.empty(int(lengths.sum()), np.int64) for _ in range(3))
-    size, path, previous = (
-        0,
-        np.empty(0, np.int64),
-        np.empty(0, np.int64),
-    )  # `path`: the last row's nodes
+    # `path`: the last row's nodes
+    size, path, previous = (0, np.empty(0, np.int64), np.empty(0, np.int64))
     for i in order:
         row = inputs[i, : lengths[i]]
         most = min(len(row), len(previous))

@@ -21,7 +21,7 @@ from torch import Tensor
 from rose import protocol
 from rose.comm.address import Place
 from rose.config import Config, read_shape
-from rose.device_memory import DeviceMemory
+from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
 from rose.trainer.algorithms import build
@@ -37,9 +37,9 @@ from rose.trainer.deepspeed_engine import (
     make_deterministic,
     use_device,
 )
-from rose.trainer.prefix_tree import obstacle
-from rose.trainer.offload import Offload
 from rose.trainer.importance import importance_weights, mismatch
+from rose.trainer.offload import Offload
+from rose.trainer.prefix_tree import obstacle
 from rose.trainer.shards import ShardReader
 from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec

@@ -25,18 +25,13 @@ from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 NAME = "rose_tree"  # in transformers' registry of attention functions
 BLOCK = 128  # tokens; of the kernel's, too
-SMALLEST = (
-    2 * BLOCK
-)  # tokens of a tree, with padding: one of a single block would be compiled apart
+# tokens of a tree, with padding: one of a single block would be compiled apart
+SMALLEST = 2 * BLOCK
 # of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
 DENSE_TOKENS = 8192
 CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
-PROBE_ROWS = (
-    (200, 150),
-    (200, 90),
-    (200, 33),
-    (0, 140),
-)  # shared and own tokens of the trees that are tried at start
+# shared and own tokens of the trees that are tried at start
+PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
 
 
 def attended(tree: PrefixTree, flex: bool) -> tuple[PrefixTree, Tensor | BlockMask]:

@@ -60,12 +60,10 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     owner: int
 
 
-Cuts = Mapping[
-    str, tuple[Sequence[int], Sequence[int]]
-]  # tensor -> rows and columns where some server's part ends
-Shards = Mapping[
-    str, Sequence[tuple[int, int, int]]
-]  # tensor -> (owner, start, stop) of flat indices, in order
+# tensor -> rows and columns where some server's part ends
+Cuts = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+# tensor -> (owner, start, stop) of flat indices, in order
+Shards = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 def cut(

@@ -303,9 +303,8 @@ class _Open:
 
     name: str
     heard: float  # time.monotonic() of its last frame
-    seen: dict[Kind, int] = field(
-        default_factory=lambda: dict.fromkeys(Kind, 0)
-    )  # bytes of each kind
+    # bytes of each kind
+    seen: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
 
 
 class Assembly:

@@ -71,21 +71,18 @@ class MpiBroadcast(Broadcast):
         self._roots, self._receivers = len(trainers), list(rollouts)
         rank = self._comm.Get_rank()
         self.root = rank if rank < len(trainers) else None  # index of the trainer rank
-        self.receiver = (
-            rank - len(trainers) if self.root is None else None
-        )  # index of the rollout rank
+        # index of the rollout rank
+        self.receiver = rank - len(trainers) if self.root is None else None
         self._stream: Stream | None = None
         self._frames: list[Frame] = []  # all, made at first use
         self._next = [len(trainers)] if self.root is not None else self._children(len(trainers))
         self._assembly = Assembly(deadline_s)
         self._due = [0] * len(trainers)  # sequence number of each root's next frame
         self._coming: list[tuple[Frame, MPI.Request]] = []  # in the order of posting
-        self._here: deque[tuple[Header, Frame, Transit | None, list[Transit]]] = (
-            deque()
-        )  # body, then on to the next
-        self._leaving: deque[tuple[Frame, list[Transit], float]] = (
-            deque()
-        )  # handed over at this time
+        # body, then on to the next
+        self._here: deque[tuple[Header, Frame, Transit | None, list[Transit]]] = deque()
+        # handed over at this time
+        self._leaving: deque[tuple[Frame, list[Transit], float]] = deque()
 
     def _children(self, first: int) -> list[int]:
         numbers = range(self.receiver * PASS_ON + 1, self.receiver * PASS_ON + PASS_ON + 1)

@@ -22,12 +22,10 @@ from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.live import Live
 
 PIECE = 2**20  # values that are worked on at once
-WORK = (
-    8 + 8 + 4 + 4 + 1
-)  # bytes of one of them: torch's index, ours, the new value, the live one, whether they differ
-RESERVE = (
-    512 * 2**20
-)  # bytes of the device that staging leaves free: an engine's activations grow with its batches
+# bytes of one of them: torch's index, ours, the new value, the live one, whether they differ
+WORK = 8 + 8 + 4 + 4 + 1
+# bytes of the device that staging leaves free: an engine's activations grow with its batches
+RESERVE = 512 * 2**20
 LEAST = 32 * 2**20  # bytes that it takes even where less is free than that
 LARGE = 256 * 2**20  # bytes from which on the allocator is told to give them back
 

@@ -115,10 +115,8 @@ class Live:
         ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
         low = 0
         for r, high in zip(place.rectangles, ends.tolist()):
-            if (r.first_column, r.last_column) == (
-                0,
-                columns,
-            ):  # whole rows: a run of the parameter
+            # whole rows: a run of the parameter
+            if (r.first_column, r.last_column) == (0, columns):
                 out[low:high] = positions[low:high] + (r.first_row * columns - at)
             else:
                 row, column = np.divmod(positions[low:high] - at, r.last_column - r.first_column)

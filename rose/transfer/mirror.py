@@ -126,9 +126,8 @@ class Mirror:
                     f"the mirror would hold {self.nbytes} bytes; its limit is {self._limit_bytes}"
                 )
             while data:
-                data = data[
-                    edge.files[root, kind].write(data) :
-                ]  # memory that is nearly full takes a part
+                # memory that is nearly full takes a part
+                data = data[edge.files[root, kind].write(data) :]
         except OSError as error:
             self._fail(self._names[root], error)
 

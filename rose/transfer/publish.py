@@ -136,9 +136,8 @@ class Publisher:
         elif self._begun != version:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         delta = self._version
-        bases = (
-            [delta] if self._fulls else [delta, FULL]
-        )  # nobody rolls out yet; later ones are made by `tidy`
+        # nobody rolls out yet; later ones are made by `tidy`
+        bases = [delta] if self._fulls else [delta, FULL]
         if self.peers.rank == 0:
             for base in bases:
                 prepare(self.store, version, base)

@@ -48,10 +48,8 @@ class Receiver:
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
         self.lineage = self._plan.lineage
-        self._digests: tuple[int | None, dict[int, bytes]] = (
-            None,
-            {},
-        )  # of the version that was staged last
+        # of the version that was staged last
+        self._digests: tuple[int | None, dict[int, bytes]] = (None, {})
         self._staged = 0  # versions
 
     def stage(
@@ -115,9 +113,8 @@ class Receiver:
                     )
                     why.append(str(error))
         finally:
-            self._leased = (
-                staged is not None and staged.rereads
-            )  # until the next version, or the lease's end
+            # until the next version, or the lease's end
+            self._leased = staged is not None and staged.rereads
             if not self._leased:
                 self._give_back()
 
@@ -162,9 +159,8 @@ class Receiver:
     def _nbytes(self, step: Step, opened: dict, useless: set, why: list[str]) -> int:
         if step not in opened:
             opened[step] = self._open(step, useless, why)
-        return (
-            0 if opened[step] is None else opened[step].nbytes
-        )  # one that is not there is found out next
+        # one that is not there is found out next
+        return 0 if opened[step] is None else opened[step].nbytes
 
     def _open(self, step: Step, useless: set, why: list[str]) -> Edge | None:
         if self._mirror is not None and (True, step) not in useless:

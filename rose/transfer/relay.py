@@ -41,11 +41,8 @@ STALLED_S = 60.0  # a client that takes no byte for so long is cut off
 MAX_BODY = 1 << 20  # bytes of a request: leases of some thousand folders
 _STOP_S = 0.5  # for answers under way when the relay is told to stop
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-_STATUS = {
-    Missing: 404,
-    Changed: 412,
-    Refused: 424,
-}  # 424, failed dependency: the upstream's refusal is final
+# 424, failed dependency: the upstream's refusal is final
+_STATUS = {Missing: 404, Changed: 412, Refused: 424}
 
 
 class _Lease(msgspec.Struct):
@@ -65,14 +62,11 @@ class Relay:
         self.counters = Counters()
         self.puller = Puller(upstream, cache, self.counters)
         self._cache, self._token, self._holder = cache, f"Bearer {token}".encode(), holder
-        self._leases = Folder(
-            cache.folder
-        )  # its clients', so that a restarted relay still knows them
+        # its clients', so that a restarted relay still knows them
+        self._leases = Folder(cache.folder)
         self._leasing = asyncio.Lock()
-        self._held: tuple[set[str], float] = (
-            set(),
-            0.0,
-        )  # what the upstream was told last, unix seconds
+        # what the upstream was told last, unix seconds
+        self._held: tuple[set[str], float] = (set(), 0.0)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY)

@@ -21,9 +21,8 @@ from rose.storage import write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
-CHUNK = (
-    1 << 20
-)  # bytes; small enough that a reader of a slice wastes little, large enough that requests are few
+# bytes; small enough that a reader of a slice wastes little, large enough that requests are few
+CHUNK = 1 << 20
 
 
 class Chunk(NamedTuple):
@@ -47,9 +46,8 @@ class Cache:
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
         self.bytes = 0
-        self._edges: OrderedDict[str, OrderedDict[Chunk, None]] = (
-            OrderedDict()
-        )  # both least recently used first
+        # both least recently used first
+        self._edges: OrderedDict[str, OrderedDict[Chunk, None]] = OrderedDict()
         self._pins: Counter[Chunk] = Counter()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

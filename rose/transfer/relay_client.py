@@ -28,9 +28,8 @@ from rose.transfer.source import Changed, Missing, Refused, Stat, checked, check
 
 ATTEMPT_S = 10.0  # without a byte: the connection is taken for dead, and another one tried
 _CONNECT_S = 3.0
-_PIECE = (
-    1 << 17
-)  # bytes taken from a connection at a time; of the last piece before it breaks nothing is kept
+# bytes taken from a connection at a time; of the last piece before it breaks nothing is kept
+_PIECE = 1 << 17
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubles
 _CONNECTIONS = 32  # kept open; more threads than that open one for each request
 
@@ -155,9 +154,8 @@ class Relayed:
     ) -> urllib3.BaseHTTPResponse:
         """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing`
         or `Refused`."""
-        words = (
-            self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}
-        )  # less: to hear from it what it lacks
+        # less: to hear from it what it lacks
+        words = self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}
         response = self._pool.request(
             method,
             f"/{kind}/{quote(path)}",

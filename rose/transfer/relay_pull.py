@@ -71,9 +71,8 @@ class Puller:
         self._names: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
         self._stats: OrderedDict[str, tuple[float, Stat | None]] = OrderedDict()
         self._refreshed: OrderedDict[Chunk, float] = OrderedDict()
-        self._streams: OrderedDict[str, list[tuple[int, int]]] = (
-            OrderedDict()
-        )  # path -> (end, window) of reads
+        # path -> (end, window) of reads
+        self._streams: OrderedDict[str, list[tuple[int, int]]] = OrderedDict()
         self._ahead = 0  # flights that nobody asked for
         self._keeping = cache.limit > 0  # the cache took the last chunk; a full disk takes none
         self._words = ThreadPoolExecutor(4, "words")  # listings and sizes don't queue behind bytes
@@ -122,9 +121,8 @@ class Puller:
         Raises `Changed` if the upstream's file is not the one of `stat`, `Missing`, `Refused` or
         `Late`."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
-        window = (
-            AHEAD if self._keeping else 1
-        )  # what comes before its turn would else be lost, and pulled again
+        # what comes before its turn would else be lost, and pulled again
+        window = AHEAD if self._keeping else 1
         wanted = [Chunk(path, stat, index) for index in range(first, last + 1)]
         beyond = [
             Chunk(path, stat, last + 1 + step) for step in range(self._window(path, begin, end))

@@ -526,9 +526,8 @@ def append_remainders(data, words, at, k, quotients):
     largest = 0
     i = 0
     while i + 8 <= count and ((at + i * k) >> 3) + 8 <= data.size:
-        bits = _load(data, (at + i * k) >> 3) >> np.uint64(
-            at & 7
-        )  # 8 values later: whole bytes later
+        # 8 values later: whole bytes later
+        bits = _load(data, (at + i * k) >> 3) >> np.uint64(at & 7)
         for j in range(8):
             largest = max(largest, np.int64(quotients[i + j]))
             quotients[i + j] = (np.uint64(quotients[i + j]) << np.uint64(k)) | (bits & low)

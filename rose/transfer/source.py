@@ -222,9 +222,8 @@ class Folder:
                 f"{self.root / path}: bytes {offset} to {end} were asked for, it has {found.size}"
             )
         if fresh:
-            os.posix_fadvise(
-                descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED
-            )  # from the disk, not the memory
+            # from the disk, not the memory
+            os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
         parts, at = [], offset
         while at < end:  # Linux gives 2 GiB at most at a time
             parts.append(os.pread(descriptor, end - at, at))

@@ -38,9 +38,8 @@ def make_model(architecture: str, seed: int = 0):
     shape = getattr(transformers, f"{architecture}Config")(**(COMMON | EXTRA[architecture]))
     model = getattr(transformers, f"{architecture}ForCausalLM")(shape).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            "bias"
-        ):  # transformers starts biases at zero, which would hide a misplaced one
+        # transformers starts biases at zero, which would hide a misplaced one
+        if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 

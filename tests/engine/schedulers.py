@@ -6,7 +6,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rose.coserving import names
+from rose.engine import names
 
 AT_TOKENS = 100  # of prompt and answer
 WAITS_AT = 80  # the same

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.coserving import names
-from rose.coserving.vmm import SPARE
-from rose.engine import headroom
-from tests.coserving.allocator import Gpu, Process
-from tests.coserving.fatal_pages import PAGE, Device, FatalPages
+from rose.engine import headroom, names
+from rose.engine.vmm import SPARE
+from tests.engine.allocator import Gpu, Process
+from tests.engine.fatal_pages import PAGE, Device, FatalPages
 
 pytestmark = pytest.mark.slow  # imports vLLM
 BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20

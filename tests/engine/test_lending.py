@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config.tree import Serving
-from rose.coserving import board, device, gate
-from rose.coserving.pages import resident_bytes
 from rose.engine.vllm_engine import EngineDied, EngineError
+from rose.lending import board
+from rose.lending.rules import gate
+from rose.lending.vllm import device
+from rose.memory import resident_bytes
 from tests.engine.test_vllm_engine import (
     CONF,
     PROMPTS,
@@ -54,10 +56,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
     before = loop.run_until_complete(engine.checksum())
     made = loop.run_until_complete(turns(engine))
     full = resident_bytes(engine.pid)
-    for version in (
-        1,
-        None,
-    ):  # deactivated with the folder's own weights, and with a trained version
+    # deactivated with the folder's own weights, and with a trained version
+    for version in (1, None):
         loop.run_until_complete(engine.deactivate())
         loop.run_until_complete(engine.deactivate())
         assert not engine.active
@@ -69,9 +69,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
             with pytest.raises(EngineError, match="inactive"):
                 loop.run_until_complete(call)
         if version is not None:  # before other work has let the heap grow
-            assert (
-                full - resident_bytes(engine.pid) > 200 * MiB
-            )  # its KV cache is 256 MiB, its model less than one
+            # its KV cache is 256 MiB, its model less than one
+            assert full - resident_bytes(engine.pid) > 200 * MiB
         loop.run_until_complete(engine.activate())
         assert engine.active and engine.version == -1
         assert loop.run_until_complete(engine.checksum()) == before
@@ -146,9 +145,8 @@ def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
     """vLLM refuses to clear it while blocks are withheld, as a shared device's scheduler does."""
     from vllm.v1.core.block_pool import BlockPool
 
-    monkeypatch.setattr(
-        BlockPool, "reset_prefix_cache", lambda self: False
-    )  # before the fork: the engine has it too
+    # before the fork: the engine has it too
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: False)
     engine = start("Qwen3", engine_args={"block_size": 32})
     long = [PROMPTS[5] * 3]
     made = loop.run_until_complete(turns(engine, long))
@@ -255,7 +253,7 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
         writer = board.Writer(tmp_path / name, kind)
         vars(writer.state).update(said)
         writer.write()
-    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.coserving.rollout.scheduler"})
+    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.lending.vllm.rollout.scheduler"})
     told = board.Reader(tmp_path / "rollout", board.Rollout)
 
     async def until_lent() -> None:

@@ -124,9 +124,8 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a
     loaded = loop.run_until_complete(engine.load_version(5, store, settings()))
     assert loaded.version == engine.version == 5 and loaded.pause_s < 5
     assert loaded.route == [edge_name(5, -1)]  # the trainer began with the engine's weights
-    results = loop.run_until_complete(
-        turns(engine)
-    )  # same prompts: a stale prefix cache would show
+    # same prompts: a stale prefix cache would show
+    results = loop.run_until_complete(turns(engine))
     agrees(new, results)
     assert all(set(result["versions"]) == {5} for result in results)
 
@@ -227,9 +226,8 @@ def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_f
     assert stays["finish"] is not protocol.FinishReason.ABORT and len(stays["tokens"]) > made
     assert cut >= 8 and stays["tokens"][:cut] == evicted["tokens"][:cut]
     assert engine.stats().running == 0
-    at_once = loop.run_until_complete(
-        turn(engine, "evict", PROMPTS[2] * 4)
-    )  # before its first token
+    # before its first token
+    at_once = loop.run_until_complete(turn(engine, "evict", PROMPTS[2] * 4))
     assert (at_once["finish"], at_once["tokens"]) == (protocol.FinishReason.ABORT, [])
 
 
@@ -274,10 +272,11 @@ def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for
         assert result["tokens"][part] == tokens[part]
         np.testing.assert_allclose(result["logprobs"][part], logprobs[part], atol=1e-3)
     if in_flight == "keep":
+        # the new weights did make them
         assert (
             cut < len(result["tokens"])
             and result["tokens"][cut:] != reference(old, PROMPTS[2], result["tokens"])[0][cut:]
-        )  # the new weights did make them
+        )
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])

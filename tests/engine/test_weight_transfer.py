@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.coserving import names
+from rose.engine import names
 from rose.engine.weight_transfer import RoseWeightTransferEngine, UpdateInfo
 from rose.transfer import changes
 

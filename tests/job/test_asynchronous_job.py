@@ -12,8 +12,10 @@ from job import Job  # noqa: E402
 
 from rose import config as cfg  # noqa: E402
 from rose import protocol as p  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.rollout import replay  # noqa: E402
+from rose.coordinator import (
+    journal,  # noqa: E402
+    replay,  # noqa: E402
+)
 from rose.scheduler import build  # noqa: E402
 from rose.scheduler.groups import group_index  # noqa: E402
 

@@ -43,9 +43,8 @@ def assert_in_turn(folder: Path, steps: int) -> None:
     """The trainer worked only while the engine had given its memory back, and the engine only while
     the trainer had."""
     trainer, engine = spans(folder, "trainer"), spans(folder, "rollout")
-    first = next(
-        span["start"] for span in engine if span["name"] == "engine_wake"
-    )  # which starts it
+    # which starts it
+    first = next(span["start"] for span in engine if span["name"] == "engine_wake")
     asleep = [(-math.inf, first), *absences(engine, "engine_sleep", "engine_wake")]
     away = absences(trainer, "offload", "reload")
     for found, names, free in ((trainer, TRAINS, asleep), (engine, ROLLS, away)):

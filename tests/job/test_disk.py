@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from job import Job  # noqa: E402
 
-from rose.rollout import replay  # noqa: E402
+from rose.coordinator import replay  # noqa: E402
 from rose.trainer import checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -70,9 +70,8 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_aga
         "the second step's rollout",
     )
     whole = contents(checkpoint.latest(job.run))
-    disk.fill(
-        leave=1_200_000
-    )  # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
+    # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
+    disk.fill(leave=1_200_000)
     assert job.wait(SOON_S) == 1, job.said
     assert f"{job.run}: No space left on device; free some space there; {CONTINUES}" in job.said
     assert "Traceback" not in job.said and job.orphans() == []

@@ -14,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from job import Job  # noqa: E402
 
 from rose import config as cfg  # noqa: E402
+from rose.coordinator import (
+    journal,  # noqa: E402
+    replay,  # noqa: E402
+)
 from rose.observe.metrics import read_metrics, rows_of  # noqa: E402
-from rose.roles import journal  # noqa: E402
-from rose.rollout import replay  # noqa: E402
 from rose.scheduler import build  # noqa: E402
 from rose.trainer import checkpoint  # noqa: E402
 

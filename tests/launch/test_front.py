@@ -17,9 +17,10 @@ import pytest
 from rich.console import Console
 
 from rose import config as configuration
+from rose import front
 from rose.config import ConfigError
-from rose.launch import front, plan, resume, supervise
-from rose.rollout import replay
+from rose.coordinator import replay
+from rose.launch import plan, resume, supervise
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"

@@ -94,9 +94,8 @@ def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, grad
     c = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}")
     items, p = memory.trainer(c, c.model.shape).items, c.model.shape.parameters
     assert items["weights"] == pytest.approx(2 * p / weights / GIB)
-    accumulated = (
-        4 if stage else 2
-    )  # bytes: DeepSpeed adds up micro-batches in float32, but not without ZeRO
+    # bytes: DeepSpeed adds up micro-batches in float32, but not without ZeRO
+    accumulated = 4 if stage else 2
     assert items["gradients"] == pytest.approx(accumulated * p / gradients / GIB)
     assert items["optimizer"] == pytest.approx(12 * p / optimizer / GIB)
     assert ("gathered parameters" in items) == (stage == 3)

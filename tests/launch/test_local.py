@@ -72,12 +72,12 @@ def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overr
 
 
 def test_a_held_lock_names_its_holder(tmp_path):
-    with local.locked(tmp_path / "run"):
-        with pytest.raises(
-            ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"
-        ):
-            with local.locked(tmp_path / "run"):
-                pass
+    with (
+        local.locked(tmp_path / "run"),
+        pytest.raises(ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"),
+        local.locked(tmp_path / "run"),
+    ):
+        pass
     with local.locked(tmp_path / "run"):
         pass  # free again
 

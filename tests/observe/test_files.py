@@ -13,9 +13,8 @@ from rose.observe.status import LiveStatus, read_status
 
 
 def test_wilson_interval_equals_the_published_example():
-    assert wilson_interval(81, 263) == pytest.approx(
-        (0.2553, 0.3662), abs=1e-4
-    )  # Newcombe 1998, table I
+    # Newcombe 1998, table I
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert wilson_interval(20, 20)[1] == 1.0 and wilson_interval(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="successes=3 of n=2"):

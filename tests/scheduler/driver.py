@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rose.roles.journal import Entry
+from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
 from rose.scheduler.groups import group_index
 
@@ -36,7 +36,7 @@ class Worker:
 
     def can_take(self, need: int, queue_depth: float) -> bool:
         if not self.held:
-            return self.sequences > 0 and 0 < self.kv and (need <= self.kv or self.kv >= WHOLE_KV)
+            return self.sequences > 0 and self.kv > 0 and (need <= self.kv or self.kv >= WHOLE_KV)
         return (
             len(self.held) < self.sequences * (1 + queue_depth)
             and sum(self.held.values()) + need <= self.kv

@@ -78,9 +78,8 @@ def test_the_admission_rule_is_the_papers():
         assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
         while trainer.waits:
             trainer.finish_one(random, 0.0, 0)
-        assert len(trainer.admitted) == 3 * (
-            trainer.version + 2 + 1
-        )  # the batch in the trainer still counts
+        # the batch in the trainer still counts
+        assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
         trainer.end_step()
 
 
@@ -162,10 +161,8 @@ def test_as_many_groups_run_as_a_batch_has_until_the_buffer_is_full():
     trainer.finish("g1")
     assert trainer.running == ["g0", "g2"]
     trainer.finish("g2")
-    assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == [
-        "g0",
-        "g3",
-    ]  # while the trainer trains
+    # while the trainer trains
+    assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == ["g0", "g3"]
     trainer.finish("g3"), trainer.finish("g4"), trainer.finish("g5")
     assert trainer.running == ["g0"]  # with those in the buffer two batches are out
 

@@ -100,12 +100,8 @@ def test_cancelled_prompts_make_a_long_round_when_they_fill_a_batch():
     policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
     for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
         short_round(policy, step, late)
-    assert admitted(policy.begin(5, 4)) == [
-        "g3r1",
-        "g7r1",
-        "g10r1",
-        "g16r1",
-    ]  # and no more: nothing races
+    # and no more: nothing races
+    assert admitted(policy.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]
     for group in ("g16r1", "g10r1", "g3r1"):
         assert policy.finished(group, True) == []
     assert policy.finished("g7r1", True) == [
@@ -135,11 +131,8 @@ def test_the_long_queue_outlives_the_run():
 
 def test_a_long_round_replaces_refused_groups_from_the_queue_first():
     policy = TailBatching(speculation=2.0, spare=0.0, max_admitted=3.0)
-    (
-        policy.begin(1, 2),
-        policy.finished("g0", True),
-        policy.finished("g1", True),
-    )  # g2 and g3 are late
+    # g2 and g3 are late
+    (policy.begin(1, 2), policy.finished("g0", True), policy.finished("g1", True))
     policy.begin(2, 1)  # a long round of one
     assert admitted(policy.finished("g2r1", False)) == ["g3r1"]
     assert admitted(policy.finished("g3r1", False)) == ["g4"]
@@ -165,9 +158,8 @@ def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_c
     policy.finished("g1", True)
     actions = policy.finished("g0", True)
     assert trained(actions) == [["g0", "g1"]] and admitted(actions) == ["g2", "g3"]
-    assert (
-        policy.finished("g2", True) == [] and policy.finished("g3", True) == []
-    )  # the trainer is busy
+    # the trainer is busy
+    assert policy.finished("g2", True) == [] and policy.finished("g3", True) == []
     actions = policy.begin(2, 2)
     assert trained(actions) == [["g2", "g3"]] and admitted(actions) == ["g4", "g5"]
 

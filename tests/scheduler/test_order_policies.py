@@ -98,9 +98,8 @@ def busy(order):
 @given(seed=st.integers(0, 10**6))
 def test_every_turn_starts_once_whatever_ends_is_cancelled_or_loses_its_worker(name, seed):
     random, rollout, asked = Random(seed), Rollout(ORDERS[name](), sequences=3), []
-    turns = {
-        f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)
-    }  # trajectory -> turns left
+    # trajectory -> turns left
+    turns = {f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)}
     for trajectory in turns:
         asked.append(f"{trajectory}.0")
         rollout.request(asked[-1])
@@ -140,12 +139,8 @@ def test_the_group_whose_finished_trajectory_was_longest_goes_first():
     rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
     for turn in ("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0"):
         rollout.request(turn)
-    assert rollout.queue() == [
-        "g2.1.0",
-        "g2.2.0",
-        "g1.1.0",
-        "g0.1.0",
-    ]  # of g2 nothing is known: as the longest
+    # of g2 nothing is known: as the longest
+    assert rollout.queue() == ["g2.1.0", "g2.2.0", "g1.1.0", "g0.1.0"]
 
 
 def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():

@@ -331,9 +331,8 @@ def test_libra_moves_them_back_when_training_has_become_the_longer_side():
     for number in range(2):
         libra_step(s, number, number * 100.0, 3, 20.0, 10.0)
     for number in range(2, 4):
-        libra_step(
-            s, number, number * 100.0, 1, 10.0, 80.0, turns=16
-        )  # by two of them: 53 s by three
+        # by two of them: 53 s by three
+        libra_step(s, number, number * 100.0, 1, 10.0, 80.0, turns=16)
         assert used(s, "hybrid") == ["h0"]
     begin(s, 4, 400.0)
     assert used(s, "hybrid") == []

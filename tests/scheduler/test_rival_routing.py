@@ -153,9 +153,8 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     places = {request(s, f"g0.{i}.t0", at=30.0, need=600): f"g0.{i}" for i in range(2)}
     slow, other = places["c"], places["a"]
     s.handle(ev.TurnProgressed(at=40.0, turn=f"{slow}.t0", attempt=1, tokens=10))
-    assert (
-        end(s, f"{other}.t0", at=40.0, tokens=100) == {}
-    )  # its tools run, and its prefix stays on a
+    # its tools run, and its prefix stays on a
+    assert end(s, f"{other}.t0", at=40.0, tokens=100) == {}
     assert s.handle(ev.Tick(at=40.0)) == []
     end(s, f"{slow}.t0", at=300.0, tokens=100)
     assert request(s, f"{slow}.t1", at=300.0, need=600) == "c"
@@ -184,9 +183,8 @@ def test_rose_moves_a_long_turn_though_the_fit_overestimates_what_is_far_from_al
     join(s, "a", kv=10_000, sequences=1)
     assert request(s, "g0.0.t0", at=100.0) == "a"
     assert request(s, "g1.0.t0", at=100.0, need=3000) == "c"
-    s.handle(
-        ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100)
-    )  # the fit says 40 s, by the context
+    # the fit says 40 s, by the context
+    s.handle(ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100))
     assert end(s, "g0.0.t0", at=101.5, tokens=100) == {"g1.0.t0": "a"}
 
 
@@ -326,15 +324,13 @@ def test_libra_moves_a_trajectory_to_the_bucket_of_what_those_with_the_same_outc
     s = make("libra", limits=[50, 200], shares=[1, 1, 1])
     for name in "abc":
         join(s, name)
-    assert (
-        live(s, "g0.0", "failed", 300) == "a"
-    )  # nothing is known yet, and its own bucket is the first
+    # nothing is known yet, and its own bucket is the first
+    assert live(s, "g0.0", "failed", 300) == "a"
     assert live(s, "g1.0", "failed", 300) == "c"
     assert live(s, "g2.0", "ok", 20) == "c"  # no such outcome is known, but what all had left
     assert live(s, "g3.0", "ok", 60) == "a"
-    assert (
-        live(s, "g4.0", "ok", 60) == "a"
-    )  # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
+    # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
+    assert live(s, "g4.0", "ok", 60) == "a"
     assert live(s, "g5.0", "ok", 400) == "a"
     assert live(s, "g6.0", "failed", 10) == "c"
 
@@ -364,9 +360,8 @@ def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     for i in range(100):
         join(s, f"w{i:02}", sequences=2)  # even ones into the first bucket
     for i in range(100):
-        assert (
-            request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"
-        )  # all have one turn before the first has two
+        # all have one turn before the first has two
+        assert request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"
     assert request(s, "g100.0.t0") == "w01"
 
 
@@ -392,9 +387,8 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
     assert request(s, "g1.0.t0", domain="maths") == "h"
     assert request(s, "g2.0.t0", domain="frozen_lake") == "h"
     end(s, "g2.0.t0"), end(s, "g0.0.t0")
-    assert (
-        request(s, "g2.0.t1", domain="frozen_lake") == "a"
-    )  # back to its own, though h has its prefix
+    # back to its own, though h has its prefix
+    assert request(s, "g2.0.t1", domain="frozen_lake") == "a"
 
 
 # ----------------------------------------------------------------- earliest finish

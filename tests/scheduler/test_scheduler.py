@@ -254,9 +254,8 @@ def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", kv=100), capacity(s, "a", kv=50, expected=-1.0)
     assert request(s, "g0.0.t0", context=60) == []
-    assert assigned(request(s, "g0.1.t0", context=40)) == [
-        ("g0.1.t0", "a", 1)
-    ]  # nobody waits for what can't come
+    # nobody waits for what can't come
+    assert assigned(request(s, "g0.1.t0", context=40)) == [("g0.1.t0", "a", 1)]
     assert end(s, "g0.1.t0") == []
     assert assigned(capacity(s, "a", kv=100)) == [("g0.0.t0", "a", 1)]
 
@@ -264,10 +263,8 @@ def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger
 def test_a_large_turn_that_waits_for_a_whole_worker_is_not_starved_by_small_ones_behind_it():
     s = two_workers()
     join(s, "a", kv=100), join(s, "b", kv=100), capacity(s, "b", kv=50)
-    (
-        request(s, "g0.0.t0", context=80),
-        request(s, "g0.1.t0", context=80),
-    )  # a is full, b can't take the second
+    # a is full, b can't take the second
+    (request(s, "g0.0.t0", context=80), request(s, "g0.1.t0", context=80))
     assert assigned(request(s, "g0.2.t0")) == [("g0.2.t0", "b", 1)]
     assert request(s, "g0.3.t0", context=30) == []  # b has no room now
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "a", 1)]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_coserving  # noqa: E402
@@ -159,9 +159,8 @@ def test_a_verdict_says_which_target_was_missed(change, missed):
 
 def test_a_burst_is_summed_up_from_what_the_boards_showed():
     at = np.arange(0, 40, 0.5)
-    made = np.where(
-        at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20))
-    )  # R waits for 8 s
+    # R waits for 8 s
+    made = np.where(at < 12, 100 * at, np.where(at < 20, 1200.0, 1200 + 100 * (at - 20)))
     looks = [
         Look(float(t), 30.0 if 11 <= t < 11.4 else 5.0, 20.0, 40.0 if t < 11 else 10.0, float(m))
         for t, m in zip(at, made)
@@ -315,9 +314,8 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "live_runs.PATIENCE_S", 0.0
-    )  # nothing is measured here: a machine with other guests will do
+    # nothing is measured here: a machine with other guests will do
+    monkeypatch.setattr("live_runs.PATIENCE_S", 0.0)
     monkeypatch.setattr("bench_coserving_bench.TRIES", 1)
     given = [
         "scenarios=alone,naive",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.roles.journal import Entry
+from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from rose import processes
-from rose.coserving.predictor import Predictor
-from rose.coserving.vmm import CudaDriver, PagePool
-from tests.coserving.cuda_rules import build_libcuda
+from rose.engine.vmm import CudaDriver, PagePool
+from rose.lending.rules.predictor import Predictor
+from tests.engine.cuda_rules import build_libcuda
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
@@ -309,7 +309,7 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # code on the CPU
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
-# `profile` is a command that tests/serving/test_profile.py runs; `nccl` is the doctor's; `job` is
+# `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
 # `colocated` with fewer words.
 TWINS = (
     "machine",

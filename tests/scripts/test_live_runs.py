@@ -46,9 +46,8 @@ def test_a_step_counts_when_the_hypervisor_left_the_machine_to_us(tmp_path, monk
     (tmp_path / "run.stolen").write_text("[100.0, 7.0]\n[110.0, 7.0]\n[120.0, 12.0]\n")
     rows = [{"time": begin + 10.0, "time_step": 10.0} for begin in (100.0, 101.0, 103.0, 110.0)]
     monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
-    assert (
-        ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]
-    )  # 0, 0.5, 1.5 and 5 of 20 s
+    # 0, 0.5, 1.5 and 5 of 20 s
+    assert ran.calm_steps(0) == rows[:2] and ran.calm_steps(1) == rows[1:2]
 
 
 def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_path, monkeypatch):
@@ -63,9 +62,8 @@ def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_pa
     ]
     monkeypatch.setattr(live_runs.Ran, "steps", lambda self, skip: rows[skip:])
     assert ran.calm_steps(0) == [rows[1], rows[3]]
-    assert (
-        ran.calm_row(0, 2) == rows[1:3] and ran.calm_row(0, 3) == rows[1:4]
-    )  # 4 of 40, 4 of 100; 4 of 120 s
+    # 4 of 40, 4 of 100; 4 of 120 s
+    assert ran.calm_row(0, 2) == rows[1:3] and ran.calm_row(0, 3) == rows[1:4]
     assert ran.calm_row(0, 4) == [] == ran.calm_row(2, 3)
 
 
@@ -162,9 +160,8 @@ def test_the_log_of_a_window_has_what_lay_between_its_steps_of_decodes(tmp_path)
     ]
     validate_sim.between_included(steps, [validate_sim.Window(0.1, 6.0)], tmp_path / "out")
     rows = [json.loads(text) for text in (tmp_path / "out").read_text().splitlines()]
-    assert [row["began"] for row in rows] == pytest.approx(
-        [0.1, 0.2, 4.98]
-    )  # the last: the median of 0.01 and 0.03
+    # the last: the median of 0.01 and 0.03
+    assert [row["began"] for row in rows] == pytest.approx([0.1, 0.2, 4.98])
 
 
 def test_the_rows_of_other_seeds_stay_in_the_csv_of_bench_live(tmp_path):

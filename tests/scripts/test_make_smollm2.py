@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rose import models
+from rose.agent.chat import ChatFormat
 from rose.config import read_shape
 from rose.engine.start import stop_tokens
-from rose.rollout.chat import ChatFormat
 
 pytestmark = pytest.mark.slow
 

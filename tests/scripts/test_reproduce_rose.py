@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import reproduce_rose  # noqa: E402
 
-from rose.study import table  # noqa: E402
-from rose.study.outcome import EVERY, Outcome  # noqa: E402
+from rose.sim.study import table  # noqa: E402
+from rose.sim.study.outcome import EVERY, Outcome  # noqa: E402
 
 SPEED = {
     "roll_grpo": 1.0,

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import reproduce_rose  # noqa: E402
 import study_policies as study  # noqa: E402
 
-from rose.study import build  # noqa: E402
-from rose.study.outcome import EVERY, Outcome  # noqa: E402
+from rose.sim.study import build  # noqa: E402
+from rose.sim.study.outcome import EVERY, Outcome  # noqa: E402
 
 SPEED = {"synchronous": 1.0, "one_step_off": 1.5, "carry_over": 2.0, "bounded_staleness": 1.9}
 ROUTING = {"rose": 1.0, "earliest_finish": 1.1, "seer": 0.8}

@@ -87,9 +87,8 @@ def test_spare_responses_are_cancelled_when_their_group_is_complete():
     first = {
         e.trajectory for e in memory.events(ev.TrajectoryEnded) if e.trajectory.startswith("g0.")
     }
-    assert first == {
-        f"g0.{member}" for member in range(5)
-    }  # of a group of four, 1.25 times as many
+    # of a group of four, 1.25 times as many
+    assert first == {f"g0.{member}" for member in range(5)}
     assert result.counts.dropped_tokens > 0
 
 

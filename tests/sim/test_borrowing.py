@@ -23,12 +23,8 @@ ENGINE = spec.Engine(spec.StepTime(0.007, 3.3e-5, 1e-9, 2e-5, 4.5e-8), 16, 8192,
 ENVIRONMENTS = {name: (name,) for name in ("frozen_lake", "alfworld", "maths", "swe")} | {
     "mixed": ("frozen_lake", "alfworld", "search", "maths")
 }
-LENT = (
-    (0.1, 4),
-    (0.25, 1),
-    (0.5, 2),
-    (0.75, 1),
-)  # share of a device's compute, and devices, beside two of its own
+# share of a device's compute, and devices, beside two of its own
+LENT = ((0.1, 4), (0.25, 1), (0.5, 2), (0.75, 1))
 STEPS, GROUPS, SIZE = 2, 4, 16
 LONGEST = 1.02  # times as long, of three seeds together; 1.014 is the most that was found
 ROSE = {"n_serving": 16, "recent_s": 60.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}

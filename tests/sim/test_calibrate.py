@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rose.coserving.predictor import Predictor, Work
+from rose.lending.rules.predictor import Predictor, Work
 from rose.sim import calibrate
 from rose.sim.calibrate import CalibrationError
 

@@ -1,7 +1,7 @@
 """Every number that the simulator has of its own says on its own line where it is from.
 
-Checked are all numbers in rose/sim and in the study of its results, but for rose/sim/hardware.py,
-which is a table of published figures with a source beside each. conf/ may say what a user would
+Checked are all numbers in rose/sim but for rose/sim/hardware.py, which is a table of published
+figures with a source beside each. conf/ may say what a user would
 change. A number is exempt only if it is structural:
 
 - anywhere: 0, 1 and -1, indices and bounds of slices, and the arguments `indent` and `maxsize`,
@@ -26,9 +26,8 @@ from pathlib import Path
 
 import pytest
 
-ROSE = Path(__file__).resolve().parents[2] / "rose"
-FOLDERS = [folder for folder in (ROSE / "sim", ROSE / "study") if folder.is_dir()]
-FILES = [path for folder in FOLDERS for path in folder.rglob("*.py") if path.name != "hardware.py"]
+SIM = Path(__file__).resolve().parents[2] / "rose" / "sim"
+FILES = sorted(path for path in SIM.rglob("*.py") if path.name != "hardware.py")
 ALWAYS = (0, 1, -1)
 WITHIN = (*ALWAYS, 2, 0.5, 60, 3600, 1e3, 1e6, 1e9)
 SOURCE = re.compile(
@@ -91,7 +90,7 @@ def has_arithmetic(index: ast.AST) -> bool:
     return any(isinstance(node, ast.BinOp) for node in ast.walk(index))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SIM)))
 def test_every_number_of_the_simulator_names_its_source_on_its_line(path):
     found = unsourced(path.read_text())
     assert not found, (

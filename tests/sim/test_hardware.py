@@ -10,15 +10,11 @@ import yaml
 from rose.config.tree import ModelShape
 from rose.sim import hardware
 from rose.sim.hardware import EFFICIENCY, GPUS, SHAPES
-from rose.study import build
+from rose.sim.study import build
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-PUBLISHED = {
-    "qwen3_8b": 8.2e9,
-    "qwen3_32b": 32.8e9,
-    "qwen2_5_7b": 7.62e9,
-    "qwen2_5_32b": 32.8e9,
-}  # model cards
+# model cards
+PUBLISHED = {"qwen3_8b": 8.2e9, "qwen3_32b": 32.8e9, "qwen2_5_7b": 7.62e9, "qwen2_5_32b": 32.8e9}
 
 
 def seconds(step, prompt=0, decodes=0, context=0):
@@ -47,9 +43,8 @@ def test_waking_up_takes_what_the_weights_take_over_each_devices_own_bus():
     assert set(hardware.PCIE) == set(GPUS)
     shape, gpu = SHAPES["qwen3_32b"], GPUS["H800"]
     assert hardware.wake_s(shape, gpu, 4) == hardware.wake_s(shape, gpu, 1) / 4
-    assert (
-        2 * shape.parameters / 4 / hardware.PCIE["H800"] < hardware.wake_s(shape, gpu, 4) < 4
-    )  # ROSE: 5 s, all of it
+    # ROSE: 5 s, all of it
+    assert 2 * shape.parameters / 4 / hardware.PCIE["H800"] < hardware.wake_s(shape, gpu, 4) < 4
 
 
 def test_a_borrowed_engine_wakes_up_in_its_own_time_and_that_of_its_weights(make_config):
@@ -82,9 +77,8 @@ def test_decodes_are_bound_by_bandwidth_and_prefill_by_compute():
     h800, h20 = (
         hardware.step_time(SHAPES["qwen3_8b"], GPUS[name], 1, 256) for name in ("H800", "H20")
     )
-    assert seconds(h20, decodes=1, context=2000) < seconds(
-        h800, decodes=1, context=2000
-    )  # 4.0 against 3.35 TB/s
+    # 4.0 against 3.35 TB/s
+    assert seconds(h20, decodes=1, context=2000) < seconds(h800, decodes=1, context=2000)
     assert seconds(h20, prompt=8192) > 6 * seconds(h800, prompt=8192)  # 148 against 989 TFLOP/s
 
 
@@ -100,7 +94,7 @@ def test_tensor_parallelism_shortens_a_step_by_less_than_the_gpus_it_takes():
 def test_kv_cache_is_what_weights_and_activations_leave():
     shape, gpu = SHAPES["qwen3_8b"], GPUS["H800"]
     tokens = hardware.kv_tokens(shape, gpu, 1)
-    assert 147_456 == shape.kv_bytes_per_token
+    assert shape.kv_bytes_per_token == 147_456
     assert tokens * 147_456 + 2 * shape.parameters < 0.9 * gpu.memory_bytes
     assert hardware.kv_tokens(shape, gpu, 1, others_bytes=147_456 * 1000) == pytest.approx(
         tokens - 1000, abs=1

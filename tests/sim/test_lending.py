@@ -144,6 +144,5 @@ def test_the_gate_lends_what_serving_leaves_at_its_slower_pace():
     slower = dataclasses.replace(steady_load(busy=0.8), beside=steady_load(busy=0.2))
     assert lending.rates(serving(slower, overhead=0.0), slower) == pytest.approx([0.8])
     always = slowed(steady_load(busy=0.8), 2)
-    assert lending.rates(serving(always, "memory_only"), always) == pytest.approx(
-        [0.5]
-    )  # time slices
+    # time slices
+    assert lending.rates(serving(always, "memory_only"), always) == pytest.approx([0.5])

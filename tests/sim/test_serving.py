@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose import traces
-from rose.sim import online, serving
+from rose.sim import online, serving, traces
 from rose.sim.spec import Engine, StepTime
-from rose.traces import Trace
+from rose.sim.traces import Trace
 
 STEP = StepTime(c0=0.008, c1=2.6e-5, c2=7e-10, c3=1e-5, c4=2e-8)
 ENGINE = Engine(
@@ -102,7 +101,7 @@ def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
     assert made.busy.sum() <= served.busy_s.sum() + 1e-6
     assert made.busy.sum() >= served.busy_s[within].sum() - 1e-6
     assert (
-        (0 <= made.kv) & (made.kv <= 1)
+        (made.kv >= 0) & (made.kv <= 1)
     ).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
     assert served.tokens.sum() == (np.maximum(work.output_tokens, 1) - 1).sum()
     assert (served.gap_s[served.tokens > 0] > 0).all()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rose.roles import journal
+from rose.coordinator import journal
 from rose.scheduler import events as ev
 from rose.sim import probes, spec
 from rose.sim.driver import simulate
@@ -137,9 +137,8 @@ def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
     assert sum(step.tokens for step in result.steps) == sum(
         e.tokens for e in memory.events(ev.TurnEnded)
     )
-    assert (
-        sum(worker.decoded for worker in result.workers) > result.tokens
-    )  # what nobody heard of is made again
+    # what nobody heard of is made again
+    assert sum(worker.decoded for worker in result.workers) > result.tokens
 
 
 def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserving.predictor import Predictor
 from rose.launch import state
+from rose.lending import device_profile, settings
+from rose.lending.rules.predictor import Predictor
 from rose.models import resolve
 from rose.observe import lenders
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.report import build_report
 from rose.observe.status import read_status
-from rose.serving import profile, settings
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = pytest.mark.slow
@@ -135,9 +135,8 @@ def lends(lending, worker):
 def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(
     lending, serve
 ):
-    two_kinds = serve(
-        "--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1"
-    )  # heterogeneous
+    # heterogeneous
+    two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")
     other = serve("--partition=spare")
     first, second = two_kinds.joined(2)
     [third] = other.joined()
@@ -204,13 +203,13 @@ def profiled(lending, *arguments):
     tested elsewhere."""
     config = settings.of_run(lending.run, list(arguments))
     folder = resolve(config.model)
-    found = profile.fingerprint(config, folder)
+    found = device_profile.fingerprint(config, folder)
     predictor = Predictor((0.005, 1e-5, 0.0, 1e-4, 0.0)).to_dict()
     for side in ("online", "rollout"):
         found[side] |= {"model": str(folder), "predictor": predictor}
     found["interference"] |= {"hold_p99": 0.1, "hold_mean": 0.1}
     path = lending.folder / "profile.json"
-    path.write_text(json.dumps({"format": profile.FORMAT, "seconds": 60.0} | found))
+    path.write_text(json.dumps({"format": device_profile.FORMAT, "seconds": 60.0} | found))
     return path
 
 

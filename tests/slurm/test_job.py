@@ -33,9 +33,8 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2")
     said = job.submit(*two_nodes)
     assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
-    assert f"run is job {job.id} already" in job.submit(
-        *two_nodes
-    )  # the same command again: nothing is sent twice
+    # the same command again: nothing is sent twice
+    assert f"run is job {job.id} already" in job.submit(*two_nodes)
     assert job.until_ended() == ["COMPLETED", "COMPLETED"], job.logs()
     assert job.steps() == [1, 2, 3]
     assert [component.nodes for component in state.components(job.id)] == ["n1", "n[2-3]"]
@@ -48,17 +47,17 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
 def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(
     job, cluster
 ):
+    # both components: it is preemptible
     job.submit(
         "trainer.steps=1000",
         "eval.episodes=0",
         "cluster.slurm.requeues=3",
         "observe.report=false",
         "cluster.slurm.trainer.partition=spare",
-    )  # both components: it is preemptible
+    )
     job.until(lambda: len(job.steps()) >= 2, "two steps")
-    subprocess.run(
-        ["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30
-    )  # Slurm's, near the limit
+    # Slurm's, near the limit
+    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from rose.launch import lend, local, state
+from rose.coordinator import provisioner
+from rose.launch import lent, local, state
 from rose.observe.metrics import read_metrics, rows_of
-from rose.roles import provisioner
 from rose.scheduler import events as ev
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
         )
 
     yield make
-    lend.cancel_all(tmp_path / "run")
+    lent.cancel_all(tmp_path / "run")
 
 
 def queue():
@@ -87,14 +87,14 @@ def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_b
         async with first.running():
             first.provisioner.do(ev.RequestCapacity("lend-1"))
             await first.heard(ev.CapacityQueued)
-        job = lend.noted(first.run_dir)["lend-1"]
+        job = lent.noted(first.run_dir)["lend-1"]
         assert queue() == [f"{job} run-lend-1"]
         second = driver(HELD)
         async with second.running():
             assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
             second.provisioner.do(ev.ReleaseCapacity("lend-1"))
             await second.until(
-                lambda: not state.is_active(job) and not lend.noted(second.run_dir), "scancel"
+                lambda: not state.is_active(job) and not lent.noted(second.run_dir), "scancel"
             )
 
     asyncio.run(story())
@@ -111,7 +111,7 @@ def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
                 lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
             )
             await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
-        assert hasty.events == [] and lend.noted(hasty.run_dir) == {}
+        assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
 
     asyncio.run(story())
 
@@ -152,10 +152,10 @@ def test_a_run_gets_the_worker_that_it_asked_for_and_leaves_no_job_behind(job):
         ),
         "tokens of a borrowed worker",
     )
-    [lent] = lend.noted(job.run).values()
+    [borrowed] = lent.noted(job.run).values()
     subprocess.run(["scancel", job.id], check=True, timeout=60)
     job.until(
-        lambda: not state.is_active(job.id) and not state.is_active(lent),
+        lambda: not state.is_active(job.id) and not state.is_active(borrowed),
         "the end of both jobs",
         120,
     )

@@ -103,9 +103,8 @@ def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = Non
     advantages, weights = algorithm.advantages(data.summary), algorithm.token_weights(data.summary)
     total = torch.zeros(())
     for rows in micro_batches or [list(ROWS)]:
-        length = (
-            int(data.mask[rows].nonzero()[:, 1].max()) + 1
-        )  # padded to the longest of the micro-batch only
+        # padded to the longest of the micro-batch only
+        length = int(data.mask[rows].nonzero()[:, 1].max()) + 1
         tensors = [t[rows, :length] for t in (data.new, data.proximal, data.behaviour)]
         loss, _ = algorithm.token_loss(
             TokenBatch(*tensors, advantages[rows], data.mask[rows, :length])
@@ -332,9 +331,8 @@ def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
     batch = TokenBatch(
         data.new, data.proximal, data.behaviour, algorithm.advantages(data.summary), data.mask
     )
-    assert (
-        algorithm.token_loss(batch)[1]["weight_masked"] == 3
-    )  # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
+    # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
+    assert algorithm.token_loss(batch)[1]["weight_masked"] == 3
 
 
 # ---------------------------------------------------------------- edge cases

@@ -10,12 +10,8 @@ from rose.trainer.importance import importance_weights, mismatch
 PROXIMAL = [[-1.0, -0.5, -2.0], [-0.1, -3.0, 7.0]]
 BEHAVIOUR = [[-1.2, -0.5, -1.0], [-2.1, -2.9, float("nan")]]
 MASK = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
-DIFFERENCES = [
-    -1.0 - -1.2,
-    -2.0 - -1.0,
-    -0.1 - -2.1,
-    -3.0 - -2.9,
-]  # log-ratios of the four response tokens
+# log-ratios of the four response tokens
+DIFFERENCES = [-1.0 - -1.2, -2.0 - -1.0, -0.1 - -2.1, -3.0 - -2.9]
 
 
 def tensors(requires_grad: bool = False):

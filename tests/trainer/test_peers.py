@@ -7,9 +7,8 @@ from rose.trainer.trainer import _Peers
 
 def test_ranks_that_say_yes_are_counted_and_not_only_whether_one_did(monkeypatch):
     """torch.distributed's sum of truth values is a truth value."""
-    monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda total, **_: total.add_(total)
-    )  # of two ranks alike
+    # of two ranks alike
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, **_: total.add_(total))
     peers = _Peers(0, 2, None)
     assert peers.sum(True) == 2 and peers.sum(False) == 0 and peers.sum(5) == 10
 

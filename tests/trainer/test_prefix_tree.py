@@ -51,10 +51,8 @@ def test_a_token_attends_to_its_ancestors_and_itself_only():
 def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     rows, _ = tiny_world.make_batch(seed=1)
-    rows |= {
-        8: rows[0],
-        9: trajectory([1, 2, 3], [0, 0, 0]),
-    }  # one twice, one with nothing to learn
+    # one twice, one with nothing to learn
+    rows |= {8: rows[0], 9: trajectory([1, 2, 3], [0, 0, 0])}
     results = []
     for trees in (False, True):
         batch = collate(list(rows), rows, tiny_world.VOCABULARY, trees)

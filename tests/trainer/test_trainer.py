@@ -134,12 +134,10 @@ def test_metrics_are_of_the_whole_batch_on_every_rank(world):
     _, summary = tiny_world.make_batch(1)
     assert first["tokens"] == sum(summary.response_tokens)
     assert 0 < first["importance_capped"] < 1 < first["mismatch_max_ratio"]
-    assert first["ratio"] == pytest.approx(
-        1
-    )  # before the first update, policy and proximal are one
-    assert first["lr"] == pytest.approx(
-        0.005
-    )  # second of two warm-up updates comes with the next step
+    # before the first update, policy and proximal are one
+    assert first["ratio"] == pytest.approx(1)
+    # second of two warm-up updates comes with the next step
+    assert first["lr"] == pytest.approx(0.005)
 
 
 def test_publishing_reproduces_the_models_bytes(world):
@@ -163,9 +161,8 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_nothing_applied(world):
 
 def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(world):
     reports = world.run(RESUMED)
-    for report in (
-        reports
-    ):  # of weights and Adam's two moments, in float32; the smallest tensors are less than a page
+    # of weights and Adam's two moments, in float32; the smallest tensors are less than a page
+    for report in reports:
         assert min(report["gone"]) > 0.8 * 12 * report["parameters"] / world.ranks
     expected, resumed = world.version(4), world.version(4, "resumed")
     assert all(expected[name].tobytes() == resumed[name].tobytes() for name in expected)

@@ -96,9 +96,8 @@ def test_padding_is_seen_by_nobody_and_fills_blocks():
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2), (7, 1)])
 def test_torchs_flex_attention_over_the_blocks_is_the_dense_mask(heads, kv_heads):
-    with torch._dynamo.config.patch(
-        disable=False
-    ):  # dynamo, which it needs even where it isn't compiled
+    # dynamo, which it needs even where it isn't compiled
+    with torch._dynamo.config.patch(disable=False):
         assert tree_attention.difference(CPU, heads, kv_heads, 16, torch.float32) < 1e-5
 
 

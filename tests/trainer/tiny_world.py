@@ -178,8 +178,8 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["publish", version], ["save"], ["load"], ["turn"]: the device is given
     back and taken again."""
-    from rose.comm.address import local_place
     from rose import protocol as p
+    from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
     from rose.observe.recorder import NullRecorder

@@ -70,9 +70,8 @@ def send(broadcast, root: int) -> None:
             changing = bytearray(payload)
             stream.send(changing)
             changing[:] = bytes(len(payload))  # the caller's buffer is its own again
-            box.send(
-                0, p.AbortTurn("from a trainer rank", version)
-            )  # while the stream's thread is in MPI too
+            # while the stream's thread is in MPI too
+            box.send(0, p.AbortTurn("from a trainer rank", version))
             if random.random() < 0.3:
                 time.sleep(0.003)
             box.poll()

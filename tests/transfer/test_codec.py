@@ -426,9 +426,8 @@ def test_dense_payloads_of_few_and_of_very_uneven_exponents(dtype):
                 wrong = payload.copy()
                 wrong[cut] ^= 0xFF
                 try_payload(wrong, values)
-    rare = np.repeat(
-        np.arange(256, dtype=dtype) << dtype(shift), [100_000] + [1] * 255
-    )  # ranks up to 255 in unary
+    # ranks up to 255 in unary
+    rare = np.repeat(np.arange(256, dtype=dtype) << dtype(shift), [100_000] + [1] * 255)
     assert info(encode(rare, None)).kind == "dense" and np.array_equal(
         decode(encode(rare, None)), rare
     )

@@ -122,18 +122,17 @@ def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_p
     runs = [tmp_path / "run", tmp_path / "another"]
     script = (
         "from pathlib import Path; from rose.transfer.mirror import Mirror; import os\n"
-        "for run in {!r}: print(Mirror(Path(run), 1, 4, 2, Path({!r})).path)\n"
+        f"for run in {[str(run) for run in runs]!r}: print(Mirror(Path(run), 1, 4, 2, Path({str(tmp_path)!r})).path)\n"
         "os._exit(9)"
-    ).format([str(run) for run in runs], str(tmp_path))
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     dead, other = map(Path, done.stdout.split())
     alive = Mirror(runs[0], 1, 5, 2, tmp_path)
     assert not dead.exists() and other.is_dir()
-    reused = alive.path.with_name(
-        alive.path.name.rpartition(".")[0] + ".1"
-    )  # our pid, of another start
+    # our pid, of another start
+    reused = alive.path.with_name(alive.path.name.rpartition(".")[0] + ".1")
     reused.mkdir()
     Mirror(runs[0], 2, 4, 2, tmp_path)
     assert alive.path.is_dir() and not reused.exists()

@@ -211,9 +211,8 @@ def test_of_a_version_after_another_only_what_changes_is_read_and_some_blocks_ar
             reader.live, history.weights[version]
         )
     assert len(compared.pop(0)) == every  # at first all
-    assert (
-        len(set.union(*compared)) == every and max(map(len, compared)) < every / 2
-    )  # then all in four versions
+    # then all in four versions
+    assert len(set.union(*compared)) == every and max(map(len, compared)) < every / 2
     assert "embed" not in values and {"layer.weight"} <= set(values)
 
 

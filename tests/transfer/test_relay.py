@@ -251,9 +251,8 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     data = fill(store, 9)
     running = start(Upstream(store), tmp_path / "cache")
     cutting = Cutting(running.port, 700_000, times=12)
-    source = open_source(
-        cutting.url, TOKEN, 2
-    )  # pauses would add up to more if progress did not begin them anew
+    # pauses would add up to more if progress did not begin them anew
+    source = open_source(cutting.url, TOKEN, 2)
     assert source.read(FILE) == data
     assert len(data) < cutting.passed < len(data) + 13 * 140_000
     assert source.read(FILE, 5, 5) == data[5:10]

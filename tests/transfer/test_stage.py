@@ -483,9 +483,8 @@ def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
 
 
 def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):
-    weights = {
-        "big": torch.zeros(64 * 2**14, dtype=torch.bfloat16)
-    }  # 64 blocks of 32 KiB, all in one batch
+    # 64 blocks of 32 KiB, all in one batch
+    weights = {"big": torch.zeros(64 * 2**14, dtype=torch.bfloat16)}
     world = World(tmp_path / "store", weights, cuts={}, size=1, largest=2**14)
     world.publish(0)
     before = copy(world.weights)

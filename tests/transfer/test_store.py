@@ -459,9 +459,8 @@ def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_o
 
 def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_after_it(tmp_path):
     world, _ = published(tmp_path / "store", 6, full_every=4, keep=3)
-    assert (
-        collect(world.store, 3) == []
-    )  # version 3 is kept, and only the full version 0 leads to it
+    # version 3 is kept, and only the full version 0 leads to it
+    assert collect(world.store, 3) == []
     assert collect(world.store, 2) == [(0, INITIAL), (0, FULL), (1, 0), (2, 1), (3, 2)]
     assert names(world.store) == ["v000004/from-000003", "v000004/full", "v000005/from-000004"]
 

@@ -23,7 +23,7 @@ CUTS = {
 class Peer:
     """One rank of a world of threads."""
 
-    def __init__(self, world: "World", rank: int):
+    def __init__(self, world: World, rank: int):
         self._world, self.rank, self.world = world, rank, world.size
 
     def barrier(self) -> None:
@@ -77,9 +77,8 @@ class Model:
         """The block's patterns now."""
         tensor = self.plan.tensors[block.tensor]
         owner, start, stop = self.shards[tensor.name][rank]
-        flat = self.weights[tensor.name].reshape(-1)[
-            start:stop
-        ]  # a rank reads nothing but its shard
+        # a rank reads nothing but its shard
+        flat = self.weights[tensor.name].reshape(-1)[start:stop]
         values = torch.cat([p.reshape(-1) for p in take(flat, start, block, tensor.columns)])
         signed = values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
         return signed.view(np.uint16 if signed.itemsize == 2 else np.uint32)

@@ -27,9 +27,8 @@ class _State:
     version: int = 0
     training: bool = False
     step: _Step | None = None  # begun, and not trained yet
-    open: dict[str, _Open] = field(
-        default_factory=dict
-    )  # admitted and not trained, in order of admission
+    # admitted and not trained, in order of admission
+    open: dict[str, _Open] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)  # the finished of these, in order of finish
     admitted: int = 0  # for this step
 

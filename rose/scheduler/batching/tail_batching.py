@@ -30,10 +30,8 @@ class TailBatching(Synchronous):
         check(max_admitted, speculation=speculation)
         if not spare >= 0:
             raise ValueError(f"spare={spare:g}: share of a group's trajectories, 0 or more")
-        self.speculation, self.spare = (
-            speculation,
-            spare,
-        )  # what is put back into the stream is the long queue
+        # what is put back into the stream is the long queue
+        self.speculation, self.spare = (speculation, spare)
 
     def begin(self, step: int, groups: int) -> list[Action]:
         self._step = step

@@ -13,9 +13,8 @@ from rose.scheduler.state import Cluster, TurnState
 class _Group:
     probe: str = ""  # the trajectory that shows how long the others will be
     longest: int = 0  # tokens of its longest finished trajectory; 0: none has finished
-    made: dict[str, int] = field(
-        default_factory=dict
-    )  # trajectory that runs -> tokens of its finished turns
+    # trajectory that runs -> tokens of its finished turns
+    made: dict[str, int] = field(default_factory=dict)
     turns: dict[str, str] = field(default_factory=dict)  # turn that has not ended -> trajectory
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
-
 ARRIVALS = 1 << 48  # turns of a run, at most
 
 
@@ -29,9 +28,8 @@ class Progressive:
 
     def key(self, turn: TurnState, cluster: Cluster) -> int:
         finished, arrival = self._progress.setdefault(turn.trajectory, [0, turn.sequence])
-        return (
-            arrival - finished * ARRIVALS
-        )  # one number: it is compared some thirty times per turn
+        # one number: it is compared some thirty times per turn
+        return arrival - finished * ARRIVALS
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         match event:

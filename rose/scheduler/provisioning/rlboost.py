@@ -14,10 +14,8 @@ from rose.scheduler.events import (
 from rose.scheduler.state import Cluster, WorkerState
 
 GAIN = 1 / 3  # of the imbalance, per step
-SETTLED, CHANGED = (
-    0.8,
-    0.2,
-)  # weight of a new best window: when throughput fell, and when workers came or went
+# weight of a new best window: when throughput fell, and when workers came or went
+SETTLED, CHANGED = (0.8, 0.2)
 
 
 class RlBoost:

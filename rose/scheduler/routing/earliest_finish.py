@@ -32,10 +32,8 @@ class EarliestFinish:
         self.chunk_tokens = chunk_tokens
         self._speeds, self._lengths = Speeds(), Lengths()
         self._begun: dict[str, None] = {}  # trajectories that have begun and not ended
-        self._kv, self._look_in = (
-            0,
-            0,
-        )  # KV tokens of all ready workers, and decisions until it is summed anew
+        # KV tokens of all ready workers, and decisions until it is summed anew
+        self._kv, self._look_in = (0, 0)
 
     def heard(self, event: Event, cluster: Cluster) -> None:
         self._speeds.heard(event, cluster)

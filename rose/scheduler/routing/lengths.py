@@ -6,10 +6,8 @@ from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
 RECENT = 200  # turns of a domain, or trajectories, over which a mean is taken
-UNKNOWN, ALL = (
-    (0.0, 0),
-    None,
-)  # of a domain: mean output, and turns that it was taken over; all domains together
+# of a domain: mean output, and turns that it was taken over; all domains together
+UNKNOWN, ALL = ((0.0, 0), None)
 
 
 class Lengths:

@@ -47,10 +47,8 @@ class Rose:
         self._held: dict[str, int] = {}  # worker -> sum of these
         self._where: dict[str, str] = {}  # trajectory -> worker
         self._speeds, self._lengths = Speeds(), Lengths()
-        self._own, self._places = (
-            "",
-            0,
-        )  # a worker with its own device, and the sequences of all such
+        # a worker with its own device, and the sequences of all such
+        self._own, self._places = ("", 0)
         self._look_in = 0  # decisions until they are looked at anew
         self._lent: set[str] = set()  # cooperative workers
         self._patience: dict[

@@ -39,9 +39,8 @@ class ReinforcePP:
         equal."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
-        share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(
-            min=1
-        )  # (N,), sums to 1
+        # (N,), sums to 1
+        share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(min=1)
         difference = values - (values * share).sum()
         std = (difference.square() * share).sum().sqrt()
         return (difference / (std + STD_EPSILON)).float()

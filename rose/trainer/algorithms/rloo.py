@@ -52,9 +52,8 @@ class Rloo:
         if self.clip_low is None:
             logprobs = batch.logprobs.masked_fill(batch.mask == 0, 0.0)
             return -batch.advantages[:, None] * logprobs, {}
-        total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(
-            -1, keepdim=True
-        )  # (B, 1)
+        # (B, 1)
+        total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)
         return clipped_surrogate(
             total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch, self.clip_low, self.clip_high
         )

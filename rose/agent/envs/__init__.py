@@ -1,0 +1,77 @@
+"""The tasks that agents learn on, one file each, behind the protocol in `base`.
+
+An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
+``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. May import `rose.config`; must
+know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are shared
+helpers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+from rose import config
+from rose.agent.envs.base import Environment
+from rose.config import ConfigError
+
+
+def names() -> list[str]:
+    """Every environment there is, by looking at the files."""
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(__path__)
+        if m.name != "base" and not m.name.startswith("_")
+    )
+
+
+def build(env: config.Env) -> Environment:
+    """A fresh environment of this configuration; one serves one episode.
+
+    Raises `ConfigError` naming env.name or env.args.<key>, and what is known.
+    """
+    cls = _find(env.name)
+    known = inspect.signature(cls).parameters
+    for key, value in env.args.items():
+        if key not in known:
+            raise ConfigError(
+                f"env.args.{key}={value!r}: {env.name} takes no such argument; "
+                f"it knows {', '.join(known) or 'none'}"
+            )
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in env.args:
+            raise ConfigError(f"env.args.{key}: missing; {env.name} needs it")
+    return cls(**env.args)
+
+
+def check(env: config.Env | config.Mixture) -> None:
+    """Raises `ConfigError` unless `build` would succeed for every member; starts nothing."""
+    for name, member in env.members.items():
+        try:
+            build(member)
+        except ConfigError as error:
+            if member is env:
+                raise
+            # an environment doesn't know that it is one of several
+            raise ConfigError(
+                f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
+            ) from error.__cause__
+
+
+def _find(name: str) -> type:
+    if name not in names():
+        raise ConfigError(f"env.name={name!r}: no such environment; there are {', '.join(names())}")
+    try:
+        module = importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"env.name={name!r}: needs the Python package {error.name!r}, which is not installed"
+        ) from error
+    cls = name.title().replace("_", "")
+    try:
+        return getattr(module, cls)
+    except AttributeError:
+        raise ConfigError(
+            f"env.name={name!r}: {module.__file__} must define the class {cls}"
+        ) from None

@@ -1,0 +1,70 @@
+"""The environment protocol: everything an agentic task must offer, and nothing of how it is run.
+
+One environment is one file here and one file in conf/env. The agent loop
+(`rose.agent.loop`) puts a deadline around every call, so an environment may simply await
+whatever it waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A parsed call: the name and JSON arguments as the model wrote them, not yet checked."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy said in one turn. `call` is None for plain text."""
+
+    text: str
+    call: ToolCall | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """First state: chat messages (system, user) and the tools, as OpenAI function schemas."""
+
+    messages: list[dict[str, str]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Result of an action. `observation` goes back to the policy unless `done`.
+
+    `reward` is this step's; the trajectory's is the sum. `invalid` marks an action that the
+    environment could not carry out (unknown tool, bad argument): counted, never raised.
+    """
+
+    observation: str
+    reward: float = 0.0
+    done: bool = False
+    success: bool = False
+    invalid: bool = False
+
+
+class Environment(Protocol):
+    """Seedable and single-use: reset once, step until done, close always."""
+
+    requires_tool: bool  # a turn without a call is answered by the loop with a reminder
+
+    async def reset(self, seed: int) -> Start:
+        """Begin the episode that `seed` determines completely.
+
+        Training seeds are even and held-out seeds odd. An environment with so few tasks that
+        different seeds often give the same one should split its tasks by that parity, or "held-out"
+        means little.
+        """
+
+    async def step(self, action: Action) -> Step:
+        """Act. Raises only when the environment itself is broken."""
+
+    async def close(self) -> None:
+        """Free everything; safe after a failed reset and when called twice."""

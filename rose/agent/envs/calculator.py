@@ -1,0 +1,165 @@
+"""An arithmetic question, a calculator to work it out with, and one chance to answer.
+
+The task that small pretrained models learn tool use on: copy the expression into a call, copy the
+result into the answer. Left out: word problems, so that a run needs no data set.
+"""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+from rose.agent.envs import _arithmetic
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+EXAMPLES_SEED = 7  # the same examples in every episode, so that engines cache them as a prefix
+OPERATORS = "+-*"  # of questions: their answers are integers
+
+SYSTEM = "Work out the question with the tool calculate, then give the result with the tool answer."
+
+
+def _tool(name: str, description: str, argument: str, kind: str | list[str]) -> dict:
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": kind}},
+        "required": [argument],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+TOOLS = [
+    _tool("calculate", "Evaluate an arithmetic expression.", "expression", "string"),
+    _tool("answer", "Give the final answer. This ends the task.", "value", "number"),
+]
+ARGUMENT = {"calculate": "expression", "answer": "value"}
+
+
+class Calculator:
+    """A question of `operations` binary operations drawn from `operators` on integers 1..`largest`.
+
+    Reward 1 in all for the right answer, else 0; of that 1, `shaping` is paid at the first call of
+    calculate that shows the right value, whatever is answered later. Success is the right answer.
+    `examples` solved questions of the same kind stand before the question as earlier turns, for
+    models that were never trained to call tools. Raises `ConfigError`.
+    """
+
+    requires_tool = True
+
+    def __init__(
+        self,
+        operations: int = 2,
+        largest: int = 99,
+        operators: str = OPERATORS,
+        shaping: float = 0.0,
+        examples: int = 0,
+    ):
+        if type(operations) is not int or not 1 <= operations <= 12:
+            raise ConfigError(f"env.args.operations={operations!r}: an integer from 1 to 12")
+        if type(largest) is not int or not 1 <= largest <= 10**6:
+            raise ConfigError(f"env.args.largest={largest!r}: an integer from 1 to 1000000")
+        if not isinstance(operators, str) or not operators or set(operators) - set(OPERATORS):
+            raise ConfigError(
+                f"env.args.operators={operators!r}: some of the characters {OPERATORS}"
+            )
+        if (
+            isinstance(shaping, bool)
+            or not isinstance(shaping, int | float)
+            or not 0 <= shaping < 1
+        ):
+            raise ConfigError(
+                f"env.args.shaping={shaping!r}: a number from 0 up to, but less than, 1"
+            )
+        if type(examples) is not int or not 0 <= examples <= 8:
+            raise ConfigError(f"env.args.examples={examples!r}: an integer from 0 to 8")
+        self.operations, self.largest, self.operators, self.shaping = (
+            operations,
+            largest,
+            operators,
+            float(shaping),
+        )
+        rng = random.Random(EXAMPLES_SEED)
+        solved = [example(expression(rng, operations, largest, operators)) for _ in range(examples)]
+        self._opening = [
+            {"role": "system", "content": SYSTEM},
+            *(message for turns in solved for message in turns),
+        ]
+        self._answer = Fraction(0)
+        self._paid = 0.0
+
+    async def reset(self, seed: int) -> Start:
+        rng = random.Random(seed)
+        question = expression(rng, self.operations, self.largest, self.operators)
+        self._answer, self._paid = _arithmetic.evaluate(question), 0.0
+        return Start(messages=[*self._opening, ask(question)], tools=TOOLS)
+
+    async def step(self, action: Action) -> Step:
+        call = action.call
+        if call is None or call.name not in ARGUMENT:
+            named = "Call a tool" if call is None else f"There is no tool {call.name[:40]!r}"
+            return Step(observation=f"{named}: calculate or answer.", invalid=True)
+        key = ARGUMENT[call.name]
+        given = call.arguments.get(key)
+        if (
+            isinstance(given, bool)
+            or not isinstance(given, str | int | float)
+            or len(call.arguments) != 1
+        ):
+            return Step(observation=f"{call.name} takes one argument, {key}.", invalid=True)
+        try:  # str() of an int that long raises ValueError too
+            value = _arithmetic.evaluate(str(given))
+        except ValueError as error:
+            return Step(observation=f"Error: {error}.", invalid=True)
+        return self._calculated(value) if call.name == "calculate" else self._answered(value)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _calculated(self, value: Fraction) -> Step:
+        reward = self.shaping - self._paid if value == self._answer else 0.0
+        self._paid += reward
+        return Step(observation=_arithmetic.format_number(value), reward=reward)
+
+    def _answered(self, value: Fraction) -> Step:
+        right = value == self._answer
+        return Step(
+            observation="Right." if right else "Wrong.",
+            reward=1.0 - self._paid if right else 0.0,
+            done=True,
+            success=right,
+        )
+
+
+def ask(question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {question}?"}
+
+
+def example(question: str) -> list[dict[str, str]]:
+    """The four messages of a solved question. Calls and responses are text, as templates that know
+    tools write them."""
+    value = _arithmetic.format_number(_arithmetic.evaluate(question))
+    texts = [
+        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}</tool_call>',
+        f"<tool_response>\n{value}\n</tool_response>",
+        f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>',
+    ]
+    return [
+        ask(question),
+        *(
+            {"role": role, "content": text}
+            for role, text in zip(("assistant", "user", "assistant"), texts)
+        ),
+    ]
+
+
+def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:
+    """A random expression; sub-expressions stand in parentheses, as in ``(7 + 12) * 3``."""
+    if operations == 0:
+        return str(rng.randint(1, largest))
+    left = rng.randrange(operations)
+    parts = [expression(rng, count, largest, operators) for count in (left, operations - 1 - left)]
+    a, b = (f"({part})" if " " in part else part for part in parts)
+    return f"{a} {rng.choice(operators)} {b}"

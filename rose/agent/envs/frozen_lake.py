@@ -1,0 +1,146 @@
+"""FrozenLake as a conversation: each turn shows the map, the agent answers with one call of `move`.
+
+The lake is gymnasium's FrozenLake-v1 on a random solvable map which the seed determines. The text
+is kept short on purpose (the default run generates on two CPU cores), and every cell is a word of
+its own, so that any tokenizer sees the grid cell by cell. Left out: memory of earlier maps, since
+each observation is the full state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import xxhash
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+MOST_DRAWS = 100  # by then there is only one map (hole_probability 0, or size 2)
+DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
+
+SYSTEM = (
+    "You are P on a frozen lake. F is ice, H is a hole. Reach G without falling into a hole: "
+    "call move each turn. The last line tells what is beside you."
+)
+SLIPPERY = " The ice is slippery: you may slide to a side."
+
+MOVE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "description": "Move one cell.",
+        "parameters": {
+            "type": "object",
+            "properties": {"direction": {"type": "string", "enum": list(DIRECTIONS)}},
+            "required": ["direction"],
+        },
+    },
+}
+
+
+class FrozenLake:
+    """`size` x `size` cells; each cell but the corners S and G is a hole with `hole_probability`
+    (maps without a path are drawn again); `slippery` makes a move go astray two times out of three.
+
+    Reward 1 on reaching the goal, else 0; success is reaching the goal. Raises `ConfigError`.
+    """
+
+    requires_tool = True
+
+    def __init__(self, size: int = 4, hole_probability: float = 0.2, slippery: bool = False):
+        if type(size) is not int or not 2 <= size <= 16:
+            raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 16")
+        if (
+            isinstance(hole_probability, bool)
+            or not isinstance(hole_probability, int | float)
+            or not 0 <= hole_probability <= 0.5
+        ):
+            raise ConfigError(
+                f"env.args.hole_probability={hole_probability!r}: a number from 0 to 0.5; "
+                "beyond it hardly any map has a path"
+            )
+        if not isinstance(slippery, bool):
+            raise ConfigError(f"env.args.slippery={slippery!r}: true or false")
+        self.size, self.hole_probability, self.slippery = size, float(hole_probability), slippery
+        self._lake: gymnasium.Env | None = None
+        self._rows: list[str] = []
+        self._cell = 0  # row * size + column
+
+    async def reset(self, seed: int) -> Start:
+        self._rows = self._draw_map(seed)
+        self._lake = gymnasium.make(
+            "FrozenLake-v1",
+            desc=self._rows,
+            is_slippery=self.slippery,
+            max_episode_steps=-1,
+            disable_env_checker=True,
+        )
+        self._cell = int(self._lake.reset(seed=seed)[0])
+        system = SYSTEM + (SLIPPERY if self.slippery else "")
+        return Start(
+            messages=[
+                {"role": "system", "content": system},
+                {"role": "user", "content": self.render()},
+            ],
+            tools=[MOVE_TOOL],
+        )
+
+    def _draw_map(self, seed: int) -> list[str]:
+        """A random solvable map, drawn again until the parity of its hash is the seed's: small
+        lakes are few (44% of 128 held-out 4x4 maps were among 240 training maps), and so no
+        training map is held out."""
+        for draw in range(MOST_DRAWS):
+            rows = generate_random_map(self.size, 1 - self.hole_probability, seed + 2**32 * draw)
+            if xxhash.xxh3_64_intdigest("".join(rows).encode()) % 2 == seed % 2:
+                break
+        return rows
+
+    async def step(self, action: Action) -> Step:
+        problem = _problem(action)
+        if problem:
+            return Step(observation=f"{problem}\n{self.render()}", invalid=True)
+        direction = DIRECTIONS.index(action.call.arguments["direction"])
+        cell, reward, done, _, _ = self._lake.step(direction)
+        self._cell = int(cell)
+        return Step(
+            observation=self.render(), reward=float(reward), done=bool(done), success=reward > 0
+        )
+
+    async def close(self) -> None:
+        if self._lake is not None:
+            self._lake.close()
+            self._lake = None
+
+    def render(self) -> str:
+        """The map, one row a line, cells separated by spaces: P the agent, G goal, H hole, F ice;
+        then a line with the agent's four neighbours, as `left wall down F right H up wall`."""
+        grid = [list(row.replace("S", "F")) for row in self._rows]
+        row, column = divmod(self._cell, self.size)
+        grid[row][column] = "P"
+        beside = dict(
+            zip(
+                DIRECTIONS,
+                ((row, column - 1), (row + 1, column), (row, column + 1), (row - 1, column)),
+            )
+        )
+        inside = range(self.size)
+        words = [
+            f"{d} {grid[r][c] if r in inside and c in inside else 'wall'}"
+            for d, (r, c) in beside.items()
+        ]
+        return "\n".join([*map(" ".join, grid), " ".join(words)])
+
+
+def _problem(action: Action) -> str | None:
+    """Why the lake cannot carry out this action, in words for the policy; None if it can."""
+    call: Any = action.call
+    if call is None:
+        return "Call move with a direction."
+    if call.name != "move":
+        return f"There is no tool {call.name[:40]!r}, only move."
+    direction = call.arguments.get("direction")
+    if direction not in DIRECTIONS or len(call.arguments) != 1:
+        return "move takes one argument, direction: left, down, right or up."
+    return None

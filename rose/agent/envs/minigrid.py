@@ -1,0 +1,151 @@
+"""MiniGrid (Farama) as a conversation: find the key, open the door, reach the goal, by text and one
+tool.
+
+Any task of the package except the WFC mazes (they need further packages). The whole grid is shown
+as text, one symbol per cell, and one call carries out up to `actions_per_turn` actions. Left out:
+MiniGrid's partial view of 7x7 cells. Paper: Chevalier-Boisvert et al., 2023, arXiv:2306.13831.
+"""
+
+from __future__ import annotations
+
+import gymnasium
+import minigrid  # noqa: F401  (registers the tasks with gymnasium)
+from minigrid.core.constants import COLOR_NAMES
+from minigrid.core.world_object import WorldObj
+
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # minigrid's actions 0..5
+HEADING = ">v<^"  # agent_dir 0..3
+SYMBOL = {"wall": "#", "floor": ".", "goal": "G", "lava": "L", "key": "K", "ball": "B", "box": "X"}
+DOOR = {"locked": "D", "closed": "C", "open": "O"}
+
+SYSTEM = (
+    "You are the arrow (> v < ^) on a grid, facing where it points. # is a wall, . is free, G the goal, "
+    "L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small letter after a thing is "
+    f"the first of its colour ({', '.join(sorted(COLOR_NAMES))}; grey is e). "
+    "left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act on the cell before you. "
+    "toggle opens a door; a locked one needs the key of its colour, carried."
+)
+
+
+def tasks() -> list[str]:
+    return [
+        name for name in gymnasium.registry if name.startswith("MiniGrid-") and "-WFC-" not in name
+    ]
+
+
+class Minigrid:
+    """`task` is an id of minigrid. The episode also ends after `max_steps` actions (null: the
+    task's own limit).
+
+    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. Raises
+    `ConfigError`.
+    """
+
+    requires_tool = True
+
+    def __init__(
+        self,
+        task: str = "MiniGrid-DoorKey-5x5-v0",
+        actions_per_turn: int = 4,
+        max_steps: int | None = None,
+    ):
+        if task not in tasks():
+            raise ConfigError(
+                f"env.args.task={task!r}: no such task; there are {', '.join(tasks())}"
+            )
+        if type(actions_per_turn) is not int or not 1 <= actions_per_turn <= 50:
+            raise ConfigError(
+                f"env.args.actions_per_turn={actions_per_turn!r}: an integer from 1 to 50"
+            )
+        if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+            raise ConfigError(f"env.args.max_steps={max_steps!r}: an integer from 1, or null")
+        self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
+        self._grid: gymnasium.Env | None = None
+
+    async def reset(self, seed: int) -> Start:
+        limit = {} if self.max_steps is None else {"max_steps": self.max_steps}
+        self._grid = gymnasium.make(self.task, disable_env_checker=True, **limit).unwrapped
+        self._grid.reset(seed=seed)
+        return Start(
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": self.render()},
+            ],
+            tools=[self._tool()],
+        )
+
+    async def step(self, action: Action) -> Step:
+        problem = self._problem(action)
+        if problem:
+            return Step(observation=f"{problem}\n{self.render()}", invalid=True)
+        for name in action.call.arguments["actions"]:
+            _, reward, terminated, truncated, _ = self._grid.step(ACTIONS.index(name))
+            if terminated or truncated:
+                return Step(
+                    observation=self.render(), reward=float(reward), done=True, success=reward > 0
+                )
+        return Step(observation=self.render())
+
+    async def close(self) -> None:
+        if self._grid is not None:
+            self._grid.close()
+            self._grid = None
+
+    def render(self) -> str:
+        """Mission, what is carried, and the grid: one row a line, cells separated by spaces."""
+        state = self._grid
+        cells = [_symbol(cell) for cell in state.grid.grid]
+        x, y = (int(i) for i in state.agent_pos)
+        cells[y * state.width + x] = HEADING[state.agent_dir]
+        rows = [" ".join(cells[i : i + state.width]) for i in range(0, len(cells), state.width)]
+        carried = f"{state.carrying.color} {state.carrying.type}" if state.carrying else "nothing"
+        return "\n".join([f"Mission: {state.mission}.", f"You carry {carried}.", *rows])
+
+    def _tool(self) -> dict:
+        actions = {
+            "type": "array",
+            "items": {"type": "string", "enum": list(ACTIONS)},
+            "minItems": 1,
+            "maxItems": self.actions_per_turn,
+        }
+        parameters = {"type": "object", "properties": {"actions": actions}, "required": ["actions"]}
+        return {
+            "type": "function",
+            "function": {
+                "name": "act",
+                "description": "Carry out actions in this order.",
+                "parameters": parameters,
+            },
+        }
+
+    def _problem(self, action: Action) -> str | None:
+        """Why this action cannot be carried out, in words for the policy; None if it can."""
+        call = action.call
+        if call is None:
+            return "Call act with a list of actions."
+        if call.name != "act":
+            return f"There is no tool {call.name[:40]!r}, only act."
+        actions = call.arguments.get("actions")
+        if (
+            not isinstance(actions, list)
+            or len(call.arguments) != 1
+            or not 1 <= len(actions) <= self.actions_per_turn
+            or any(name not in ACTIONS for name in actions)
+        ):
+            return f"act takes one argument, actions: a list of 1 to {self.actions_per_turn} of {', '.join(ACTIONS)}."
+        return None
+
+
+def _symbol(cell: WorldObj | None) -> str:
+    if cell is None:
+        return "."
+    if cell.type == "door":
+        state = "locked" if cell.is_locked else "open" if cell.is_open else "closed"
+        symbol = DOOR[state]
+    else:
+        symbol = SYMBOL[cell.type]
+    coloured = cell.type in ("door", "key", "ball", "box")
+    return symbol + ("e" if cell.color == "grey" else cell.color[0]) if coloured else symbol

@@ -1,0 +1,115 @@
+r"""One question, one written answer: reasoning in plain text, checked by a rule.
+
+Two families of questions, generated from the seed: `arithmetic` (the answer is an integer) and
+`countdown` (reach a target using each given number once; any correct expression counts). The
+answer is what stands in the last ``\boxed{}``; without one, the last number, or for countdown the
+last line. Text before ``</think>`` is ignored. Left out: partial credit and rewards for format.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from rose.agent.envs import _arithmetic
+from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.calculator import OPERATORS, expression
+from rose.config import ConfigError
+
+TASKS = ("arithmetic", "countdown")
+SYSTEM = r"Think step by step. Then give the final answer in \boxed{}."
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Reasoning:
+    """`task` arithmetic: `size` operations on integers 1..`largest`; countdown: `size` numbers
+    1..`largest`.
+
+    Reward 1 and success for a right answer, else 0. Raises `ConfigError`.
+    """
+
+    requires_tool = False
+
+    def __init__(self, task: str = "countdown", size: int = 3, largest: int = 20):
+        if task not in TASKS:
+            raise ConfigError(f"env.args.task={task!r}: one of {', '.join(TASKS)}")
+        if type(size) is not int or not 2 <= size <= 8:
+            raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 8")
+        if type(largest) is not int or not 2 <= largest <= 10**6:
+            raise ConfigError(f"env.args.largest={largest!r}: an integer from 2 to 1000000")
+        self.task, self.size, self.largest = task, size, largest
+        self._solution = ""  # an expression: the one asked for, or one that reaches the target
+
+    async def reset(self, seed: int) -> Start:
+        rng = random.Random(seed)
+        operations = self.size if self.task == "arithmetic" else self.size - 1
+        self._solution = expression(rng, operations, self.largest, OPERATORS)
+        return Start(
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": self._question(rng)},
+            ]
+        )
+
+    async def step(self, action: Action) -> Step:
+        right = self.verify(action.text)
+        return Step(
+            observation="Right." if right else "Wrong.",
+            reward=float(right),
+            done=True,
+            success=right,
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def verify(self, text: str) -> bool:
+        """Whether this text ends in a right answer."""
+        answer = final_answer(
+            text, NUMBER if self.task == "arithmetic" else re.compile(r"(?m)^.*\S.*$")
+        )
+        try:
+            target = _arithmetic.evaluate(self._solution)
+            if self.task == "arithmetic":
+                return _arithmetic.evaluate(answer.replace(",", "")) == target
+            answer = answer.split("=")[0]
+            return (
+                _arithmetic.numbers(answer) == _arithmetic.numbers(self._solution)
+                and _arithmetic.evaluate(answer) == target
+            )
+        except _arithmetic.ArithmeticRefused:
+            return False
+
+    def _question(self, rng: random.Random) -> str:
+        if self.task == "arithmetic":
+            return f"What is {self._solution}?"
+        given = [str(number) for number in _arithmetic.numbers(self._solution)]
+        rng.shuffle(given)
+        return (
+            f"Using each of the numbers {', '.join(given)} exactly once, and + - * / and parentheses, "
+            f"write an expression that equals {_arithmetic.evaluate(self._solution)}."
+        )
+
+
+def final_answer(text: str, fallback: re.Pattern[str]) -> str:
+    r"""What stands in the last ``\boxed{}``, else the last match of `fallback`, else ''."""
+    text = text.rpartition("</think>")[2]
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed.strip().strip("$")
+    found = fallback.findall(text)
+    return found[-1] if found else ""
+
+
+def _last_boxed(text: str) -> str | None:
+    """None without a box; '' when the last one was cut off, as an earlier one was not meant to be
+    the answer."""
+    _, mark, rest = text.rpartition(r"\boxed{")
+    if not mark:
+        return None
+    depth = 1
+    for i, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:i]
+    return ""

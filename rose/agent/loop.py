@@ -1,0 +1,298 @@
+"""One trajectory, from its seed to its reward: ask for a turn, act, observe, again.
+
+The loop owns the tokens and the environment; whoever calls it says where turns come from. Tokens
+are appended exactly as generated, never re-tokenised. Every call of the environment has a deadline.
+Left out: retries and replacements (the environment host's), and environments that block the event
+loop; these must use `asyncio.to_thread` themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from rose import config
+from rose.agent import tool_calls
+from rose.agent.chat import ChatFormat
+from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.protocol import (
+    FinishReason,
+    Sampling,
+    StartTrajectory,
+    Trajectory,
+    TurnRequest,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+    seed_of,
+    unpack_tokens,
+)
+
+TOKEN_BYTES = 4
+REMINDER = f"Call a tool: write {tool_calls.FORM}"
+
+RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
+Clock = Callable[[], float]
+
+
+class EnvironmentFailure(Exception):
+    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used."""
+
+    def __init__(self, trajectory: str, cause: str):
+        super().__init__(f"trajectory {trajectory}: {cause}")
+        self.trajectory, self.cause = trajectory, cause
+
+
+async def run_trajectory(
+    start: StartTrajectory,
+    env: Environment,
+    chat: ChatFormat,
+    request_turn: RequestTurn,
+    limits: config.Env,
+    key: str,
+    max_context: int,
+    sampling: Sampling,
+    clock: Clock,
+) -> Trajectory:
+    """Run one episode on a fresh `env`, which is closed afterwards, whatever happens.
+
+    `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
+    or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
+    wall-clock seconds. `key` is where `limits` stand in the configuration: failures name it. Raises
+    `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
+    """
+    guard = _Guard(env, start.id, limits.step_timeout_s, key)
+    try:
+        trajectory = await _Episode(
+            start, env, chat, request_turn, limits, max_context, sampling, guard
+        ).run(clock)
+    except BaseException as error:
+        try:
+            await guard.close()
+        except EnvironmentFailure as also:  # the first cause counts
+            error.add_note(str(also))
+        raise
+    await guard.close()
+    return trajectory
+
+
+def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
+    """The same on every machine and run; 31 bits. None stays None."""
+    return None if sampling_seed is None else seed_of(sampling_seed, turn)
+
+
+class _Guard:
+    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`."""
+
+    def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
+        self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
+
+    async def reset(self, seed: int) -> Start:
+        return await self._call("reset", lambda: self.env.reset(seed), Start)
+
+    async def step(self, action: Action) -> Step:
+        step = await self._call("step", lambda: self.env.step(action), Step)
+        if not math.isfinite(step.reward):
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name('step')} gave the reward {step.reward}"
+            )
+        return step
+
+    async def close(self) -> None:
+        await self._call("close", self.env.close, type(None))
+
+    async def _call(self, name: str, make: Callable[[], Coroutine], expected: type) -> Any:
+        task = asyncio.ensure_future(_awaited(make))
+        task.add_done_callback(_forget)
+        try:  # not wait_for, which would wait for an environment that swallows its cancellation
+            await asyncio.wait({task}, timeout=self.timeout_s)
+        finally:
+            task.cancel()
+        if not task.done():
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} did not return within "
+                f"{self.key}.step_timeout_s={self.timeout_s:g} s",
+            )
+        error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
+        if error is not None:
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name(name)} raised {error!r}"
+            ) from error
+        if not isinstance(task.result(), expected):
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} returned {task.result()!r:.80}, not a {expected.__name__}",
+            )
+        return task.result()
+
+    def _name(self, method: str) -> str:
+        return f"{type(self.env).__name__}.{method}"
+
+
+async def _awaited(make: Callable[[], Coroutine]) -> Any:
+    return await make()
+
+
+def _forget(task: asyncio.Task) -> None:
+    """An abandoned call may still raise; it has been reported already."""
+    if not task.cancelled():
+        task.exception()
+
+
+class _Episode:
+    """State of one trajectory; the four buffers grow together, one entry per token."""
+
+    def __init__(
+        self,
+        start: StartTrajectory,
+        env: Environment,
+        chat: ChatFormat,
+        request_turn: RequestTurn,
+        limits: config.Env,
+        max_context: int,
+        sampling: Sampling,
+        guard: _Guard,
+    ):
+        self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
+        self.limits, self.max_context, self.sampling, self.guard = (
+            limits,
+            max_context,
+            sampling,
+            guard,
+        )
+        self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
+        self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
+        self.success = self.truncated = False
+        self.outcome = ""  # of the last tool call
+
+    @property
+    def room(self) -> int:
+        """Tokens left in the context."""
+        return self.max_context - len(self.mask)
+
+    async def run(self, clock: Clock) -> Trajectory:
+        started = clock()
+        first = await self.guard.reset(self.start.env_seed)
+        prompt = self.chat.start(first.messages, first.tools)
+        if len(prompt) >= self.max_context:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"the first prompt has {len(prompt)} tokens, which leaves no room "
+                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
+                "smaller",
+            )
+        self._observe(prompt)
+        done = False
+        while not done and not self.truncated:
+            text, closed = await self._turn()
+            step, role = await self._act(text)
+            done = step.done
+            self.outcome = (
+                "" if role == "user" and not step.invalid else "failed" if step.invalid else "ok"
+            )
+            self.reward += step.reward
+            self.success = self.success or step.success
+            self.invalid_calls += step.invalid
+            if not done:
+                self._prepare_next(self.chat.observation(step.observation, role, closed))
+        return self._trajectory(started, clock())
+
+    async def _turn(self) -> tuple[str, bool]:
+        """Have one turn generated and append it: its text, and whether an end-of-turn token closed
+        it."""
+        turn = f"{self.start.id}.t{self.turns}"
+        sampling = msgspec.structs.replace(
+            self.sampling,
+            seed=turn_seed(self.start.sampling_seed, turn),
+            max_new_tokens=min(self.limits.max_new_tokens, self.room),
+        )
+        result = await self.request_turn(
+            TurnRequest(
+                turn=turn,
+                trajectory=self.start.id,
+                group=self.start.group,
+                phase=self.start.phase,
+                tokens=bytes(self.tokens),
+                sampling=sampling,
+                domain=self.start.domain,
+                outcome=self.outcome,
+            )
+        )
+        tokens = _checked(result, turn, sampling.max_new_tokens)
+        self.tokens += result.tokens
+        self.mask += b"\x01" * len(tokens)
+        self.logprobs += result.logprobs
+        self.versions += result.versions
+        self.turns += 1
+        self.migrations += result.migrations
+        return self.chat.decode(tokens), int(tokens[-1]) in self.chat.eos_ids
+
+    async def _act(self, text: str) -> tuple[Step, str]:
+        """The environment's answer, or the loop's own to an unusable call, and who says it."""
+        action = tool_calls.parse(text)
+        if isinstance(action, tool_calls.BadCall):
+            return Step(
+                observation=action.message, invalid=True
+            ), "tool" if self.env.requires_tool else "user"
+        if action.call is None and self.env.requires_tool:
+            return Step(observation=REMINDER, invalid=True), "user"
+        return await self.guard.step(action), "user" if action.call is None else "tool"
+
+    def _prepare_next(self, observation: list[int]) -> None:
+        """Append the observation if another turn can follow, else end the trajectory as
+        truncated."""
+        if self.turns >= self.limits.max_turns or len(observation) >= self.room:
+            self.truncated = True
+        else:
+            self._observe(observation)
+
+    def _observe(self, tokens: list[int]) -> None:
+        """Append tokens that the policy did not make."""
+        self.tokens += pack_tokens(tokens)
+        self.mask += bytes(len(tokens))
+        self.logprobs += pack_floats([0.0]) * len(tokens)
+        self.versions += pack_tokens([-1]) * len(tokens)
+
+    def _trajectory(self, started: float, finished: float) -> Trajectory:
+        return Trajectory(
+            id=self.start.id,
+            group=self.start.group,
+            phase=self.start.phase,
+            tokens=bytes(self.tokens),
+            mask=bytes(self.mask),
+            logprobs=bytes(self.logprobs),
+            versions=bytes(self.versions),
+            reward=self.reward,
+            success=self.success,
+            turns=self.turns,
+            response_tokens=sum(self.mask),
+            truncated=self.truncated,
+            invalid_calls=self.invalid_calls,
+            stats={"migrations": float(self.migrations)},
+            started=started,
+            finished=finished,
+            domain=self.start.domain,
+        )
+
+
+def _checked(result: TurnResult, turn: str, most: int):
+    """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the
+    sender."""
+    tokens = unpack_tokens(result.tokens)
+    lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
+    if (
+        result.turn != turn
+        or result.finish is FinishReason.ABORT
+        or lengths != {TOKEN_BYTES * len(tokens)}
+        or not 1 <= len(tokens) <= most
+    ):
+        raise ValueError(
+            f"turn {turn}: got turn {result.turn}, finish {result.finish.value}, {len(tokens)} tokens "
+            f"of {most} at most, {len(result.logprobs)} B of logprobs, {len(result.versions)} of versions"
+        )
+    return tokens

@@ -1,0 +1,293 @@
+"""The coordinator's half that deals with borrowed ranks: lets them in, hears them, notices that
+they are gone.
+
+Nothing that such a rank does, says or leaves undone may stop the run: what it says is checked
+before anybody acts on it, and a rank that says nonsense is shown out. Left out: the way to it
+(rose/comm/guest.py) and turns (rose/coordinator/turns.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rose import protocol as p
+from rose.comm.guest import Guest, GuestGone
+from rose.comm.join import Ask, Door
+from rose.comm.tasks import Tasks
+from rose.comm.wire import WireError
+from rose.config import Config
+from rose.coordinator.turns import TurnHub
+from rose.launch import local
+
+LOOK_S = 0.1  # between two looks at who asks
+LATE_S = 0.5  # a look that comes so late says nothing about others: this rank itself was busy
+BEAT_S = 2.0  # between two signs of life in the endpoint's file
+FAREWELL_S = 0.3  # for the last word to pass the porter
+HELLO_S = 5.0  # from the connection to a rank's first words
+SAYS = (
+    p.WorkerReady,
+    p.WorkerDown,
+    p.WorkerLoad,
+    p.WorkerCapacity,
+    p.TurnProgress,
+    p.TurnFinished,
+    p.TurnReturned,
+    p.VersionLoaded,
+    p.VersionFailed,
+    p.WorkerLeaving,
+    p.WorkerLeft,
+)
+
+
+@dataclass
+class _Rank:
+    """One that was admitted."""
+
+    worker: str
+    ask: Ask
+    id: str
+    asked_at: float  # monotonic
+    comes: asyncio.Event = field(default_factory=asyncio.Event)
+    guest: Guest | None = None
+    connected: bool = False
+    greeted: bool = False  # its hello was found right
+
+
+class Borrowed:
+    """`world_size`: the ranks' addresses begin there. `on_change(what, detail)`: one came or went
+    in order."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        world_size: int,
+        hub: Callable[[], TurnHub],
+        on_fault: Callable[[str, str], None],
+        on_change: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._hub = config.serving, hub
+        cluster = config.cluster
+        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
+        self._on_fault, self._on_change = on_fault, on_change
+        self._patience_s = config.rollout.engine_start_timeout_s
+        self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
+        self._launcher: tuple[str, ...] = ()
+        self._door = Door(run_dir, attempt)
+        self._ranks: dict[int, _Rank] = {}  # by address
+        self._first = self._next = world_size
+        self._tasks: Tasks | None = None
+
+    async def run(self) -> None:
+        """For ever. The door's files may lie on a slow file system, so another thread looks at
+        them."""
+        self._tasks = Tasks()
+        # not every site's MPI has one
+        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
+        await asyncio.to_thread(self._door.open)
+        try:
+            await self._tasks.run_until(self._attend())
+        finally:
+            await self._tasks.close(1.0)
+            self._door.close()
+
+    async def _attend(self) -> None:
+        beat_at = sent_at = looked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            asks, comes = await asyncio.to_thread(self._door.look)
+            for id, ask in asks:
+                await self._decide(id, ask)
+            for rank in self._ranks.values():
+                if rank.id in comes:
+                    rank.comes.set()
+            now = time.monotonic()
+            if now - sent_at >= self._config.heartbeat_s:
+                sent_at = now
+                for rank in self._ranks.values():
+                    if rank.greeted:
+                        rank.guest.send(p.Heartbeat())
+            if now - beat_at >= BEAT_S:
+                beat_at = now
+                await asyncio.to_thread(self._door.beat)
+            if now - looked_at < LATE_S:
+                self._look_for_silence(now)
+            looked_at = time.monotonic()
+
+    def send(self, address: int, message: p.Message) -> None:
+        """To a rank that may be gone: then it goes nowhere."""
+        rank = self._ranks.get(address)
+        if rank is not None and rank.connected:
+            rank.guest.send(message)
+
+    async def see_off(self, reason: str) -> None:
+        """Tell all of them that the run has ended, while their connections still stand."""
+        for address in self._ranks:
+            self.send(address, p.Shutdown(reason))
+        if self._ranks:
+            await asyncio.sleep(FAREWELL_S)
+
+    # ----------------------------------------------------------------- in
+
+    async def _decide(self, id: str, ask: Ask | str) -> None:
+        answer = {}
+        if isinstance(ask, str):
+            self._on_fault("join refused", f"{id}: {ask}")
+            answer = {"reason": ask}
+        elif len(self._ranks) >= self._config.max_ranks:
+            answer = {
+                "reason": f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)",
+                "temporary": True,
+            }
+        if answer:
+            await asyncio.to_thread(self._door.answer, id, **answer)
+            return
+        address, self._next = self._next, self._next + 1
+        rank = self._ranks[address] = _Rank(
+            f"borrowed-{address - self._first + 1}", ask, id, time.monotonic()
+        )
+        self._tasks.spawn(self._attend_to(address, rank))
+
+    async def _attend_to(self, address: int, rank: _Rank) -> None:
+        """From the admission to the end of one rank."""
+        try:
+            rank.guest = await Guest.open(self._launcher, self._mpi_env)
+        except GuestGone as error:
+            await asyncio.to_thread(self._door.answer, rank.id, reason=str(error), temporary=True)
+            self._show_out(address, str(error))
+            return
+        try:
+            await asyncio.to_thread(
+                self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port
+            )
+            async with asyncio.timeout(self._patience_s):
+                await rank.comes.wait()
+            await rank.guest.accept()
+            rank.connected = True
+            self._tasks.spawn(self._expect_hello(address, rank))
+            while address in self._ranks:
+                self._hear(address, rank, await rank.guest.receive())
+        except (GuestGone, TimeoutError) as error:
+            never = "" if rank.connected else "before it had joined: "
+            self._show_out(
+                address, never + (str(error) or f"it did not come within {self._patience_s:g} s")
+            )
+        finally:
+            await asyncio.to_thread(self._door.forget, rank.id)
+            await rank.guest.close()
+
+    async def _expect_hello(self, address: int, rank: _Rank) -> None:
+        await asyncio.sleep(HELLO_S)
+        if not rank.greeted:
+            self._show_out(address, f"said nothing right within {HELLO_S:g} s")
+
+    # ----------------------------------------------------------------- its words
+
+    def _hear(self, address: int, rank: _Rank, message: p.Message | WireError) -> None:
+        """Whatever is wrong with a word of it concerns this rank alone."""
+        if isinstance(message, WireError):
+            self._show_out(address, f"sent what is no message: {message}")
+        elif isinstance(message, p.JoinHello) and not rank.greeted:
+            self._hello(address, rank, message)
+        elif not rank.greeted or not isinstance(message, SAYS):
+            self._show_out(address, f"said {type(message).__name__}, which is not for it to say")
+        elif getattr(message, "worker", rank.worker) != rank.worker:
+            self._show_out(address, f"speaks for {message.worker}")
+        elif isinstance(message, p.VersionFailed) and message.version >= self._hub().version:
+            self._show_out(address, f"could not load version {message.version}: {message.error}")
+        else:
+            self._listen(address, rank, message)
+
+    def _hello(self, address: int, rank: _Rank, message: p.JoinHello) -> None:
+        if not self._door.is_token(message.token):
+            self._show_out(address, "its token is not the run's")
+        elif message.worker != rank.worker:
+            self._show_out(
+                address, f"calls itself {message.worker}, and was admitted as {rank.worker}"
+            )
+        else:
+            rank.greeted = True
+            self._on_change(
+                "joined",
+                f"{rank.worker}: process {rank.ask.pid} on {rank.ask.host}"
+                + (f", job {rank.ask.job}" if rank.ask.job else "")
+                + f", {time.monotonic() - rank.asked_at:.1f} s after it asked",
+            )
+
+    def _listen(self, address: int, rank: _Rank, message: p.Message) -> None:
+        try:
+            self._check(message)
+            self._hub().handle(address, message)
+        except ValueError as error:
+            self._show_out(address, str(error))
+            return
+        if isinstance(message, p.WorkerLeft):
+            rank.guest.send(p.Shutdown("goodbye"))
+            del self._ranks[address]
+            self._on_change("left", f"{rank.worker}: {message.reason}")
+
+    def _check(self, message: p.Message) -> None:
+        """Raises `ValueError` on values that no engine of this run sends, and that would stop
+        somebody further on."""
+        if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
+            raise ValueError(
+                f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV tokens"
+            )
+        if isinstance(message, p.WorkerCapacity) and not (
+            min(message.max_sequences, message.kv_tokens) >= 0
+            and -1 <= message.expected_s < float("inf")
+        ):
+            raise ValueError(
+                f"capacity for {message.max_sequences} sequences and {message.kv_tokens} KV tokens, "
+                f"more in {message.expected_s:g} s"
+            )
+        if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
+            return
+        if len(message.tokens) % 4 or len(message.logprobs) % 4:
+            return  # the ledger refuses them
+        tokens, logprobs = p.unpack_tokens(message.tokens), p.unpack_floats(message.logprobs)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            raise ValueError(
+                f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
+                f"{self._vocabulary}"
+            )
+        if not np.isfinite(logprobs).all() or (logprobs > 0).any():
+            raise ValueError(f"turn {message.turn}: log-probabilities that are none")
+        if (
+            message.version > self._hub().version
+            or getattr(message, "finish", None) is p.FinishReason.ABORT
+        ):
+            raise ValueError(f"turn {message.turn}: of version {message.version}, or aborted")
+
+    # ----------------------------------------------------------------- out
+
+    def _look_for_silence(self, now: float) -> None:
+        for address, rank in list(self._ranks.items()):
+            silent = now - rank.guest.heard_at if rank.greeted else 0.0
+            if silent > self._config.lost_after_s:
+                self._show_out(
+                    address,
+                    f"silent for {silent:.1f} s (serving.lost_after_s="
+                    f"{self._config.lost_after_s:g})",
+                )
+
+    def _show_out(self, address: int, why: str) -> None:
+        """It may be alive: it is told, and may ask again."""
+        rank = self._ranks.pop(address, None)
+        if rank is None:
+            return
+        held = self._hub().lose(rank.worker, why)
+        self._on_fault(
+            "borrowed rank lost",
+            f"{rank.worker}: {why}" + (f"; {held} turns go elsewhere" if held else ""),
+        )
+        if rank.guest is not None:
+            rank.guest.send(p.Shutdown(f"shown out: {why}"))
+            self._tasks.spawn(rank.guest.close())  # which ends `_attend_to`, too

@@ -1,0 +1,154 @@
+"""Control: the stream of tasks, and the groups in progress. Every trajectory is counted exactly
+once.
+
+Group k of the stream is determined by the run's seed, the weights of its environments and k alone,
+so a resumed run meets the same tasks, and so does every batching policy. A trajectory whose
+environment failed is replaced by another member of the same group, with a name and sampling seed of
+its own; too many failures of one environment in a row stop the run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
+
+# 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class TooManyFailures(RuntimeError):
+    """Environments fail one after the other; the message holds the last cause."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all trajectories of a group do: an environment, by its name among the run's, and its
+    seed."""
+
+    domain: str
+    seed: int
+
+
+@dataclass
+class _Group:
+    phase: Phase
+    task: Task
+    size: int
+    running: set[str] = field(default_factory=set)
+    finished: list[Trajectory] = field(default_factory=list)
+    replaced: int = 0
+
+
+class Groups:
+    """Groups in progress: which trajectories run, which are in. `limits`: of each domain, how many
+    failures in a row are too many, and the key that says so. `seeded`: the trajectories' turns get
+    sampling seeds."""
+
+    def __init__(self, run_seed: int, limits: Mapping[str, tuple[int, str]], seeded: bool) -> None:
+        self._run_seed, self._limits, self._seeded = run_seed, limits, seeded
+        self._groups: dict[str, _Group] = {}
+        self._late: dict[
+            str, list[str]
+        ] = {}  # complete group -> spare trajectories of it that still run
+        # of one domain: another that works says nothing of it
+        self._failures_in_row = dict.fromkeys(limits, 0)
+        self.failed = 0  # over the run
+
+    def open(
+        self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
+    ) -> list[StartTrajectory]:
+        """Begin a group; the messages that start its members. `spare` more are started: the first
+        `size` that are in make the group, and `late` names the others."""
+        group = self._groups[name] = _Group(phase, task, size)
+        return [self._start(name, group, f"{name}.{member}") for member in range(size + spare)]
+
+    def _start(self, name: str, group: _Group, trajectory: str) -> StartTrajectory:
+        group.running.add(trajectory)
+        return StartTrajectory(
+            trajectory,
+            name,
+            group.phase,
+            group.task.domain,
+            group.task.seed,
+            seed_of(self._run_seed, trajectory) if self._seeded else None,
+        )
+
+    def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
+        """Count a trajectory; the whole group, ordered by id, once all members are in. Words about
+        trajectories that are not running (dropped groups) change nothing."""
+        self._failures_in_row[trajectory.domain] = 0
+        group = self._groups.get(trajectory.group)
+        if group is None or trajectory.id not in group.running:
+            return None
+        group.running.remove(trajectory.id)
+        group.finished.append(trajectory)
+        if len(group.finished) < group.size:
+            return None
+        self._late[trajectory.group] = sorted(group.running)
+        return sorted(self._groups.pop(trajectory.group).finished, key=lambda t: t.id)
+
+    def late(self, name: str) -> list[str]:
+        """Trajectories of a group just complete that still run: nobody needs them."""
+        return self._late.pop(name)
+
+    def failed_trajectory(
+        self, trajectory: str, name: str, domain: str, error: str
+    ) -> StartTrajectory | None:
+        """The replacement of a failed trajectory. Raises `TooManyFailures`."""
+        self.failed += 1
+        self._failures_in_row[domain] += 1
+        most, key = self._limits[domain]
+        if (failures := self._failures_in_row[domain]) >= most:
+            raise TooManyFailures(
+                f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
+                f"{error}"
+            )
+        group = self._groups.get(name)
+        if group is None or trajectory not in group.running:
+            return None
+        group.running.remove(trajectory)
+        group.replaced += 1
+        # the group's own name may hold an r, as g12r1
+        member = trajectory.removeprefix(name).partition("r")[0]
+        return self._start(name, group, f"{name}{member}r{group.replaced}")
+
+    def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:
+        """Forget a group: its trajectories that still run, and those that were in."""
+        group = self._groups.pop(name, None)
+        return (sorted(group.running), group.finished) if group else ([], [])
+
+    def running_in(self, phase: Phase) -> list[str]:
+        """Groups in progress."""
+        return [name for name, group in self._groups.items() if group.phase is phase]
+
+    @property
+    def running(self) -> int:
+        return sum(len(g.running) for g in self._groups.values())
+
+
+def train_task(run_seed: int, index: int, weights: Mapping[str, float]) -> Task:
+    """Of training group `index`. Its seed is even, as no held-out task's is (see
+    `rose.agent.envs.base`)."""
+    return Task(chosen(weights, run_seed, index), seed_of(run_seed, "train", index) & ~1)
+
+
+def eval_task(seed: int, index: int, weights: Mapping[str, float]) -> Task:
+    """Held-out task `index`, its seed odd: the same in every run with the same eval.seed and
+    weights."""
+    return Task(chosen(weights, seed, index), seed_of(seed, "eval", index) | 1)
+
+
+def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
+    """The name that `index` falls to: names by their weights, whatever their order. Steps of the
+    golden ratio round a circle of weights, so that also a few neighbouring indices, as a batch has,
+    have each name about as often as they should (64 of them within three, 16 within two), where
+    independent draws would leave it to chance."""
+    names = sorted(weights)
+    largest = max(weights.values())
+    edges = list(accumulate(weights[name] / largest for name in names))
+    place = ((seed_of(seed, "domain") << 33) + index * GOLDEN) % (1 << 64)
+    return names[bisect_right(edges[:-1], (place >> 11) / 2**53 * edges[-1])]

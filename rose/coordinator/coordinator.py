@@ -1,0 +1,545 @@
+"""The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
+
+`run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. Messages
+arrive in one task and only change state; the step loop waits for states. Rollouts don't wait for
+it: an asynchronous batching policy admits groups during training and sync, and the next step's
+batch may be there when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rose import protocol as p
+from rose.comm.mailbox import Mailbox
+from rose.comm.tasks import Tasks
+from rose.config import Config, Mixture
+from rose.coordinator import replay
+from rose.coordinator.borrowed import Borrowed
+from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.groups import Rollouts
+from rose.coordinator.journal import Journal
+from rose.coordinator.provisioner import Provisioner
+from rose.coordinator.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
+from rose.coordinator.turns import TurnHub
+from rose.coordinator.waiting import Changes, RunFailed
+from rose.launch import resume
+from rose.launch.layout import layout
+from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
+from rose.observe.recorder import NullRecorder
+from rose.observe.status import LiveStatus, WorkerStatus
+from rose.scheduler import build
+from rose.scheduler import events as ev
+from rose.storage import close_all
+from rose.trainer import checkpoint
+from rose.trainer.batching import plan_batch
+from rose.trainer.messages import train_messages
+
+SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
+TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
+
+
+class Stopped(Exception):
+    """The user or the system asked the run to end."""
+
+
+class Coordinator:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        mailbox: Mailbox,
+        recorder: NullRecorder,
+        resume_from: Path | None,
+    ) -> None:
+        self.config, self.run_dir, self.mailbox, self.recorder = (
+            config,
+            Path(run_dir),
+            mailbox,
+            recorder,
+        )
+        state = checkpoint.read_state(resume_from) if resume_from else {}
+        self.step: int = state.get("step", 0)
+        scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
+        if state:
+            scheduler.restore(state["scheduler"])
+        self.scheduler = scheduler
+        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
+        self.metrics.truncate(after_step=self.step if resume_from else -1)
+        self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
+        self.live = LiveStatus(run_dir)
+        self.journal = Journal(
+            self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl", scheduler.snapshot()
+        )
+        self.borrowed = Borrowed(
+            config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change
+        )
+        self.hub = TurnHub(
+            scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size
+        )
+        self.provisioner = Provisioner(
+            config, self.run_dir, self.hub.feed, self._fault, self._change
+        )
+        # role -> index -> rank
+        self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}
+        self.rollouts = Rollouts(
+            config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault
+        )
+        self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
+        self.trainers: dict[int, p.TrainerReady] = {}
+        self._costs: p.Costs | None = (
+            None  # of prefix trees, once the trainer says that its model can have some
+        )
+        self.trained: dict[int, p.TrainDone] = {}
+        self.saving: checkpoint.Save | None = None  # what the trainer ranks were told to write
+        self._committing: asyncio.Task | None = None  # waits until it is on disk
+        self.gone: set[int] = set()
+        self.rollouts.groups.failed = state.get("failed_trajectories", 0)
+        self.hub.engine_restarts = state.get("engine_restarts", 0)
+        self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
+        self.at_boundary = True  # the trainer's weights are those of `step`
+        self._tokens: dict[str, int] = {}  # of each worker at the last tick
+        self._changed = Changes(lambda what: self.live.update(waiting_for=what))
+        self.device = DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
+        self._stop = asyncio.Event()
+
+    # ----------------------------------------------------------------- the algorithm
+
+    async def run(self) -> None:
+        """The whole run. Raises `RunFailed` with the cause, or `Stopped` when asked to end."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        tasks = Tasks()
+        tasks.spawn(self._receive())
+        self._stepping = tasks.spawn(self._steps())
+        if self.config.borrows:
+            tasks.spawn(self.borrowed.run())
+        if self.config.scheduler.provisioning.name != "fixed":
+            tasks.spawn(self.provisioner.run())
+        try:
+            await tasks.run_until(self._tick(), self._ended(), self._stopped())
+        except Stopped:
+            self._stepping.cancel()
+            deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._save_if_idle(deadline_s)
+            except TimeoutError:
+                raise RunFailed(
+                    f"step {self.step} was not saved within {deadline_s:g} s, half of the time to stop "
+                    "(cluster.stop_timeout_s)"
+                ) from None
+            raise
+        finally:
+            if self._committing is not None:
+                self._committing.cancel()
+            await self.borrowed.see_off("the run has ended, or goes on in another attempt")
+            await tasks.close(1.0)
+            close_all(self.journal, self.live, self.metrics)
+
+    async def _steps(self) -> None:
+        await self._bring_up()
+        while True:
+            if self.step >= self.config.trainer.steps:
+                self.rollouts.end()
+            if self._evaluation_due():
+                await self._evaluate()
+            if self.step >= self.config.trainer.steps:
+                break
+            began = time.time()
+            groups = await self._rollout()
+            rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
+            done = await self._train(groups)
+            trained = time.time()
+            if self.device.shared and self._checkpoint_due(self.step + 1):
+                await self._save(self.step + 1, self.config.trainer.step_timeout_s)
+            await self._sync(done)
+            self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
+            if self._checkpoint_due(self.step):
+                await self._checkpoint(self.config.trainer.step_timeout_s)
+            elif self._committing is not None and self._committing.done():
+                await self._committed()
+        self.live.update(phase="saving", waiting_for="the last checkpoint")
+        await self._committed()
+        self.live.update(phase="done", waiting_for="")
+
+    async def _bring_up(self) -> None:
+        """Wait for every rank, the trainer's first version, and every engine holding it."""
+        c = self.config
+        planned = [rank.role for rank in layout(c)]
+        wanted = {role: planned.count(role) for role in p.Role if role is not p.Role.COORDINATOR}
+        self.live.update(phase="starting", step=self.step, steps=c.trainer.steps)
+        until = self._changed.until
+        await until(
+            lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
+            c.cluster.start_timeout_s,
+            lambda: (
+                "ranks to say hello: "
+                + ", ".join(
+                    f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()
+                )
+            ),
+        )
+        await until(
+            lambda: len(self.trainers) == c.trainer.ranks,
+            c.cluster.start_timeout_s,
+            lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}",
+        )
+        await self.device.to(p.Role.ROLLOUT)
+        engines = wanted[p.Role.ROLLOUT]
+        await until(
+            lambda: len(self.hub.dedicated()) >= engines,
+            c.rollout.engine_start_timeout_s,
+            lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up",
+        )
+        first = self.trainers[0]
+        if first.step != self.step:
+            raise RunFailed(
+                f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
+                "the checkpoint folder changed while the job started"
+            )
+        self._costs = first.costs if c.trainer.share_prefixes and not first.no_trees else None
+        if c.trainer.share_prefixes and first.no_trees:
+            print(
+                f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True
+            )
+        self.hub.publish(first.version, first.store)
+        await self._workers_loaded()
+
+    async def _rollout(self) -> list[list[p.Trajectory]]:
+        """The groups of the next step, in the order of the stream."""
+        if self.config.rollout.replay is not None:
+            return replay.load(Path(self.config.rollout.replay), self.step + 1)
+        wanted = self.config.trainer.batch_size // self.config.rollout.group_size
+        self.batch = None
+        self.rollouts.begin_step(wanted * self.config.rollout.group_size)
+        self.hub.begin_step()
+        self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
+        with self.recorder.timed("rollout", step=self.step + 1):
+            self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
+            await self._rollouts_until(lambda: self.batch is not None)
+        return self.rollouts.take(self.batch)
+
+    async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
+        """One training step; the word of every trainer rank."""
+        trajectories = [t for group in groups for t in group]
+        c = self.config.trainer
+        plan, trees = plan_batch(
+            [p.unpack_tokens(t.tokens) for t in trajectories],
+            c.ranks,
+            c.micro_batch_tokens,
+            c.updates_per_step,
+            self._costs,
+        )
+        summary = replay.summarise(groups)
+        self.at_boundary = False
+        self.trained.clear()
+        self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
+        await self.device.to(p.Role.TRAINER)
+        with self.recorder.timed("train", step=self.step + 1):
+            for index in range(c.ranks):
+                for message in train_messages(
+                    self.step + 1, summary, plan[index], trees, trajectories
+                ):
+                    self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
+            await self._changed.until(
+                lambda: len(self.trained) == c.ranks,
+                c.step_timeout_s,
+                lambda: (
+                    f"trainer ranks to finish step {self.step + 1}: {len(self.trained)} of {c.ranks}"
+                ),
+            )
+        return dict(self.trained)
+
+    async def _sync(self, done: dict[int, p.TrainDone]) -> None:
+        """Every engine holds, and has verified, the step's weights. Turns that run meanwhile go on,
+        as `transfer.in_flight` says; new ones wait for the engine that has them."""
+        self.live.update(phase="sync")
+        with self.recorder.timed("sync", version=done[0].version):
+            self.hub.publish(done[0].version, done[0].store)
+            # an engine that wakes loads it before its KV cache is there
+            await self.device.to(p.Role.ROLLOUT)
+            await self._workers_loaded()
+        self.step += 1
+        self.boundary, self.at_boundary = self._state(), True
+
+    def _state(self) -> dict[str, Any]:
+        """Rollouts go on while it is written, so it shares nothing with them."""
+        return {
+            "step": self.step,
+            "scheduler": copy.deepcopy(self.scheduler.snapshot()),
+            "failed_trajectories": self.rollouts.groups.failed,
+            "engine_restarts": self.hub.engine_restarts,
+        }
+
+    def _evaluation_due(self) -> bool:
+        """Before the first step, after the last, and each `eval.every`; not if a run that was
+        interrupted right afterwards has it already."""
+        every = self.config.eval.every
+        due = (
+            self.step == 0
+            or self.step >= self.config.trainer.steps
+            or (every > 0 and self.step % every == 0)
+        )
+        return due and self.step not in [
+            row["step"] for row in rows_of(read_metrics(self.run_dir), "eval")
+        ]
+
+    async def _evaluate(self) -> None:
+        """Success on the held-out tasks, each once."""
+        c = self.config
+        if c.eval.episodes == 0 or c.rollout.replay is not None:
+            return
+        self.live.update(phase="evaluating", step=self.step, waiting_for="")
+        names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
+        with self.recorder.timed("evaluate", step=self.step):
+            self.rollouts.evaluate(names, c.eval.seed)
+            await self._rollouts_until(
+                lambda: all(name in self.rollouts.finished for name in names)
+            )
+        trajectories = [group[0] for group in self.rollouts.take(names)]
+        self.metrics.write(
+            self.step,
+            evaluation_row(trajectories) | evaluation_by_member(self.members, trajectories),
+        )
+
+    def _checkpoint_due(self, step: int) -> bool:
+        return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
+
+    async def _checkpoint(self, deadline_s: float) -> None:
+        """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed
+        beside what comes next. Where devices are shared the ranks have begun it in their turn,
+        before the step's end."""
+        await self._save(self.step, deadline_s)
+        saving, self.saving = self.saving, None
+        self._committing = asyncio.create_task(self._commit(saving, self.boundary, deadline_s))
+
+    async def _save(self, step: int, deadline_s: float) -> None:
+        """Tell every trainer rank to save; each copies its state before it takes the next message.
+        There is one checkpoint at a time."""
+        if self.saving is not None:
+            return
+        await self._committed()
+        self.saving = checkpoint.Save(step, checkpoint.begin(self.run_dir, step), time.monotonic())
+        for rank in self.ranks[p.Role.TRAINER].values():
+            self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
+
+    async def _commit(
+        self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
+    ) -> None:
+        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after
+        `deadline_s`."""
+        wanted = self.config.trainer.ranks
+        with self.recorder.timed("checkpoint", step=saving.step):
+            while (found := checkpoint.saved(saving.folder)) < wanted:
+                if time.monotonic() - saving.began > deadline_s:
+                    raise RunFailed(
+                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: {found} of "
+                        f"{wanted} saved"
+                    )
+                await asyncio.sleep(SAVED_S)
+            keep = self.config.trainer.checkpoint_keep
+            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep)
+        resume.note_save(self.run_dir, time.monotonic() - saving.began)
+
+    async def _committed(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
+        the disk."""
+        while (task := self._committing) is not None:
+            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
+            if self._committing is task:  # the steps and a stop may both wait here
+                self._committing = None
+
+    def _record(
+        self,
+        groups: list[list[p.Trajectory]],
+        done: dict[int, p.TrainDone],
+        began: float,
+        rolled_out: float,
+        busy_s: float,
+        trained: float,
+        synced: float,
+    ) -> None:
+        """`busy_s`: of the average dedicated engine until `rolled_out`."""
+        if self.config.observe.save_trajectories and self.config.rollout.replay is None:
+            replay.save(self.run_dir, self.step, groups)
+        idle = max(0.0, rolled_out - began - busy_s) if self.hub.dedicated() else 0.0
+        times = {
+            "rollout": rolled_out - began - idle,
+            "train": trained - rolled_out,
+            "sync": synced - trained,
+            "idle": idle,
+        }
+        trained_on = done[0].metrics | self.device.take_figures()
+        self.metrics.write(
+            self.step,
+            step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
+            | by_member(self.members, [t for group in groups for t in group]),
+        )
+        self.journal.flush()
+        self.recorder.span("step", began, synced, step=self.step)
+
+    # ----------------------------------------------------------------- waiting
+
+    async def _workers_loaded(self) -> None:
+        if self.config.rollout.replay is not None:
+            return
+        await self._changed.until(
+            lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
+            self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
+            lambda: (
+                f"version {self.hub.version} in {', '.join(self.hub.stale_workers()) or 'any engine'}"
+            ),
+        )
+
+    async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for the rollouts as long as any of them makes progress."""
+        c = self.config
+        patience = (
+            max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s)
+            + 30.0
+        )
+        self.hub.heard_at = time.time()
+        await self._changed.while_heard(
+            ready,
+            lambda: time.time() - self.hub.heard_at,
+            patience,
+            lambda: (
+                f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns are open, "
+                f"{self.scheduler.waiting} of them unassigned"
+            ),
+        )
+
+    async def _ended(self) -> None:
+        await asyncio.wait({self._stepping})
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+        raise Stopped("asked to end by a signal")
+
+    async def _save_if_idle(self, deadline_s: float) -> None:
+        """Between training steps the trainer can still save the last one, within half of the time
+        to stop."""
+        await self._committed()
+        newest = checkpoint.latest(self.run_dir)
+        saved = checkpoint.step_of(newest) if newest else 0
+        if (
+            self.at_boundary
+            and self.step > saved
+            and len(self.trainers) == self.config.trainer.ranks
+        ):
+            if self.saving is None:
+                await self.device.to(p.Role.TRAINER)
+            await self._checkpoint(deadline_s)
+            await self._committed()
+
+    # ----------------------------------------------------------------- messages and actions
+
+    async def _receive(self) -> None:
+        while True:
+            source, message = await self.mailbox.receive()
+            if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
+                getattr(self, f"_on_{type(message).__name__}")(source, message)
+            self._changed.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.hub.feed(ev.Tick(at=time.time()))
+            workers = {
+                name: WorkerStatus(
+                    tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
+                    running=w.running,
+                    waiting=w.waiting,
+                    version=w.version,
+                )
+                for name, w in self.hub.workers.items()
+            }
+            self._tokens = {name: w.total_tokens for name, w in self.hub.workers.items()}
+            self.live.update(
+                workers=workers, finished=self.rollouts.progress[0], total=self.rollouts.progress[1]
+            )
+
+    def _send(self, address: int, message: p.Message) -> None:
+        if address < self.mailbox.size:
+            self.mailbox.send(address, message)
+        else:
+            self.borrowed.send(address, message)
+
+    def _act(self, action: ev.Action) -> None:
+        """What the scheduler says about groups and batches."""
+        match action:
+            case ev.AdmitGroup(index, name, spare):
+                self.rollouts.admit(index, name, spare)
+            case ev.DropGroup(name):
+                self.rollouts.drop(name)
+            case ev.StartTraining(_, groups):
+                self.batch = groups
+            case ev.RequestCapacity() | ev.ReleaseCapacity():
+                self.provisioner.do(action)
+            case ev.GiveUp(reason):
+                raise RunFailed(reason)
+
+    def _on_Hello(self, source: int, m: p.Hello) -> None:
+        self.ranks[m.role][m.index] = source
+
+    def _on_TrainerReady(self, source: int, m: p.TrainerReady) -> None:
+        self.trainers[m.index] = m
+
+    def _on_TrainDone(self, source: int, m: p.TrainDone) -> None:
+        self.trained[m.index] = m
+
+    def _on_DeviceChanged(self, source: int, m: p.DeviceChanged) -> None:
+        self.device.heard(m)
+
+    def _on_Goodbye(self, source: int, m: p.Goodbye) -> None:
+        self.gone.add(m.rank)
+
+    def _on_RankFailed(self, source: int, m: p.RankFailed) -> None:
+        self.gone.add(m.rank)
+        raise RunFailed(f"rank {m.rank}: {m.error}")
+
+    def _change(self, what: str, detail: str) -> None:
+        """A borrowed rank came or went in order."""
+        self.recorder.instant(what, detail=detail)
+        self.metrics.write(self.step, {"kind": "worker", "what": what, "detail": detail})
+        print(f"{what}: {detail}", flush=True)
+
+    def _fault(self, what: str, detail: str) -> None:
+        self.recorder.instant("fault", what=what, detail=detail)
+        self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
+        print(f"{what}: {detail}", flush=True)
+
+    async def dismiss(self, reason: str) -> None:
+        """Tell every rank to leave and wait for their goodbyes; the launcher ends the laggards."""
+        others = set(range(self.mailbox.size)) - {self.mailbox.rank}
+        for rank in others:
+            self.mailbox.send(rank, p.Shutdown(reason))
+        end = time.monotonic() + self.config.cluster.stop_timeout_s / 3
+        while self.gone < others and time.monotonic() < end:
+            got = self.mailbox.poll()
+            if got is None:
+                await asyncio.sleep(0.005)
+            elif isinstance(got[1], p.Goodbye):
+                self.gone.add(got[1].rank)
+
+
+async def drive(coordinator: Coordinator) -> None:
+    """Run to the end, whichever it is, and dismiss the other ranks. Raises the cause of a
+    failure."""
+    try:
+        await coordinator.run()
+    except Stopped as stopped:
+        await coordinator.dismiss(str(stopped))
+        return
+    except Exception as error:
+        await coordinator.dismiss(f"{type(error).__name__}: {error}")
+        raise
+    resume.mark_finished(coordinator.run_dir, coordinator.step)
+    await coordinator.dismiss("the run is complete")

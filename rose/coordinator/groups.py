@@ -1,0 +1,176 @@
+"""The coordinator's half that runs groups: starts trajectories on the environment hosts, collects
+them, drops them.
+
+Groups are admitted, finish and are dropped at any time, also while the trainer trains or weights
+are on their way; what a training step has not consumed stays. Which groups, and when, the
+scheduler's batching policy says. Left out: turns (rose/coordinator/turns.py) and who counts as a
+member of a group (rose/coordinator/control.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from rose import protocol as p
+from rose.config import Config
+from rose.coordinator import control
+from rose.coordinator.filter import teaches
+from rose.coordinator.turns import TurnHub
+from rose.coordinator.waiting import RunFailed
+from rose.scheduler import events as ev
+
+
+class Rollouts:
+    """`hosts`: the environment hosts' ranks by index, complete before the first group."""
+
+    def __init__(
+        self,
+        config: Config,
+        hub: TurnHub,
+        send: Callable[[int, p.Message], None],
+        hosts: dict[int, int],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._hub, self._send, self._hosts, self._on_fault = (
+            config,
+            hub,
+            send,
+            hosts,
+            on_fault,
+        )
+        limits = {
+            name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
+            for name, member in config.env.members.items()
+        }
+        self.groups = control.Groups(config.seed, limits, config.deterministic)
+        self.finished: dict[
+            str, list[p.Trajectory]
+        ] = {}  # groups whose trajectories are all in, until they are taken
+        self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
+        self.staleness_max = (
+            0  # of the groups last taken: newest version then, minus newest at their admission
+        )
+        self.progress = (0, 0)  # trajectories in, and wanted, of what is waited for
+        self._host_of: dict[str, int] = {}  # running trajectory -> rank of its environment host
+        self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
+        self._waited_for = p.Phase.TRAIN  # whose trajectories `progress` counts
+        self._over = False
+
+    # ----------------------------------------------------------------- what the step loop asks
+
+    def begin_step(self, trajectories: int) -> None:
+        """Counters start anew; the step waits for so many trajectories, of which some may be in."""
+        self.dropped_groups = self.dropped_tokens = 0
+        self._waited_for, self.progress = (
+            p.Phase.TRAIN,
+            (sum(map(len, self.finished.values())), trajectories),
+        )
+
+    def evaluate(self, names: list[str], seed: int) -> None:
+        """Start held-out tasks 0, 1, ..., one trajectory each, under these names."""
+        self._waited_for, self.progress = p.Phase.EVAL, (0, len(names))
+        for index, name in enumerate(names):
+            task = control.eval_task(seed, index, self._config.env.weights)
+            self._start(self.groups.open(name, p.Phase.EVAL, task, 1))
+
+    def take(self, names: list[str]) -> list[list[p.Trajectory]]:
+        """Finished groups, which are forgotten here."""
+        admitted = [self._admitted.pop(name) for name in names if name in self._admitted]
+        self.staleness_max = max((self._hub.version - version for version in admitted), default=0)
+        return [self.finished.pop(name) for name in names]
+
+    def end(self) -> None:
+        """No step will consume any: what runs is cancelled, and nothing is admitted any more."""
+        self._over = True
+        for name in self.groups.running_in(p.Phase.TRAIN):
+            self.drop(name)
+
+    def runs(self, trajectory: str) -> bool:
+        """False once it is in, has failed or was cancelled: words about it are late."""
+        return trajectory in self._host_of
+
+    # ----------------------------------------------------------------- what the scheduler says
+
+    def admit(self, index: int, name: str, spare: float) -> None:
+        """`spare`: of a group's size, see `AdmitGroup`."""
+        if self._over:
+            return
+        self._admitted[name] = self._hub.version
+        task = control.train_task(self._config.seed, index, self._config.env.weights)
+        size = self._config.rollout.group_size
+        self._start(
+            self.groups.open(name, p.Phase.TRAIN, task, size, math.ceil((1 + spare) * size) - size)
+        )
+
+    def drop(self, name: str) -> None:
+        running, done = self.groups.drop(name)
+        done += self.finished.pop(name, [])
+        self._admitted.pop(name, None)
+        self.dropped_groups += 1
+        self.dropped_tokens += sum(t.response_tokens for t in done)
+        for trajectory in running:
+            self._cancel(trajectory)
+
+    def _cancel(self, trajectory: str) -> None:
+        host = self._host_of.pop(trajectory, None)
+        if host is not None:  # else it has just failed, and that was the reason
+            self._send(host, p.CancelTrajectory(trajectory))
+            self.dropped_tokens += self._hub.cancel(trajectory)
+
+    def _start(self, trajectories: list[p.StartTrajectory]) -> None:
+        """Spread over the environment hosts by name, so that a resumed run does the same."""
+        for message in trajectories:
+            rank = self._hosts[p.seed_of(message.id) % len(self._hosts)]
+            self._host_of[message.id] = rank
+            self._send(rank, message)
+
+    # ----------------------------------------------------------------- messages
+
+    def handle(self, message: p.Message) -> bool:
+        """True when the message was about trajectories."""
+        match message:
+            case p.TurnRequest():
+                return not self.runs(message.trajectory)  # cancelled while this was on its way
+            case p.TrajectoryFinished(trajectory):
+                if self.runs(trajectory.id):
+                    self._finished(trajectory)
+                return True
+            case p.TrajectoryFailed():
+                if self.runs(message.id):
+                    self._failed(message)
+                return True
+        return False
+
+    def _finished(self, trajectory: p.Trajectory) -> None:
+        del self._host_of[trajectory.id]
+        self.progress = (
+            self.progress[0] + (trajectory.phase is self._waited_for),
+            self.progress[1],
+        )
+        group = self.groups.finished(trajectory)
+        if group is not None:
+            self.finished[trajectory.group] = group
+            for late in self.groups.late(trajectory.group):
+                self._cancel(late)
+        self._hub.end(trajectory)  # which may have dropped the group
+        if trajectory.group in self.finished and trajectory.phase is p.Phase.TRAIN:
+            accepted = teaches(group, self._config.algorithm.dynamic_sampling)
+            self._hub.feed(
+                ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted)
+            )
+
+    def _failed(self, m: p.TrajectoryFailed) -> None:
+        """Another member takes its place. Raises `RunFailed` when environments fail one after the
+        other."""
+        del self._host_of[m.id]
+        self._hub.heard_at = time.time()
+        self._on_fault("environment failed", f"{m.id}: {m.error}")
+        self._hub.cancel(m.id)
+        try:
+            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error)
+        except control.TooManyFailures as error:
+            raise RunFailed(str(error)) from None
+        if replacement is not None:
+            self._start([replacement])

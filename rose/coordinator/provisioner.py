@@ -1,0 +1,179 @@
+"""Carries out the scheduler's wishes for capacity: submits jobs that lend a worker, watches them,
+cancels them.
+
+Left out: when to wish for one (rose/scheduler/provisioning.py), and the job's text
+(rose/launch/sbatch.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.comm import singleton
+from rose.comm.tasks import Tasks
+from rose.config import Config
+from rose.launch import lent, state
+from rose.scheduler import events as ev
+
+LOOK_S = 5.0  # between two questions to Slurm, of all jobs at once
+COMMAND_S = 60.0
+PROGRAM = (sys.executable, "-m", "rose.lending.rank.job")
+
+
+@dataclass
+class _Job:
+    id: str
+    since: float  # monotonic; when it was last seen to run, or began to wait
+    ran: bool = False
+
+
+class Provisioner:
+    """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt
+    finds them."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        feed: Callable[[ev.Event], None],
+        on_fault: Callable[[str, str], None],
+        on_change: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._run_dir, self._feed = config, Path(run_dir), feed
+        self._on_fault, self._on_change = on_fault, on_change
+        self._jobs: dict[str, _Job] = {}
+        self._unwanted: set[str] = set()  # given back before sbatch had answered
+        self._submitting: set[str] = set()
+        self._tasks: Tasks | None = None
+        self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
+
+    def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
+        """Begin to carry it out; the scheduler hears how it ends."""
+        self._wishes.put_nowait(action)
+
+    async def run(self) -> None:
+        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not
+        requeued cancels them (rose/launch/slurm.py)."""
+        self._tasks = Tasks()
+        try:
+            await self._adopt()
+            await self._tasks.run_until(self._carry_out(), self._watch())
+        finally:
+            await self._tasks.close(1.0)
+
+    async def _carry_out(self) -> None:
+        while True:
+            match await self._wishes.get():
+                case ev.RequestCapacity(request):
+                    self._submitting.add(request)
+                    self._tasks.spawn(self._submit(request))
+                case ev.ReleaseCapacity(request) if request in self._submitting:
+                    self._unwanted.add(request)
+                case ev.ReleaseCapacity(request):
+                    self._tasks.spawn(self._cancel(request, "not needed any more"))
+
+    async def _adopt(self) -> None:
+        """Jobs of an earlier attempt that are still there, or may be: `_watch` finds out which have
+        ended."""
+        for request, job in lent.noted(self._run_dir).items():
+            try:
+                there = await asyncio.to_thread(state.is_active, job)
+            except RuntimeError as error:
+                self._on_fault("Slurm does not answer", str(error))
+                there = True
+            if there:
+                self._queued(request, job)
+
+    async def _submit(self, request: str) -> None:
+        code, out, err = await _command(*PROGRAM, str(self._run_dir), request)
+        self._submitting.discard(request)
+        if code:
+            self._unwanted.discard(request)
+            self._on_fault("capacity refused", f"{request}: {err}")
+            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=err))
+        elif request in self._unwanted:
+            self._unwanted.discard(request)
+            self._jobs[request] = _Job(out.split()[-1], time.monotonic())
+            await self._cancel(request, "not needed any more")
+        else:
+            self._queued(request, out.split()[-1])
+
+    def _queued(self, request: str, job: str) -> None:
+        self._jobs[request] = _Job(job, time.monotonic())
+        self._remember()
+        self._on_change("capacity asked for", f"{request}: job {job}")
+        self._feed(ev.CapacityQueued(at=time.time(), request=request))
+
+    async def _cancel(self, request: str, why: str) -> None:
+        job = self._jobs.pop(request, None)
+        if job is None:
+            return  # it has ended by itself
+        code, _, err = await _command("scancel", job.id)
+        if code:
+            self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
+        else:
+            self._on_change("capacity given back", f"{request}: job {job.id}, {why}")
+        self._remember()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for request, job in list(self._jobs.items()):
+                try:
+                    found = await asyncio.to_thread(state.components, job.id)
+                except RuntimeError as error:
+                    self._on_fault("Slurm does not answer", str(error))
+                    continue
+                if request in self._jobs:  # not cancelled meanwhile
+                    await self._judge(request, job, {component.state for component in found})
+
+    async def _judge(self, request: str, job: _Job, states: set[str]) -> None:
+        """What has become of it."""
+        if states and not states & state.ACTIVE:
+            self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
+        elif "RUNNING" in states:
+            if not job.ran:
+                self._feed(ev.CapacityGranted(at=time.time(), request=request))
+            job.ran, job.since = True, time.monotonic()
+        elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
+            await self._cancel(request, "it waited too long in the queue")
+            reason = (
+                f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
+            )
+            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
+
+    def _over(self, request: str, what: str) -> None:
+        job = self._jobs.pop(request)
+        self._remember()
+        if job.ran:
+            self._on_change("capacity ended", f"{request}: {what}")
+            self._feed(ev.CapacityEnded(at=time.time(), request=request))
+        else:
+            self._on_fault("capacity refused", f"{request}: {what}")
+            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=what))
+
+    def _remember(self) -> None:
+        lent.note(self._run_dir, {request: job.id for request, job in self._jobs.items()})
+
+
+async def _command(*command: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of it; 124 after `COMMAND_S`."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=singleton.environment({}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        return 124, "", f"{command[0]} did not answer within {COMMAND_S:g} s"
+    return process.returncode, out.decode().strip(), err.decode().strip()[-500:]

@@ -1,0 +1,65 @@
+"""Replay: what a training step consumes, kept so that either half of the system runs without the
+other.
+
+Each step's trajectories are saved as ``rollouts/step-000012.msgpack`` (msgspec, a list of
+`Trajectory`); ``rollout.replay=<run folder>`` trains from such files and starts no rollout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rose.config import ConfigError
+from rose.protocol import BatchSummary, Trajectory
+from rose.storage import write_whole
+
+_decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    return Path(run_dir) / "rollouts" / f"step-{step:06d}.msgpack"
+
+
+def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
+    """Write the step's groups, whole or not at all."""
+    path = path_of(run_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    # before the checkpoint that says they are done
+    write_whole(path, msgspec.msgpack.encode(groups), sync=True)
+
+
+def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
+    """Raises `ValueError` naming the file when it is missing or no list of groups."""
+    path = path_of(run_dir, step)
+    try:
+        return _decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"rollout.replay: {path} is missing") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"rollout.replay: {path} holds no trajectories: {error}") from None
+
+
+def check(run_dir: Path, steps: int) -> None:
+    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved."""
+    missing = next(
+        (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
+        None,
+    )
+    if missing is not None:
+        raise ConfigError(
+            f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
+            f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)"
+        )
+
+
+def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
+    """What every trainer rank knows of the batch; rows in the order of the groups."""
+    rows = [(t, index) for index, group in enumerate(groups) for t in group]
+    return BatchSummary(
+        rewards=[t.reward for t, _ in rows],
+        groups=[g for _, g in rows],
+        response_tokens=[t.response_tokens for t, _ in rows],
+        truncated=[t.truncated for t, _ in rows],
+    )

@@ -1,0 +1,131 @@
+"""Rows of metrics.jsonl from what a step produced; the names are those that the report reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rose.coordinator.groups import Rollouts
+from rose.coordinator.turns import TurnHub
+from rose.protocol import Trajectory
+
+
+def step_row(
+    groups: list[list[Trajectory]],
+    trained: dict[str, float],
+    times: dict[str, float],
+    hub: TurnHub,
+    rollouts: Rollouts,
+    at: float,
+) -> dict[str, Any]:
+    """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are
+    in tokens/s of the rollout phase, or of the time up to the step's last token where rollouts go
+    on while the trainer trains. `time_idle` is the part of the rollout phase in which an engine, on
+    average, had no turn; `time_rollout` is the rest of it.
+
+    `staleness`, per token, is the number of versions between the weights that made it and those
+    that it trained; `group_staleness_max` counts from the version at which a group was admitted,
+    which batching policies bound.
+    """
+    all_of = [t for group in groups for t in group]
+    lengths = np.array([t.response_tokens for t in all_of])
+    stale = _staleness(all_of, trained_on=hub.version - 1)
+    rollout_s = max(times["rollout"] + times["idle"], hub.generating_s, 1e-9)
+    tokens = {name: w.tokens for name, w in hub.workers.items()}
+    borrowed = hub.past["borrowed"] + sum(w.tokens for w in hub.workers.values() if w.borrowed)
+    made = sum(tokens.values()) + sum(hub.past.values())
+    return {
+        "kind": "step",
+        **{f"time_{phase}": value for phase, value in times.items()},
+        "time_step": sum(times.values()),
+        "reward_mean": float(np.mean([t.reward for t in all_of])),
+        "success": float(np.mean([t.success for t in all_of])),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": int(lengths.max()),
+        "turns_mean": float(np.mean([t.turns for t in all_of])),
+        "invalid_calls": sum(t.invalid_calls for t in all_of),
+        "truncated": sum(t.truncated for t in all_of),
+        "failed_trajectories": rollouts.groups.failed,
+        "groups_dropped": rollouts.dropped_groups,
+        "tokens_dropped": rollouts.dropped_tokens,
+        "tokens_per_s": made / rollout_s,
+        "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
+        "borrowed_token_share": borrowed / made if made else 0.0,
+        **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
+        "engine_utilisation": hub.busy_s(at) / max(sum(times.values()), 1e-9),
+        "staleness_mean": float(stale.mean()),
+        "staleness_max": int(stale.max()),
+        "group_staleness_max": rollouts.staleness_max,
+        "version": hub.version,
+        "sync_bytes": hub.sync_bytes,
+        "sync_pause_s": hub.sync_pause_s,
+        "migrations": hub.ledger.migrations,
+        "returned_turns": hub.returned,
+        "engine_restarts": hub.engine_restarts,
+        "response_hist": _histogram(lengths),
+        **trained,
+    }
+
+
+def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
+    successes = sum(t.success for t in trajectories)
+    return {
+        "kind": "eval",
+        "eval_n": len(trajectories),
+        "eval_successes": successes,
+        "eval_success": successes / len(trajectories),
+        "eval_reward": float(np.mean([t.reward for t in trajectories])),
+        "eval_turns": float(np.mean([t.turns for t in trajectories])),
+        "eval_invalid_calls": sum(t.invalid_calls for t in trajectories),
+    }
+
+
+def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Values of a step for each member of a mixture, as `success/<member>`. A step may have no
+    trajectory of one, which then has only their number."""
+    row: dict[str, Any] = {}
+    for name in members:
+        own = [t for t in trajectories if t.domain == name]
+        row[f"trajectories/{name}"] = len(own)
+        if own:
+            row |= {
+                f"success/{name}": float(np.mean([t.success for t in own])),
+                f"reward_mean/{name}": float(np.mean([t.reward for t in own])),
+                f"turns_mean/{name}": float(np.mean([t.turns for t in own])),
+                f"response_tokens_mean/{name}": float(np.mean([t.response_tokens for t in own])),
+                f"invalid_calls/{name}": sum(t.invalid_calls for t in own),
+                f"truncated/{name}": sum(t.truncated for t in own),
+            }
+    return row
+
+
+def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
+    """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as
+    `eval_success/<member>`."""
+    return {
+        f"{key}/{name}": value
+        for name in members
+        if (own := [t for t in trajectories if t.domain == name])
+        for key, value in evaluation_row(own).items()
+        if key != "kind"
+    }
+
+
+def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
+    """Of each token that the policy made, (T,) int; [0] of none."""
+    versions = np.concatenate([np.frombuffer(t.versions, "<i4") for t in trajectories])
+    made = versions[versions >= 0]
+    return trained_on - made if made.size else np.zeros(1, int)
+
+
+def _histogram(lengths: np.ndarray) -> list[list[int]]:
+    """[upper edge, count] pairs; edges grow by a quarter, so that short and long responses both
+    show."""
+    edges = [8]
+    while edges[-1] < lengths.max():
+        edges.append(int(edges[-1] * 1.25) + 1)
+    # responses of up to `edge` tokens
+    counts, _ = np.histogram(lengths, bins=[-1, *(edge + 0.5 for edge in edges)])
+    return [[edge, int(n)] for edge, n in zip(edges, counts)]

@@ -1,0 +1,379 @@
+"""The coordinator's half that moves turns: between environment hosts, the scheduler and the
+workers.
+
+Every event that the scheduler hears is made here and journaled; every action about turns and
+weights is carried out here. Actions about groups and batches go to `on_action`: they belong to the
+step loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rose import protocol as p
+from rose.coordinator.journal import Journal
+from rose.coordinator.ledger import Ledger
+from rose.observe.recorder import NullRecorder
+from rose.scheduler import Scheduler
+from rose.scheduler import events as ev
+from rose.scheduler.events import Kind
+
+
+@dataclass
+class Worker:
+    rank: int
+    incarnation: int
+    version: int
+    kind: Kind = "dedicated"
+    alive: bool = True
+    tokens: int = 0  # received from it since `begin_step`
+    total_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    open_turns: int = 0
+    _busy_s: float = 0.0  # with at least one turn, since `begin_step`, up to `_busy_since`
+    _busy_since: float = 0.0
+
+    @property
+    def borrowed(self) -> bool:
+        return self.kind != "dedicated"
+
+    def turn_opened(self, at: float) -> None:
+        if self.open_turns == 0:
+            self._busy_since = at
+        self.open_turns += 1
+
+    def turn_closed(self, at: float, turns: int = 1) -> None:
+        self._busy_s = self.busy_s(at)
+        self._busy_since = at
+        self.open_turns -= turns
+
+    def busy_s(self, at: float) -> float:
+        """Seconds with at least one turn, since `begin_step`."""
+        return self._busy_s + (at - self._busy_since if self.open_turns else 0.0)
+
+    def begin_step(self, at: float) -> None:
+        """Turns may run on from the step before."""
+        self.tokens, self._busy_s, self._busy_since = 0, 0.0, at
+
+    def restarts(self, before: Worker) -> None:
+        """What its earlier process did in this step still counts."""
+        self.tokens, self.total_tokens, self._busy_s = (
+            before.tokens,
+            before.total_tokens,
+            before._busy_s,
+        )
+
+
+class TurnHub:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        send: Callable[[int, p.Message], None],
+        journal: Journal,
+        recorder: NullRecorder,
+        on_action: Callable[[ev.Action], None],
+        on_fault: Callable[[str, str], None],
+        world_size: int,
+    ) -> None:
+        self._world_size = world_size  # workers beyond it are borrowed
+        self._scheduler, self._send, self._journal, self._recorder = (
+            scheduler,
+            send,
+            journal,
+            recorder,
+        )
+        self._on_action, self._on_fault = on_action, on_fault
+        self.ledger = Ledger()
+        self.workers: dict[str, Worker] = {}
+        self.store = ""  # where versions are
+        self.version = -1
+        self.sync_bytes = 0
+        self.sync_pause_s = 0.0
+        self.engine_restarts = 0
+        self.returned = 0  # turns that engines gave back since `begin_step`
+        # tokens since `begin_step` of workers that are gone
+        self.past = {"dedicated": 0, "borrowed": 0}
+        self.heard_at = time.time()  # last progress of any kind
+        self._begun_at = self._token_at = (
+            0.0  # the last `begin_step`, and the last token since then
+        )
+        self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
+
+    # ----------------------------------------------------------------- what the step loop asks
+
+    def publish(self, version: int, store: str) -> None:
+        """Every worker takes this version before any further turn."""
+        self.version, self.store = version, store
+        self.sync_bytes, self.sync_pause_s = 0, 0.0
+        self.feed(ev.VersionPublished(at=time.time(), version=version))
+
+    def begin_step(self) -> None:
+        """Counters of the workers start anew."""
+        self._begun_at = self._token_at = time.time()
+        for worker in self.workers.values():
+            worker.begin_step(self._begun_at)
+        self.past = dict.fromkeys(self.past, 0)
+        self.ledger.migrations = self.returned = 0
+
+    @property
+    def generating_s(self) -> float:
+        """From the last `begin_step` to the last token since then: beyond the rollout phase when
+        trajectories run on while the trainer trains."""
+        return self._token_at - self._begun_at
+
+    def busy_s(self, at: float) -> float:
+        """Of a dedicated engine on average, seconds with at least one turn since `begin_step`; 0
+        without engines."""
+        busy = [w.busy_s(at) for _, w in self.dedicated()]
+        return sum(busy) / len(busy) if busy else 0.0
+
+    def stale_workers(self) -> list[str]:
+        """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a
+        borrowed one, nor for one that rests."""
+        resting = {w.worker for w in self._scheduler.cluster.workers.values() if w.resting}
+        return [
+            name
+            for name, w in self.dedicated()
+            if w.alive and w.version != self.version and name not in resting
+        ]
+
+    def dedicated(self) -> list[tuple[str, Worker]]:
+        return [(name, w) for name, w in self.workers.items() if not w.borrowed]
+
+    def end(self, trajectory: p.Trajectory) -> None:
+        """It is in."""
+        self.heard_at = time.time()
+        self._made.pop(trajectory.id, None)
+        self.feed(
+            ev.TrajectoryEnded(
+                at=self.heard_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
+            )
+        )
+
+    def cancel(self, trajectory: str) -> int:
+        """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
+        had."""
+        for turn in self.ledger.of_trajectory(trajectory):
+            state = self._scheduler.cluster.turns[turn]
+            if state.worker is not None:
+                self.workers[state.worker].turn_closed(time.time())
+                self._send(self.workers[state.worker].rank, p.AbortTurn(turn, state.attempt))
+            made = self.ledger.made(turn)
+            self.ledger.drop(turn)
+            self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+        tokens = self._made.pop(trajectory, 0)
+        self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
+        return tokens
+
+    def feed(self, event: ev.Event) -> None:
+        """Tell the scheduler; do what it says."""
+        actions = self._scheduler.handle(event)
+        self._journal.write(event, actions)
+        resting = [action.worker for action in actions if isinstance(action, ev.RestWorker)]
+        # Assignments first: what drops a group must find its turns where the scheduler believes
+        # them.
+        for action in sorted(actions, key=lambda a: not isinstance(a, ev.AssignTurn)):
+            match action:
+                case ev.AssignTurn(turn, worker, attempt, max_tokens):
+                    self.workers[worker].turn_opened(event.at)
+                    self._send(
+                        self.workers[worker].rank, self.ledger.dispatch(turn, attempt, max_tokens)
+                    )
+                case ev.AbortTurn(turn, worker, attempt, slow):
+                    if worker not in resting and not slow:
+                        self._on_fault(
+                            "stalled turn", f"{turn} on {worker}, attempt {attempt}: moved"
+                        )
+                    self.workers[worker].turn_closed(event.at)
+                    self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))
+                case ev.LoadWeights(worker, version):
+                    self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
+                case ev.UseWorker() | ev.RestWorker():
+                    pass  # what follows from it are other actions
+                case _:
+                    self._on_action(action)
+
+    # ----------------------------------------------------------------- messages
+
+    def handle(self, source: int, message: p.Message) -> bool:
+        """True when the message was about turns or workers."""
+        handler = getattr(self, f"_on_{type(message).__name__}", None)
+        if handler is None:
+            return False
+        handler(source, message)
+        return True
+
+    def _on_TurnRequest(self, source: int, m: p.TurnRequest) -> None:
+        self.ledger.open(m, source)
+        self.feed(
+            ev.TurnRequested(
+                at=time.time(),
+                turn=m.turn,
+                trajectory=m.trajectory,
+                group=m.group,
+                context_tokens=len(m.tokens) // 4,
+                max_new_tokens=m.sampling.max_new_tokens,
+                domain=m.domain,
+                outcome=m.outcome,
+            )
+        )
+
+    def _on_TurnProgress(self, source: int, m: p.TurnProgress) -> None:
+        self._count(source, m)
+
+    def _on_TurnFinished(self, source: int, m: p.TurnFinished) -> None:
+        if self._count(source, m) is None:
+            return
+        worker = self.workers[self._scheduler.cluster.turns[m.turn].worker]
+        worker.turn_closed(time.time())
+        if m.finish is p.FinishReason.LENGTH and self.ledger.chunk_ended(m.turn):
+            self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt, chunk=True))
+        else:
+            self._close_turn(m.turn, m.finish)
+
+    def _on_TurnReturned(self, source: int, m: p.TurnReturned) -> None:
+        if self._count(source, m) is None:
+            return
+        now = time.time()
+        self.workers[self._scheduler.cluster.turns[m.turn].worker].turn_closed(now)
+        if self.ledger.complete(m.turn):
+            self._close_turn(m.turn, p.FinishReason.LENGTH)
+            return
+        self.returned += 1
+        self.feed(ev.TurnReturned(at=now, turn=m.turn, attempt=m.attempt))
+
+    def _count(
+        self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
+    ) -> int | None:
+        """Take the tokens of a word; None if it is about an attempt that was given up."""
+        state = self._scheduler.cluster.turns.get(m.turn)
+        if state is not None and (
+            state.worker is None or self.workers[state.worker].rank != source
+        ):
+            return None  # taken back and waiting in the queue, or with another by now
+        count = self.ledger.add(m)
+        if count:
+            now = self.heard_at = self._token_at = time.time()
+            worker = self.workers[state.worker]
+            worker.tokens += count
+            worker.total_tokens += count
+            self._made[state.trajectory] = self._made.get(state.trajectory, 0) + count
+            self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
+        return count
+
+    def _close_turn(self, turn: str, finish: p.FinishReason) -> None:
+        made = self.ledger.made(turn)
+        self._send(*self.ledger.close(turn, finish))
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+
+    def _on_WorkerReady(self, source: int, m: p.WorkerReady) -> None:
+        before = self.workers.get(m.worker)
+        kind = "dedicated" if source < self._world_size else m.kind
+        self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
+        if before is not None:
+            self.workers[m.worker].restarts(before)
+        print(
+            f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start {m.incarnation}",
+            flush=True,
+        )
+        self.feed(
+            ev.WorkerJoined(
+                at=time.time(),
+                worker=m.worker,
+                kind=kind,
+                max_sequences=m.max_sequences,
+                kv_tokens=m.kv_tokens,
+                version=m.version,
+                hardware=m.hardware,
+            )
+        )
+
+    def _on_WorkerDown(self, source: int, m: p.WorkerDown) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is None or worker.incarnation != m.incarnation:
+            return
+        self.engine_restarts += m.restarting
+        held = self._take_turns(m.worker, m.error)
+        self._on_fault(
+            "engine died",
+            f"{m.worker}: {m.error}; {held} turns go elsewhere"
+            + (", the engine is restarted" if m.restarting else ""),
+        )
+        if not m.restarting:
+            self._forget(m.worker)
+            if not self.workers:
+                self._on_action(
+                    ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
+                )
+
+    def _on_WorkerLeaving(self, source: int, m: p.WorkerLeaving) -> None:
+        if m.worker in self.workers:
+            self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
+
+    def _on_WorkerLeft(self, source: int, m: p.WorkerLeft) -> None:
+        self.lose(m.worker, m.reason)
+
+    def lose(self, name: str, why: str) -> int:
+        """A worker is gone for good: its turns go on elsewhere from the tokens received; how many
+        these are."""
+        if name not in self.workers:
+            return 0
+        held = self._take_turns(name, why)
+        self._forget(name)
+        return held
+
+    def _forget(self, name: str) -> None:
+        worker = self.workers.pop(name)
+        self.past["borrowed" if worker.borrowed else "dedicated"] += worker.tokens
+
+    def _take_turns(self, name: str, why: str) -> int:
+        worker = self.workers[name]
+        worker.turn_closed(time.time(), worker.open_turns)
+        worker.alive = False
+        held = [t.turn for t in self._scheduler.cluster.turns.values() if t.worker == name]
+        ended = [turn for turn in held if self.ledger.complete(turn)]
+        for turn in ended:
+            self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
+        self.feed(ev.WorkerLost(at=time.time(), worker=name, reason=why, ended=ended))
+        return len(held)
+
+    def _on_WorkerLoad(self, source: int, m: p.WorkerLoad) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is not None and worker.incarnation == m.incarnation:
+            worker.running, worker.waiting = m.running, m.waiting
+            self._recorder.counter(f"{m.worker}/kv_usage", m.kv_usage)
+
+    def _on_WorkerCapacity(self, source: int, m: p.WorkerCapacity) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is not None and worker.alive and worker.incarnation == m.incarnation:
+            self._recorder.counter(f"{m.worker}/kv_tokens", m.kv_tokens)
+            self.feed(
+                ev.WorkerCapacity(
+                    at=time.time(),
+                    worker=m.worker,
+                    kv_tokens=m.kv_tokens,
+                    max_sequences=m.max_sequences,
+                    expected_s=m.expected_s,
+                    revoked=m.revoked,
+                )
+            )
+
+    def _on_VersionLoaded(self, source: int, m: p.VersionLoaded) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is None or worker.incarnation != m.incarnation:
+            return
+        self.heard_at = time.time()
+        worker.version = m.version
+        self.sync_bytes += m.nbytes
+        self.sync_pause_s = max(self.sync_pause_s, m.pause_s)
+        self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=m.version))
+
+    def _on_VersionFailed(self, source: int, m: p.VersionFailed) -> None:
+        worker = self.workers.get(m.worker)
+        if worker is not None and worker.borrowed:  # it was too slow: the next version, then
+            self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))
+            return
+        self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))

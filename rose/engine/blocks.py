@@ -1,0 +1,206 @@
+"""Which blocks of a KV cache hold memory, and which pages of it may therefore go back to the
+system. Pure.
+
+A block (vLLM's unit, say 16 tokens) owns one span of bytes in every layer's region; a page (4 KiB
+of the system's, 2 MiB of CUDA's) can lie in several spans. So each page counts the held spans in
+it: it is asked of the pool when the first comes and given back when the last one goes, whatever the
+order of the calls. Adjacent blocks released together give back most. Left out: KV caches of several
+groups or layouts whose blocks are not whole spans; `layout_of` refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rose.memory import Ranges
+
+FAILED = -1  # what a worker answers when its device has no memory for the blocks
+
+
+class Pool(Protocol):
+    """A range of virtual addresses whose pages get memory and lose it; fresh ones read as zeros."""
+
+    page: int  # bytes
+    nbytes: int  # a multiple of `page`
+
+    def map(self, ranges: Ranges) -> None: ...
+
+    def release(self, ranges: Ranges) -> None: ...
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Every page may be touched meanwhile; what is written to those without memory is lost."""
+
+
+class Layout(NamedTuple):
+    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of a buffer of
+    `nbytes`."""
+
+    nbytes: int
+    blocks: int
+    starts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.strides)
+
+
+def layout_of(kv_cache, name: str) -> Layout:
+    """Of vLLM's `KVCacheConfig` and the name of its resolved layout, a permutation of the axes
+    Layer, Block, Head, tokeN, Content. Raises `ValueError` for what can't be lent block by block.
+    """
+    groups = len(kv_cache.kv_cache_groups)
+    if groups != 1:
+        raise ValueError(
+            f"the model's KV cache has {groups} groups (sliding windows, Mamba?), which share bytes; "
+            "KV memory can be lent for models with one group of attention layers"
+        )
+    if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
+        raise ValueError(
+            "the model's KV cache is not made of attention layers: its memory can't be lent by block"
+        )
+    tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
+    if any(tensor.host_resident for tensor in tensors):
+        raise ValueError(
+            "part of the KV cache is kept on the host: its memory can't be lent by block"
+        )
+    if name[0] == "B":  # a block is one span, all layers in it
+        spans = {0: tensors[0].block_stride}
+    elif name[:2] == "LB":
+        spans = {
+            t.offset + i * t.layer_stride: t.block_stride
+            for t in tensors
+            for i in range(len(t.layers))
+        }
+    else:
+        raise ValueError(
+            f"KV cache layout {name} scatters a block over its heads; set VLLM_KV_CACHE_LAYOUT to one "
+            "that begins with LB or B, as LBNHC"
+        )
+    return _checked(Layout(tensors[0].size, blocks, tuple(spans), tuple(spans.values())))
+
+
+def _checked(layout: Layout) -> Layout:
+    ends = [start + layout.blocks * stride for start, stride in zip(layout.starts, layout.strides)]
+    order = np.argsort(layout.starts)
+    if (
+        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:]))
+        or max(ends) > layout.nbytes
+    ):
+        raise ValueError(f"KV cache regions overlap or leave its {layout.nbytes} bytes: {layout}")
+    return layout
+
+
+class BlockMemory:
+    """Holds no block at first. Ids that are held already, or not held, are passed over by `map` and
+    `release`."""
+
+    def __init__(self, pool: Pool, layout: Layout) -> None:
+        self.pool, self.layout = pool, layout
+        self._held = np.zeros(layout.blocks, bool)
+        self._spans = np.zeros(pool.nbytes // pool.page, np.int32)  # held spans in each page
+        self._suspended = False
+
+    @property
+    def held(self) -> int:
+        """Blocks."""
+        return int(self._held.sum())
+
+    @property
+    def mapped_bytes(self) -> int:
+        return 0 if self._suspended else int((self._spans > 0).sum()) * self.pool.page
+
+    def map(self, ids: Iterable[int]) -> int:
+        """These blocks may be used from here on; returns the bytes asked of the pool. What the pool
+        raises leaves everything as it was. Raises `ValueError` for an id that is none."""
+        runs = self._runs(ids, held=False)
+        fresh = self._count(runs, 1)
+        try:
+            if not self._suspended:
+                self.pool.map(fresh)
+        except BaseException:
+            self._count(runs, -1)
+            raise
+        for low, high in runs:
+            self._held[low:high] = True
+        return _total(fresh)
+
+    def release(self, ids: Iterable[int]) -> int:
+        """Forget what is in these blocks; returns the bytes that went back. Raises `ValueError` for
+        an id that is none, or 0: that is vLLM's null block, which kernels touch for padding."""
+        runs = self._runs(ids, held=True)
+        if runs and runs[0][0] == 0:
+            raise ValueError("block 0 is vLLM's null block and is never given back")
+        for low, high in runs:
+            self._held[low:high] = False
+        idle = self._count(runs, -1)
+        if not self._suspended:
+            self.pool.release(idle)
+        return _total(idle)
+
+    def suspend(self) -> None:
+        """Give every page back, and remember which blocks were held."""
+        if not self._suspended:
+            self.pool.release(_ranges(np.flatnonzero(self._spans), self.pool.page))
+            self._suspended = True
+
+    def resume(self) -> None:
+        """Ask for the pages of the blocks held; they read as zeros."""
+        if self._suspended:
+            self.pool.map(_ranges(np.flatnonzero(self._spans), self.pool.page))
+            self._suspended = False
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of
+        it."""
+        with self.pool.scratch():
+            yield
+        self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
+
+    def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
+        """[low, high) of neighbouring ids among those that are held, or are not."""
+        wanted = np.unique(np.fromiter(ids, np.int64))
+        if wanted.size and not (wanted[0] >= 0 and wanted[-1] < self.layout.blocks):
+            raise ValueError(
+                f"blocks {wanted[0]} to {wanted[-1]} asked for; the KV cache has 0 to "
+                f"{self.layout.blocks - 1}"
+            )
+        return _ranges(wanted[self._held[wanted] == held], 1)
+
+    def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
+        """Count the spans of these runs in or out; the pages that thereby got their first, or lost
+        their last."""
+        page, turned = self.pool.page, []
+        for start, stride in zip(self.layout.starts, self.layout.strides):
+            for low, high in runs:
+                first, last = (start + low * stride) // page, (start + high * stride - 1) // page
+                begins = np.arange(first, last + 1) * page - start
+                spans = (
+                    np.minimum((begins + page - 1) // stride, high - 1)
+                    - np.maximum(begins // stride, low)
+                    + 1
+                )
+                before = self._spans[first : last + 1].copy()
+                self._spans[first : last + 1] += change * spans.astype(np.int32)
+                turned.append(
+                    first + np.flatnonzero((before > 0) != (self._spans[first : last + 1] > 0))
+                )
+        return _ranges(np.unique(np.concatenate(turned)) if turned else np.empty(0, np.int64), page)
+
+
+def _ranges(numbers: np.ndarray, unit: int) -> Ranges:
+    """[start, end) * unit of the runs in ascending whole numbers."""
+    if not numbers.size:
+        return []
+    cuts = np.flatnonzero(np.diff(numbers) != 1)
+    starts, ends = numbers[np.r_[0, cuts + 1]], numbers[np.r_[cuts, numbers.size - 1]] + 1
+    return [(int(low) * unit, int(high) * unit) for low, high in zip(starts, ends)]
+
+
+def _total(ranges: Ranges) -> int:
+    return sum(high - low for low, high in ranges)

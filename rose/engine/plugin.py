@@ -1,0 +1,76 @@
+"""vLLM's entry point into ROSE (group `vllm.general_plugins`): loaded in every process of an
+engine.
+
+It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to
+wake its loop. A scheduler of another class is left alone. It tells vLLM the GPU of a MIG slice. And
+on a CPU it does what vLLM leaves to its environment: it asks Linux for AMX, and keeps the memory of
+one step for the next.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+from rose.config.checks import NO_DRAFTS
+from rose.engine import heap, mig, names
+
+
+def register() -> None:
+    """May be called any number of times in a process. In engines that share no device it only does
+    what is for CPUs and for MIG slices."""
+    from vllm.platforms import current_platform
+
+    ask_for_amx()
+    if current_platform.is_cpu():
+        heap.keep()
+    if current_platform.is_cuda():
+        from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
+
+        mig.find_gpus_of_slices(NvmlCudaPlatform, pynvml)
+    if names.FOLDER not in os.environ:
+        return
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from rose.processes import die_with_parent
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # vLLM's engine would wait for ever for an API server that was killed
+        die_with_parent(parent.pid)
+    original = EngineCoreProc.run_busy_loop
+    if getattr(original, "attaches", False):
+        return
+
+    def run_busy_loop(self):
+        if hasattr(self.scheduler, "attach"):
+            self.scheduler.attach(self)
+        return original(self)
+
+    def rose_rest(self, resting):
+        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they
+        do."""
+        if hasattr(self.scheduler, "rest"):
+            self.scheduler.rest(resting)
+
+    run_busy_loop.attaches = True
+    EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
+
+
+def refuse_drafts(vllm_config: Any) -> None:
+    """Raises `ValueError` for an engine on a CPU that would decode speculatively, however it was
+    asked to: by its arguments, or by a model's own config.json."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+        raise ValueError(f"{vllm_config.speculative_config.method}: {NO_DRAFTS}")
+
+
+def ask_for_amx() -> None:
+    """Linux gives a process the AMX tiles that it asked for (arch_prctl); without, the first
+    attention in bfloat16 on a CPU that has them ends vLLM 0.32's engine by SIGILL. Nothing happens
+    on other CPUs."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -1,0 +1,424 @@
+"""A rollout worker: a token server around one engine, without state worth losing.
+
+Tokens go to the coordinator as they are made. When the engine process dies the worker says so at
+once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
+elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is
+started, woken and put to sleep when the coordinator says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+
+import msgspec
+
+from rose import protocol as p
+from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.comm.tasks import Tasks
+from rose.config import Config
+from rose.engine.activation import NOTHING, Moved
+from rose.engine.vllm_engine import Chunk, Engine, EngineDied
+from rose.models import resolve
+from rose.observe.recorder import NullRecorder
+from rose.protocol import seed_of
+from rose.transfer.broadcast import Broadcast
+from rose.transfer.mirror import Mirror
+from rose.transfer.store import edge_name
+
+HEARTBEAT_S = 1.0
+STOP_DEADLINE_S = 5.0
+PROGRESS_S = (
+    0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
+)
+# for a broadcast to begin, and to end, after the word that it was sent
+BEGINS_S, ARRIVES_S = (0.2, 30.0)
+DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
+
+
+class _Word:
+    """Tokens of one version that the coordinator has not been told of."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+
+    def add(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+
+    def packed(self) -> tuple[bytes, bytes, int]:
+        return p.pack_tokens(self.tokens), p.pack_floats(self.logprobs), self.version
+
+
+class RolloutWorker:
+    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
+    `broadcast`, where the rank is part of one, fills `mirror`."""
+
+    heartbeat_s = HEARTBEAT_S
+    dedicated = True
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        mailbox: Mailbox | None,
+        recorder: NullRecorder,
+        broadcast: Broadcast | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
+        self._broadcast, self._mirror = broadcast, mirror
+        self.folder = resolve(config.model)
+        self.engine: Engine | None = None
+        self.incarnation = 0
+        self.dismissed = ""  # the coordinator's reason
+        self._turns: dict[tuple[str, int], asyncio.Task] = {}
+        self._has_device = asyncio.Event()  # clear while it is the trainer's
+        self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
+        self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
+        # the coordinator knows the engine, which lives as far as we know
+        self._up = asyncio.Event()
+        self._load_tasks: set[asyncio.Task] = set()
+        if not (config.shares_devices and self.dedicated):
+            self._has_device.set()
+        self._ends = False
+        self._hands_back = (
+            False  # an ended turn's last tokens are still wanted: it goes on elsewhere
+        )
+        self._returned = 0  # turns that the engine gave back
+        self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
+
+    async def run(self) -> None:
+        """Until the coordinator says `Shutdown`. Raises when the engine died more often than
+        allowed."""
+        self._tasks = Tasks()
+        try:
+            await self._tasks.run_until(*self._services())
+        finally:
+            self._ends = True
+            if self.engine is not None:
+                await self.engine.shutdown()
+            await self._tasks.close(STOP_DEADLINE_S)
+            if self._mirror is not None:
+                self._mirror.close()
+
+    def _services(self) -> list[Coroutine]:
+        received = [self._broadcast.receive(self._mirror)] if self._broadcast else []
+        return [
+            self._receive(),
+            self._keep_engine(),
+            self._heartbeat(),
+            self._share_device(),
+            *received,
+        ]
+
+    # ----------------------------------------------------------------- the engine's life
+
+    async def start_engine(self) -> None:
+        """Raises `EngineError`."""
+        rollout = self.config.rollout
+        if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
+            sleeps = {"enable_sleep_mode": True} | rollout.engine_args
+            rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
+        self.engine = await Engine.start(
+            self.folder,
+            rollout,
+            self.config.model,
+            deterministic=self.config.deterministic,
+            gpus=self.config.cluster.gpus > 0,
+            seed=seed_of(self.config.seed, self.name, self.incarnation),
+        )
+        self.incarnation += 1
+
+    async def _keep_engine(self) -> None:
+        for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
+            await self._bring_engine_up()
+            self._send(self._ready())
+            self._up.set()
+            await asyncio.shield(self.engine.died)
+            self._up.clear()
+            # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just
+            # ended it
+            if self._hands_back or self._ends:
+                await asyncio.Event().wait()
+            self._send(
+                p.WorkerDown(
+                    self.name,
+                    self.incarnation,
+                    f"engine process {self.engine.pid} died",
+                    restarts_left > 0,
+                )
+            )
+            await self.engine.shutdown()
+        raise EngineDied(
+            f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
+            "rollout.engine_restarts allows no more"
+        )
+
+    async def _bring_engine_up(self) -> None:
+        """Unless it is up: in its turn."""
+        while True:
+            await self._has_device.wait()
+            async with self._device:
+                if not self._has_device.is_set():
+                    continue
+                if self.engine is None or not self.engine.alive:
+                    await self.start_engine()
+                return
+
+    # ----------------------------------------------------------------- a device shared with a
+    # trainer rank
+
+    async def _share_device(self) -> None:
+        """One order after the other, each answered when it is done."""
+        while True:
+            order = await self._device_orders.get()
+            began = time.time()
+            awake = isinstance(order, p.Wake)
+            moved = await (self._wake() if awake else self._sleep())
+            self.recorder.span(
+                "engine_wake" if awake else "engine_sleep", began, time.time(), freed_gib=moved.gib
+            )
+            self._send(
+                p.DeviceChanged(
+                    self.mailbox.rank,
+                    order.turn,
+                    awake,
+                    time.time() - began,
+                    abs(moved.gib),
+                    moved.free_gib,
+                    moved.total_gib,
+                )
+            )
+
+    async def _sleep(self) -> Moved:
+        """An engine that is being started gets up first; one that is dead has given everything
+        back."""
+        async with self._device:
+            self._has_device.clear()
+            engine = self.engine
+            if engine is not None and engine.alive:
+                try:
+                    return await engine.sleep()
+                except Exception:
+                    if not await self._died(engine):
+                        raise
+        return NOTHING
+
+    async def _wake(self) -> Moved:
+        """Weights, the version that came meanwhile, then the KV cache: while a version is staged
+        there is room."""
+        engine = self.engine
+        sleeps = engine is not None and engine.alive and engine.asleep
+        moved = NOTHING
+        try:
+            if sleeps:
+                moved = await engine.wake_weights()
+            self._has_device.set()
+            if sleeps:
+                if self._load_tasks:
+                    await asyncio.wait(self._load_tasks)
+                moved += await engine.wake()
+        except Exception:
+            if not await self._died(engine):
+                raise
+            self._has_device.set()  # another is started
+        await self._up.wait()
+        return moved
+
+    def _ready(self) -> p.WorkerReady:
+        return p.WorkerReady(
+            self.name,
+            self.incarnation,
+            self.engine.pid,
+            self._max_sequences,
+            self.engine.kv_tokens,
+            self.engine.version,
+            self.engine.hardware,
+            self.config.serving.kind,
+        )
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_s)
+            if self.engine is None or not self.engine.alive:
+                continue
+            s = self.engine.stats()
+            self._send(
+                p.WorkerLoad(
+                    self.name,
+                    self.incarnation,
+                    s.running,
+                    s.waiting,
+                    s.kv_usage,
+                    s.generated_tokens,
+                    s.prompt_tokens,
+                    s.cached_tokens,
+                )
+            )
+
+    # ----------------------------------------------------------------- messages
+
+    async def _receive(self) -> None:
+        while True:
+            _, message = await self.mailbox.receive()
+            match message:
+                case p.GenerateTurn():
+                    key = (message.turn, message.attempt)
+                    self._turns[key] = self._tasks.spawn(self._generate(message))
+                case p.AbortTurn(turn, attempt):
+                    task = self._turns.pop((turn, attempt), None)
+                    if task is not None:
+                        task.cancel()
+                case p.LoadVersion():
+                    task = self._tasks.spawn(self._load(message))
+                    self._load_tasks.add(task)
+                    task.add_done_callback(self._load_tasks.discard)
+                case p.Sleep() | p.Wake():
+                    self._device_orders.put_nowait(message)
+                case p.Shutdown(reason):
+                    self.dismissed = reason
+                    return
+                case _:
+                    self._hear(message)
+
+    def _hear(self, message: p.Message) -> None:
+        raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
+
+    async def _died(self, engine: Engine) -> bool:
+        """Whether an error of `engine` was its death: vLLM's own threads may notice that before we
+        do."""
+        await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
+        return not engine.alive
+
+    async def _generate(self, m: p.GenerateTurn) -> None:
+        """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says
+        all)."""
+        engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
+        word, told = _Word(engine.version), began
+        try:
+            async for delta in engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
+                now = time.time()
+                first = first or now
+                made += len(delta.tokens)
+                cached = max(cached, delta.cached_tokens)
+                if delta.version != word.version:
+                    if word.tokens:
+                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                    word = _Word(delta.version)
+                word.add(delta)
+                if delta.finish is None:
+                    if now - told >= PROGRESS_S:
+                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                        word, told = _Word(delta.version), now
+                else:
+                    if delta.finish is p.FinishReason.ABORT:
+                        self._returned += 1
+                        self._send(
+                            p.TurnReturned(
+                                m.turn, m.attempt, *word.packed(), "evicted by the engine"
+                            )
+                        )
+                    else:
+                        self._send(
+                            p.TurnFinished(
+                                m.turn,
+                                m.attempt,
+                                *word.packed(),
+                                delta.finish,
+                                cached,
+                                ttft_s=first - began,
+                                started=began,
+                                finished=now,
+                            )
+                        )
+                    self.recorder.span(
+                        "turn",
+                        began,
+                        now,
+                        turn=m.turn,
+                        trajectory=m.turn.rpartition(".")[0],
+                        tokens=made,
+                        version=delta.version,
+                        attempt=m.attempt,
+                        finish=delta.finish.value,
+                    )
+        except asyncio.CancelledError:
+            if word.tokens and self._hands_back:
+                self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+            raise
+        except Exception:
+            if not await self._died(engine):
+                raise
+        finally:
+            self._turns.pop((m.turn, m.attempt), None)
+
+    async def _load(self, m: p.LoadVersion) -> None:
+        engine, incarnation = self.engine, self.incarnation
+        await self._has_device.wait()  # staging reads the live weights
+        began = time.time()
+        try:
+            mirror = await self._mirrored(edge_name(m.version, engine.version))
+            loaded = await engine.load_version(
+                m.version, self._store(m.store), self.config.transfer, mirror
+            )
+        except (
+            Exception
+        ) as error:  # whatever the engine process raised; the coordinator ends the run with it
+            if await self._died(engine):
+                print(f"{self.name}: version {m.version}: {error}", flush=True)
+                return
+            self._send(
+                p.VersionFailed(
+                    self.name, incarnation, m.version, f"{type(error).__name__}: {error}"
+                )
+            )
+            return
+        seconds = time.time() - began
+        if self._mirror is not None:
+            self._mirror.keep([])
+        self.recorder.span(
+            "load_version",
+            began,
+            time.time(),
+            version=m.version,
+            nbytes=loaded.nbytes,
+            route=" ".join(loaded.route),
+            mirrored=loaded.mirrored,
+            pause_s=loaded.pause_s,
+        )
+        self._send(
+            p.VersionLoaded(
+                self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes
+            )
+        )
+
+    async def _mirrored(self, edge: str) -> str | None:
+        """The mirror's folder, once the edge is complete in it or won't be."""
+        if self._mirror is None:
+            return None
+        began = time.monotonic()
+        while (
+            self._mirror.find(edge) is None
+            and edge not in self._mirror.failures
+            and time.monotonic() - began < (ARRIVES_S if self._mirror.comes(edge) else BEGINS_S)
+        ):
+            await asyncio.sleep(0.002)
+        if edge in self._mirror.failures:
+            print(
+                f"{self.name} reads {edge} from the store: {self._mirror.failures[edge]}",
+                flush=True,
+            )
+        return str(self._mirror.path)
+
+    def _store(self, folder: str) -> str:
+        """Where this worker reads the versions of `folder`."""
+        relay = self.config.transfer.relay
+        return folder if relay is None else f"{relay.rstrip('/')}/{Path(folder).name}"
+
+    def _send(self, message: p.Message) -> None:
+        self.mailbox.send(COORDINATOR, message)

@@ -1,0 +1,329 @@
+"""What `python launch.py` does: compose every configuration, check them all, then run them one
+after the other.
+
+    0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
+Left out: processes (supervise.py), the run's rules (resume.py), and everything the ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+import msgspec
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+
+from rose import config as configuration
+from rose import processes, scheduler
+from rose.agent import envs
+from rose.config import Config, ConfigError
+from rose.coordinator import replay
+from rose.launch import (
+    errors,
+    gpus,
+    local,
+    logs,
+    model,
+    plan,
+    resume,
+    sbatch,
+    slurm,
+    state,
+    supervise,
+)
+from rose.observe import terminal, views
+from rose.observe.terminal import say
+from rose.sim.study import front as study
+
+# Hydra's flags that compose no point
+INSTEAD_OF_RUNNING = frozenset(
+    (
+        "--help",
+        "-h",
+        "--hydra-help",
+        "--version",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+        "--shell-completion",
+        "-sc",
+    )
+)
+NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
+
+
+def main(conf: Path, arguments: list[str]) -> int:
+    """Run the command line `arguments` on the Hydra folder `conf`; the process's exit code."""
+    complaints = Console(stderr=True)
+    try:
+        with _signals_raise():
+            return _main(conf, arguments, Console())
+    except errors.COMPLAINTS as error:
+        return _refuse(complaints, errors.explain(error, conf, arguments))
+    except ConfigError as error:
+        return _refuse(complaints, str(error))
+    except KeyboardInterrupt as interrupt:
+        (number,) = interrupt.args
+        say(complaints, f"ended by {signal.Signals(number).name}")
+        return 128 + number
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt(number), which unlocks and ends what was begun.
+    While a job runs, supervise.py handles them instead."""
+
+    def interrupt(number: int, _) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _main(conf: Path, arguments: list[str], console: Console) -> int:
+    trees = compose(conf, arguments)
+    names = [str(tree["name"]) for tree in trees]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(
+            f"name={twice!r}: two points of the sweep have this name; give them different ones"
+        )
+    if any(tree["mode"] in study.MODES for tree in trees):
+        return study.main(
+            [model.known(configuration.from_dict(tree)) for tree in trees],
+            console,
+            study.command_of(arguments),
+        )
+    plans = [check(tree) for tree in trees]
+    for number, each in enumerate(plans, 1):
+        if len(plans) > 1:
+            console.rule(f"{number} of {len(plans)}: {each.config.name}")
+        if code := launch(each, console):
+            return code
+    return 0
+
+
+def compose(conf: Path, arguments: list[str]) -> list[dict]:
+    """One resolved tree per point of the sweep; one without -m; none for --help and the like.
+    Raises `ConfigError` for a sweep without points."""
+    trees: list[dict] = []
+    swept = errors.swept_keys(arguments)
+
+    def collect(composed) -> None:
+        tree = errors.to_tree(composed)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            tree["name"] = point_name(tree["name"], list(HydraConfig.get().overrides.task), swept)
+        trees.append(tree)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
+    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
+        os.environ["ROSE_HYDRA_SCRATCH"] = (
+            scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
+        )
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
+    sys.argv = program
+    if (
+        swept
+        and not trees
+        and not INSTEAD_OF_RUNNING.intersection(a.split("=")[0] for a in arguments)
+    ):
+        values = ", ".join(f"{key}={errors.value_of(key, arguments)}" for key in swept)
+        raise ConfigError(f"{values}: a sweep over no values; range(1,4) is 1, 2, 3")
+    return trees
+
+
+def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
+    """Name of a sweep point: the run's name and the swept overrides, as in
+    `frozenlake-seed=2,algorithm=rloo`."""
+    parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
+    if not parts or any(part.startswith("name=") for part in parts):
+        return name
+    return f"{name}-{re.sub(r'[^A-Za-z0-9._,=+-]', '.', ','.join(parts))}"[:NAME_LIMIT]
+
+
+def check(tree: dict) -> plan.Plan:
+    """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
+    # imports torch (2 s): worth the wait for the algorithm's own checks, here only
+    from rose.trainer import algorithms
+
+    c = with_whole_paths(configuration.from_dict(tree))
+    envs.check(c.env)
+    staleness = scheduler.build(c.scheduler, c.rollout.turn_timeout_s).staleness
+    check_domains(c)
+    algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.rollout.replay is not None:
+        replay.check(Path(c.rollout.replay), c.trainer.steps)
+    made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
+    stored = c.run_dir / "config.json"
+    if not c.cluster.dry_run:
+        if c.cluster.kind == "slurm":
+            slurm.check_programs()
+        else:
+            local.find_mpiexec()
+            gpus.for_launcher(c)
+        if os.path.exists(stored) and not c.fresh:
+            resume.check(stored, c)
+    return made
+
+
+def with_whole_paths(c: Config) -> Config:
+    """What else ranks read, by its path from the root, links followed: in a container they may
+    start in another folder, and that path is mounted."""
+    replayed, token = (
+        path and str(Path(path).resolve())
+        for path in (c.rollout.replay, c.transfer.relay_token_file)
+    )
+    return msgspec.structs.replace(
+        c,
+        rollout=msgspec.structs.replace(c.rollout, replay=replayed),
+        transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
+    )
+
+
+def check_domains(c: Config) -> None:
+    """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing
+    would go there. The hardware can't be checked: workers that join tell theirs."""
+    routing = c.scheduler.routing
+    for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
+        if domain not in c.env.members:
+            raise ConfigError(
+                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this run; its "
+                f"environments are {', '.join(c.env.members)}"
+            )
+
+
+def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
+    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
+    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
+    2410.18252) loss has no weights."""
+    if not staleness or corrects or c.algorithm.importance_cap is not None:
+        return ()
+    name = c.scheduler.batching.name
+    words = (
+        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and nothing corrects "
+        f"for their age: algorithm.name={c.algorithm.name!r} does not, and algorithm.importance_cap=null; take "
+        "algorithm=decoupled_ppo, or algorithm.importance_cap=2.0"
+    )
+    if name == "one_step_off":
+        return (words,)
+    raise ConfigError(words)
+
+
+def _still_there(c: Config) -> str | None:
+    """Id of the run's Slurm job if that waits or runs. Raises `ConfigError` when nobody can say so:
+    a second job would write into the same folder."""
+    try:
+        job = state.submitted(c.run_dir)
+        return job if job and state.is_active(job) else None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{c.run_dir}: whether its Slurm job is still there can't be told: {error}; try again, "
+            "or give the run another name"
+        ) from None
+
+
+def _say_still_there(c: Config, job: str, console: Console) -> int:
+    try:
+        what_now = state.cannot_start(job) or f"to end it: scancel {job}"
+        say(console, f"{c.name} is job {job} already; {what_now}")
+        state.show(c.run_dir, console)
+    except RuntimeError as error:  # Slurm answered a moment ago
+        say(console, f"{c.name} is job {job} already; {error}")
+    return 0
+
+
+def launch(made: plan.Plan, console: Console) -> int:
+    c = made.config
+    if c.why_not_borrowed:
+        say(console, c.why_not_borrowed, label="[yellow]warning:[/]")
+    if c.cluster.dry_run:
+        plan.show(made, console)
+        if c.cluster.kind == "slurm":
+            print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
+        return 0
+    if c.cluster.kind == "slurm" and (job := _still_there(c)):
+        return _say_still_there(c, job, console)
+    if c.fresh and c.run_dir.exists():
+        with local.locked(c.run_dir):
+            say(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
+    with local.locked(c.run_dir):
+        if resume.is_finished(c.run_dir, c.trainer.steps):
+            say(
+                console,
+                f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train on, or set "
+                "fresh=true to start over",
+            )
+            terminal.final_table(c.run_dir, console)
+            return 0
+        c = model.fetch(c, c.run_dir / "config.json")
+        # what a hub has, and not what conf/ says of it, is what is planned
+        if c.model != made.config.model:
+            made = plan.make(c, c.model.shape, made.doubts)
+        plan.show(made, console)
+        if c.cluster.kind == "slurm":
+            slurm.submit(c, made.ranks, console)
+            return 0
+        return _run(c, made, console)
+
+
+def _run(c: Config, made: plan.Plan, console: Console) -> int:
+    c = model.prepare(c)
+    attempt = logs.new_attempt(c.run_dir)
+    local.write_config(c, c.run_dir)
+    say(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
+    processes.adopt_orphans()
+    job = supervise.Job(
+        local.start(c, made.ranks, c.run_dir.resolve(), attempt),
+        made.ranks,
+        c.run_dir,
+        attempt,
+        c.cluster,
+    )
+    outcome = _follow(job, c, console)
+    views.build(c.observe, c.run_dir)
+    if outcome.failure:
+        say(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
+    elif outcome.interrupted:
+        say(console, f"{c.name}: stopped; the same command continues it")
+    elif resume.is_finished(c.run_dir, c.trainer.steps):
+        terminal.final_table(c.run_dir, console)
+    return outcome.code
+
+
+def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcome:
+    """Wait for the job while a thread shows its progress."""
+    if not c.observe.terminal:
+        return job.wait()
+    stop = threading.Event()
+    shown = threading.Thread(
+        target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True
+    )
+    shown.start()
+    try:
+        return job.wait()
+    finally:
+        stop.set()
+        shown.join(timeout=5.0)
+
+
+def _refuse(complaints: Console, message: str) -> int:
+    say(complaints, message, label="[red]bad configuration:[/]")
+    return 2

@@ -1,0 +1,394 @@
+"""One lent device: the online server, the lender beside it, and the operator's word about both.
+
+    operate process (this one)      owner of the Control board, HTTP, report; imports no vLLM
+      |- online server S            vLLM's API server (rose/lending/operator/server.py), started again when it dies
+      '- lender                     python -m rose.serving as without a server (rose/lending/rank/lender.py), with the
+                                    boards' folder in its environment: its memberships' engine R
+                                    joins the run
+
+S serves before there is a run and after it, with R or without. A lender that leaves by itself (the
+run is finished, or took none) ends lending, one that was killed is started again. Both children die
+with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import aiohttp
+
+from rose.comm.tasks import Tasks
+from rose.config import ConfigError, Serving
+from rose.launch import gpus
+from rose.lending import board
+from rose.lending.operator import metrics, report
+from rose.lending.operator.control import BEAT_S, ControlBoard
+from rose.lending.operator.history import EVERY_S, History
+from rose.lending.operator.server import FREE_SHARE, OnlineServer, ServerError, begin_child
+from rose.lending.operator.web import Web
+from rose.lending.rank.member import say
+from rose.lending.rules.predictor import Predictor
+from rose.lending.rules.slo import Typical, why_not_alone
+from rose.lending.settings import of_run, parse
+from rose.lending.vllm import device
+from rose.observe.lenders import LENT
+from rose.storage import write_whole
+
+SCHEDULER = "rose.lending.vllm.rollout.scheduler"
+SHORT = 256  # tokens of a prompt by which it is judged whether the targets can be met at all
+DEVICES = 64  # of one run's name on a node
+SCRAPE_S = 2.0  # of the online server's own metrics, for the report
+REPORT_EVERY_S = 15.0
+MOST_EVENTS = 200
+LOCK = "lock"
+STOP_TASKS_S = 1.0
+BACK_OFF_S = (1.0, 60.0)  # before a lender that was killed is started again
+LEAVE_S = 30.0  # for the lender's end, beyond serving.drain_s: its own limit is shorter
+
+NOW, WHEN_DONE, STOP, LEND = signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGRTMIN
+
+
+def has_gpus(arguments: list[str]) -> bool:
+    """As cluster.gpus says; without it, whether this node has the driver's device."""
+    gpus = parse(arguments).get("cluster.gpus")
+    return Path("/dev/nvidiactl").exists() if gpus is None else gpus != 0
+
+
+def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
+    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as
+    many as the larger engine of the two spreads over, where other tasks of the node see the same
+    ones. Raises `ConfigError` when this task sees fewer."""
+    if not has_gpus(overrides):
+        return
+    options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
+    wanted = {
+        "serving.online.engine_args.tensor_parallel_size": int(
+            options.get("tensor_parallel_size", 1)
+        )
+    }
+    rollouts = parse(overrides).get("rollout.tensor_parallel")
+    with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing else is known
+        rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
+    if isinstance(rollouts, int):
+        wanted["rollout.tensor_parallel"] = rollouts
+    key = max(wanted, key=wanted.__getitem__)
+    os.environ.update(gpus.of_task(wanted[key], f"{key}={wanted[key]}"))
+
+
+def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
+    """What the rollout engine's settings are beside an online engine on its device, where the
+    command line, `overrides`, leaves them open."""
+    # the most that is ever lent
+    own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}
+    if on_gpu:
+        own["rollout.gpu_memory_utilization"] = FREE_SHARE
+    given = parse(overrides)
+    return [f"{key}={value}" for key, value in own.items() if key not in given]
+
+
+def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
+    """Why nothing can be lent with these settings; "" if something can."""
+    if profile is None:
+        return (
+            "nothing is lent: serving.lending.profile is null, and the default refuses to lend until a profile of "
+            "this device and these models exists; python -m rose.lending.profile writes it"
+        )
+    if serving.online.slo is None:
+        return "nothing is lent: serving.online.slo is null, so nobody knows what online requests must be given"
+    online = serving.online
+    short = min(SHORT, online.max_context // 4)
+    alone = why_not_alone(
+        Predictor.from_dict(profile["online"]["predictor"]),
+        online.slo,
+        Typical(short, 1, short, online.max_batched_tokens),
+    )
+    return f"nothing is lent: {alone}" if alone else ""
+
+
+class Operator:
+    """`overrides`: the command line, of the server's and of the run's settings."""
+
+    def __init__(
+        self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
+    ) -> None:
+        self.run_dir, self.overrides, self.serving, self.profile = (
+            run_dir,
+            overrides,
+            serving,
+            profile,
+        )
+        self.folder, self._lock = claim(run_dir.name)
+        number = self.folder.name.rpartition("-")[2]
+        self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
+        self.home.mkdir(parents=True, exist_ok=True)
+        threads = parse(overrides).get("rollout.threads")
+        self.server = OnlineServer(
+            serving, self.folder, self.home / "online.log", has_gpus(overrides), threads
+        )
+        self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
+        self.history = History()
+        self._scraped = ""  # what the online server last said of itself
+        self._lender: asyncio.subprocess.Process | None = None
+        self._lends_not_said = self._leaving = False
+
+    def run(self) -> int:
+        """The exit code. Raises `ConfigError`."""
+        try:
+            take_gpus(self.run_dir, self.overrides, self.serving)
+            self.server.check()
+            return asyncio.run(self._run())
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
+
+    async def _run(self) -> int:
+        self._told: asyncio.Queue[int] = asyncio.Queue()
+        self._variables = device.describe(self.folder, self.serving, self.profile)
+        never = why_never(self.serving, self.profile)
+        self.control = ControlBoard(self.folder, self.serving.lending, never, self._note)
+        self.web = Web(self.folder, self.home, self.serving, self.control, self._page, self._status)
+        await self.web.open()
+        self._listen()
+        file = self.serving.lending.stop_file
+        say(
+            f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST {self._url}/lending/"
+            f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else "")
+        )
+        if self.control.switch.never:
+            self._note(self.control.switch.never)
+        tasks = Tasks()
+        for work in (
+            self.control.beat(),
+            self.control.watch_file(),
+            self._observe(),
+            self._write_reports(),
+            self.server.run(self._note),
+            self._lend(),
+        ):
+            tasks.spawn(work)
+        try:
+            await tasks.run_until(self._leave())
+            return 0
+        except ServerError as error:
+            say(str(error))
+            return 1
+        finally:
+            await self._close(tasks)
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._told.put_nowait, number)
+        loop.add_signal_handler(STOP, self.control.stop, "SIGUSR1")
+        loop.add_signal_handler(LEND, self.control.start, "SIGRTMIN")
+
+    # ----------------------------------------------------------------- the two children
+
+    async def _lend(self) -> None:
+        """From the online server's first readiness: before it there is nothing to be careful of."""
+        if self.control.switch.never:
+            return
+        while not self.server.up:
+            await asyncio.sleep(BEAT_S)
+        pause, code = BACK_OFF_S[0], -1
+        while code < 0:
+            began = time.monotonic()
+            self._lender = await asyncio.create_subprocess_exec(
+                *self.lender_command(),
+                env=os.environ | self._variables,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                preexec_fn=begin_child(os.getpid(), (STOP, LEND)),
+            )
+            code = await self._lender.wait()
+            if self._leaving:
+                return
+            if code < 0:
+                pause = BACK_OFF_S[0] if time.monotonic() - began > BACK_OFF_S[1] else pause
+                self._note(
+                    f"the lender was killed by {signal.Signals(-code).name}; another one is started in "
+                    f"{pause:g} s"
+                )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACK_OFF_S[1])
+        self._note(
+            f"the lender ended with code {code}; the online server serves on, nothing more is lent"
+        )
+
+    def lender_command(self) -> list[str]:
+        return [
+            sys.executable,
+            "-u",
+            "-m",
+            "rose.serving",
+            f"name={self.run_dir.name}",
+            f"output_dir={self.run_dir.parent}",
+            *self.overrides,
+            *beside_online(self.serving, self.server.gpus, self.overrides),
+            f"rollout.engine_args.scheduler_cls={SCHEDULER}",
+        ]
+
+    async def _leave(self) -> None:
+        """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2
+        after its turns."""
+        number = await self._told.get()
+        self._leaving = self.server.leaving = True
+        self._note(f"leaving, told by {signal.Signals(number).name}")
+        deadline = (
+            time.monotonic() + LEAVE_S + (self.serving.drain_s if number == WHEN_DONE else 0.0)
+        )
+        lender = self._lender
+        if lender is None or lender.returncode is not None:
+            return
+        lender.send_signal(WHEN_DONE if number == WHEN_DONE else NOW)
+        while lender.returncode is None and time.monotonic() < deadline:
+            await asyncio.sleep(BEAT_S)
+            if not self._told.empty() and self._told.get_nowait() != WHEN_DONE:
+                lender.send_signal(NOW)
+        if lender.returncode is None:
+            say(f"the lender did not leave within {LEAVE_S:g} s and is killed")
+            lender.kill()
+
+    async def _close(self, tasks: Tasks) -> None:
+        """The lender has left, or is killed; then the report, for which the server is asked; then
+        the server."""
+        if self._lender is not None and self._lender.returncode is None:
+            self._lender.kill()
+        # what engines said last that have ended with us
+        self.history.add(metrics.read(self.folder, living=False))
+        await self._write_report()
+        await tasks.close(STOP_TASKS_S)
+        self.control.close()
+        await self.server.stop()
+        await self.web.close()
+
+    # ----------------------------------------------------------------- what is seen
+
+    @property
+    def _url(self) -> str:
+        return f"{self.server.url.rpartition(':')[0]}:{self.web.port}"
+
+    def _note(self, words: str) -> None:
+        say(words)
+        self.events.append(report.Event(time.time(), words))
+
+    async def _observe(self) -> None:
+        while True:
+            boards = metrics.read(self.folder)
+            self.history.add(boards)
+            lends = boards.online is None or bool(boards.online.lends)
+            if lends == self._lends_not_said:
+                self._lends_not_said = not lends
+                self._note(
+                    "the online server meets its targets by itself again and lends"
+                    if lends
+                    else "the online server misses its targets with nothing lent (serving.online.slo): it lends "
+                    "nothing"
+                )
+            await asyncio.sleep(EVERY_S)
+
+    async def _write_reports(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            await self._write_report()
+
+    async def _write_report(self) -> None:
+        """The operator's page, and the numbers that the training run's report shows of it."""
+        measured, title = report.quantiles(await self._scrape()), self._title
+        told = report.summary(
+            title, measured, self.serving.online.slo, self.history, self.control.switch.stopped
+        )
+        try:
+            write_whole(self.home / "report.html", self._drawn(measured).encode())
+            write_whole(self.home / LENT, json.dumps(told).encode())
+        except OSError as error:
+            say(f"no report: {error}")
+
+    @property
+    def _title(self) -> str:
+        return f"{self.run_dir.name} on {socket.gethostname()}"
+
+    async def _page(self) -> str:
+        return self._drawn(report.quantiles(await self._scrape()))
+
+    def _drawn(self, measured: dict[str, float]) -> str:
+        return report.page(
+            self._title,
+            self.serving,
+            self.history,
+            measured,
+            self.control.switch.stopped,
+            list(self.events),
+        )
+
+    async def _scrape(self) -> str:
+        """The online server's metrics; when it doesn't answer, what it last said, or ""."""
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client,
+                client.get(f"{self.server.url}/metrics") as answer,
+            ):
+                if answer.status == 200:
+                    self._scraped = await answer.text()
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+        return self._scraped
+
+    def _status(self) -> dict[str, Any]:
+        state, boards = self.control.state, metrics.read(self.folder)
+        alive = self._lender is not None and self._lender.returncode is None
+        return {
+            "lend": bool(state.lend),
+            "why_not": self.control.switch.stopped,
+            "share": state.share,
+            "epoch": state.epoch,
+            "online": {
+                "url": self.server.url,
+                "up": self.server.up,
+                "starts": self.server.starts,
+                "lends": bool(boards.online.lends) if boards.online else False,
+            },
+            "rollout": {
+                "lender": self._lender.pid if alive else None,
+                "engine": int(boards.rollout.pid) if boards.rollout else None,
+            },
+            "report": f"{self._url}/report",
+            "home": str(self.home),
+            "boards": str(self.folder),
+        }
+
+
+def claim(name: str) -> tuple[Path, TextIO]:
+    """The folder of this device's boards, which no living process has, and the lock that says so.
+    Raises `ConfigError`."""
+    for number in range(DEVICES):
+        folder = board.folder(f"{name}-{number}")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):  # somebody's, or its owner is just removing it
+            lock.close()
+            continue
+        for left in folder.iterdir():  # by a process that was killed
+            if left.name != LOCK:
+                left.unlink()
+        return folder, lock
+    raise ConfigError(
+        f"name={name!r}: {DEVICES} devices of this node serve a run of this name already"
+    )

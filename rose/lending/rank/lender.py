@@ -1,0 +1,193 @@
+"""One engine's share of a serving node, from one membership in a run to the next.
+
+Left out: the command (rose/serving.py) and what a membership is (rose/lending/rank/member.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rose import processes
+from rose.comm.join import Endpoint, JoinError, endpoint
+from rose.config import Config, ConfigError
+from rose.engine import names, start
+from rose.launch import caches, gpus, resume
+from rose.lending import settings
+from rose.lending.rank import member
+from rose.lending.rank.member import Ended, say
+
+LOOK_S = 0.5
+ASK_S = 10.0  # between two questions whether anybody wants us
+SAY_EVERY_S = 60.0
+KILL_S = 15.0  # beyond serving.drain_s
+FAILURES = 5  # memberships in a row that never came to join
+BACK_OFF_S = (1.0, 60.0)
+
+
+class Lender:
+    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that
+    is not there."""
+
+    def __init__(
+        self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.run_dir, self.overrides, self.wanted = run_dir, overrides, wanted
+        self.command = (
+            "-m",
+            "rose.serving",
+            f"name={run_dir.name}",
+            f"output_dir={run_dir.parent}",
+            *overrides,
+        )
+        self.environ = dict(os.environ)  # as this process found it
+        self.signals: list[int] = []
+        self.drain_s = 0.0
+        self.prepared: dict[str, str] | None = None  # the variables with which vLLM was imported
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, lambda got, _: self.signals.append(got))
+        failures, pause = 0, BACK_OFF_S[0]
+        while True:
+            if (code := self._await_run()) is not None:
+                return code
+            config = settings.of_run(self.run_dir, self.overrides)
+            self.drain_s = config.serving.drain_s
+            self._prepare(config)
+            ended, joined = self._membership()
+            if self.signals:
+                return 0
+            if ended == Ended.REFUSED:
+                return 1
+            failures = (
+                failures + 1 if ended not in (Ended.RUN_OVER, Ended.NOT_NOW) and not joined else 0
+            )
+            if failures >= FAILURES:
+                say(f"given up: {failures} memberships in a row failed")
+                return 1
+            pause = BACK_OFF_S[0] if joined else min(2 * pause, BACK_OFF_S[1])
+            self._sleep(pause)
+
+    def _await_run(self) -> int | None:
+        """Wait until the run is seen alive: None. Else the exit code."""
+        seen: Endpoint | None = None
+        began = said = asked = time.monotonic()
+        while not self.signals:
+            if why := self._takes_none():
+                say(why)
+                return 1
+            try:
+                found = endpoint(self.run_dir)
+            except JoinError as error:
+                if not error.temporary:
+                    say(str(error))
+                    return 1
+                found = None
+            if found is not None and seen is not None and found != seen:
+                return None  # its beats grow
+            seen = found
+            wait_s = self._wait_s()
+            if self._is_finished() and found is None:
+                say(f"{self.run_dir} is finished")
+                return 0
+            now = time.monotonic()
+            if now - asked > ASK_S:
+                asked = now
+                if not self.wanted():
+                    say(f"nobody will continue {self.run_dir} now")
+                    return 0
+            if now - began > wait_s:
+                say(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")
+                return 0
+            if now - said > SAY_EVERY_S or said == began:
+                said = now + 1e-6
+                say(
+                    f"{'waiting for' if found is None else 'looking for a sign of life of'} {self.run_dir}"
+                )
+            self._sleep(LOOK_S)
+        return 0
+
+    def _takes_none(self) -> str:
+        """Why the run takes no borrowed ranks, if it has begun and takes none."""
+        if not (self.run_dir / "config.json").exists():
+            return ""
+        config = settings.of_run(self.run_dir, self.overrides)
+        reason = (
+            config.why_not_borrowed or "serving.borrow=false, deterministic=true or rollout.replay"
+        )
+        return "" if config.borrows else f"{self.run_dir} takes no borrowed ranks: {reason}"
+
+    def _wait_s(self) -> float:
+        try:
+            return settings.of_run(self.run_dir, self.overrides).serving.wait_s
+        except ConfigError:
+            if (self.run_dir / "config.json").exists():
+                raise
+            # it has not begun yet
+            return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))
+
+    def _is_finished(self) -> bool:
+        try:
+            return resume.is_finished(self.run_dir, settings.of_run(self.run_dir, []).trainer.steps)
+        except ConfigError:
+            return False
+
+    def _prepare(self, config: Config) -> None:
+        """Import vLLM, which takes longer than all the rest of a start, once: each membership is
+        forked from here. What it reads at its import must be as this run wants it, so for another
+        run this process begins anew. Raises `ConfigError` when this task sees too few GPUs."""
+        threads = 1 if config.deterministic else config.rollout.threads
+        shares = names.FOLDER in os.environ
+        wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
+        if config.cluster.gpus:
+            count = config.rollout.tensor_parallel
+            # the operator took the task's
+            given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ
+            wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
+            wanted |= caches.variables(config.cluster, self.environ)
+        if self.prepared is None:
+            os.environ.update(wanted)
+            say("importing vLLM")
+            start.preload()
+        elif self.prepared != wanted:
+            os.execve(sys.executable, [sys.executable, "-u", *self.command], self.environ)
+        self.prepared = wanted
+
+    def _membership(self) -> tuple[int, bool]:
+        """Run one; pass signals on. Its exit code, negative for a signal, and whether it had
+        joined."""
+        here = os.getpid()
+        told, tells = os.pipe()
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            processes.die_with_parent(here)
+            os.close(told)
+            member.main(self.run_dir, self.overrides, lambda: os.write(tells, b"."))
+        os.close(tells)
+        passed, deadline = 0, float("inf")
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            while passed < len(self.signals):
+                number, passed = self.signals[passed], passed + 1
+                os.kill(child, signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM)
+                deadline = (
+                    time.monotonic() + KILL_S + (self.drain_s if number == signal.SIGUSR2 else 0.0)
+                )
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+        code = os.waitstatus_to_exitcode(ended[1])
+        if code < 0 and not self.signals:
+            say(f"the membership was killed by {signal.Signals(-code).name}")
+        with open(told, "rb") as words:
+            return code, bool(words.read(1))
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.signals:
+            time.sleep(0.05)

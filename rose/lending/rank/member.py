@@ -1,0 +1,161 @@
+"""One membership of a borrowed rank, for which `python -m rose.serving` forks: ask, start the
+engine, join, leave.
+
+A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its
+death touches nobody else): after a run has vanished the next membership begins with a fresh MPI.
+Exit codes are `Ended`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from rose import protocol as p
+from rose.comm import singleton
+from rose.comm.join import Answer, Application, JoinError, endpoint
+from rose.config import Config, ConfigError
+from rose.engine import names
+from rose.engine.start import EngineError
+from rose.lending import board, settings
+from rose.lending.vllm import priority
+from rose.models import resolve
+from rose.observe.recorder import NullRecorder, Recorder
+
+# the coordinator answers in 0.2 s, unless it writes a checkpoint or its file system is slow
+ANSWER_S = 20.0
+FIRST_RANK = 10000  # of borrowed ranks in the trace
+
+
+class Ended(enum.IntEnum):
+    LEFT = 0  # asked to
+    RUN_OVER = 10  # the run has ended, vanished, or shown this rank out
+    REFUSED = 11  # and will be again
+    NOT_NOW = 12
+    FAILED = 1
+
+
+def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
+    """In a process that was just forked for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
+    for name in singleton.launchers():
+        del os.environ[name]
+    try:
+        code = run(run_dir, settings.of_run(run_dir, overrides), on_join)
+    except JoinError as error:
+        say(str(error))
+        code = Ended.NOT_NOW if error.temporary else Ended.REFUSED
+    except (ConfigError, EngineError) as error:
+        say(str(error))
+        code = Ended.REFUSED if isinstance(error, ConfigError) else Ended.FAILED
+    except Exception:
+        traceback.print_exc()
+        code = Ended.FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # MPI is not finalised: after a peer's death that can abort
+
+
+def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
+    """One membership. Raises `JoinError`, `EngineError`, `ConfigError`."""
+    _check_profile(config)
+    mpi = config.cluster.mpi
+    os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
+    if names.FOLDER in os.environ and config.serving.lending.priority == "idle":
+        # the online server's front end is on the same cores, and takes tokens from its engine
+        os.nice(priority.NICE)
+    found = endpoint(run_dir)
+    if found is None:
+        raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
+    application = Application(run_dir)
+    answer = application.ask(ANSWER_S)
+    say(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
+    recorder = _recorder(config, run_dir, answer.worker, found.attempt)
+    try:
+        return asyncio.run(_take_part(config, application, answer, recorder, on_join))
+    finally:
+        application.withdraw()
+        recorder.close()
+
+
+def _check_profile(config: Config) -> None:
+    """That the profile of a shared device is of the engines that it will have."""
+    path = config.serving.lending.profile
+    if names.FOLDER in os.environ and path is not None:
+        from rose.lending import device_profile
+
+        device_profile.check(device_profile.load(path), path, config, resolve(config.model))
+
+
+async def _take_part(
+    config: Config,
+    application: Application,
+    answer: Answer,
+    recorder: NullRecorder,
+    on_join: Callable[[], object],
+) -> Ended:
+    name = answer.worker
+    # Here and not above: whoever imports these initialises MPI, which reads its environment then.
+    from rose.comm.link import Link, LinkError
+    from rose.comm.mailbox import COORDINATOR
+    from rose.lending.rank.worker import BorrowedWorker, Wire
+
+    worker = BorrowedWorker(config, name, recorder, *_boards())
+    await worker.start_engine()
+    worker.mailbox = Wire(Link(application.connect(answer.port)))
+    worker.mailbox.send(COORDINATOR, p.JoinHello(application.token, name))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        asyncio.get_running_loop().add_signal_handler(number, worker.ask_to_leave, number)
+    on_join()
+    say(f"{name}: joined")
+    try:
+        await worker.run()
+    except LinkError as error:
+        worker.over = str(error)
+    if worker.asked_to_leave:
+        say(f"{name}: left")
+        return Ended.LEFT
+    say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
+    return Ended.RUN_OVER
+
+
+def _boards() -> tuple[Path | None, Callable[[int], None]]:
+    """(where the engine publishes its state, if it shares its device; what tells it of a new
+    version)."""
+    folder = os.environ.get(names.FOLDER)
+    if folder is None:
+        return None, lambda version: None
+    writer = board.Writer(Path(folder) / "epoch", board.Epoch)
+
+    def on_version(version: int) -> None:
+        writer.state.epoch = version
+        writer.write()
+
+    on_version(-1)
+    return Path(folder) / "rollout", on_version
+
+
+def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRecorder:
+    if not config.observe.trace:
+        return NullRecorder()
+    try:
+        return Recorder(
+            run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt
+        )
+    except OSError as error:
+        say(f"no trace of this rank: {error}")
+        return NullRecorder()
+
+
+def say(words: str) -> None:
+    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)

@@ -1,0 +1,210 @@
+"""The rollout worker of a borrowed rank: it may leave at any time, and outlives its coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+from rose import protocol as p
+from rose.comm.link import Link
+from rose.comm.mailbox import COORDINATOR
+from rose.comm.wire import decode, encode
+from rose.config import Config
+from rose.engine.rank import RolloutWorker
+from rose.engine.vllm_engine import Engine, EngineDied, EngineError
+from rose.lending.rank.capacity import CapacityWatch, EngineBoard
+from rose.lending.rules.gate import Reason
+from rose.observe.recorder import NullRecorder
+
+FIRST_PAUSE_S = 0.0002
+GOODBYE_S = 2.0  # the coordinator's, so that no last word of ours is lost in a closing connection
+BOARD_LOOK_S = 0.05  # between two looks at what the engine can take
+# with nothing lent: the engine's weights are given back after so long
+REST_LOOK_S, REST_AFTER_S = (0.25, 10.0)
+RUN_SILENT_S = 30.0  # the coordinator may be busy for seconds, and then still be there
+
+
+class Wire:
+    """A link as a mailbox: one peer, the coordinator."""
+
+    def __init__(self, link: Link, idle_pause_s: float = 0.002) -> None:
+        self._link, self._idle_pause_s, self._pause_s = link, idle_pause_s, FIRST_PAUSE_S
+        self._looked_at = time.monotonic()
+
+    def send(self, _: int, message: p.Message) -> None:
+        self._link.send(encode(message))
+
+    async def receive(self) -> tuple[int, p.Message]:
+        while (data := self._link.take()) is None:
+            self._looked_at = time.monotonic()
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 1.5, self._idle_pause_s)
+        self._pause_s = FIRST_PAUSE_S
+        return COORDINATOR, decode(data)
+
+    def silent_s(self) -> float:
+        """For how long nothing had come when it was last seen that nothing is here."""
+        return max(0.0, self._looked_at - self._link.heard_at)
+
+
+class BorrowedWorker(RolloutWorker):
+    """A rollout worker that may leave, and outlives its coordinator. `board`: where the scheduler
+    of an engine that shares its device publishes its state. `on_version(version)`: the engine holds
+    these weights."""
+
+    dedicated = False
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        recorder: NullRecorder,
+        board: Path | None = None,
+        on_version: Callable[[int], object] = lambda version: None,
+    ) -> None:
+        super().__init__(config, name, None, recorder)
+        self._board, self._on_version = board, on_version
+        self._awake = asyncio.Event()  # clear while the engine is inactive
+        self._awake.set()
+        self._loads = 0  # under way
+        self.heartbeat_s = config.serving.heartbeat_s
+        self.over = ""  # why the run is over for this rank
+        self._asked_to_leave: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def ask_to_leave(self, number: int) -> None:
+        """By a signal: SIGUSR2 politely, any other at once; a second one: at once."""
+        if not self._asked_to_leave.done():
+            self._asked_to_leave.set_result(number)
+        else:
+            self._drain_until = 0.0
+
+    @property
+    def asked_to_leave(self) -> bool:
+        return self._asked_to_leave.done() and not self._asked_to_leave.cancelled()
+
+    def _services(self) -> list[Coroutine]:
+        watches = (
+            [self._watch_capacity(self._board), self._rest(self._board)]
+            if self._board is not None
+            else []
+        )
+        return [*super()._services(), self._watch_run(), self._leave(), *watches]
+
+    def _hear(self, message: p.Message) -> None:
+        if not isinstance(message, p.Heartbeat):
+            super()._hear(message)
+
+    async def _watch_run(self) -> None:
+        """Ends when the coordinator has been silent for too long."""
+        while self.mailbox.silent_s() < RUN_SILENT_S:
+            await asyncio.sleep(1.0)
+        self.over = f"the run has been silent for {RUN_SILENT_S:g} s"
+
+    async def _watch_capacity(self, path: Path) -> None:
+        """For ever: says what the engine can take, after each `WorkerReady`, each returned turn and
+        each change."""
+        incarnation = returned = 0
+        while True:
+            await asyncio.sleep(BOARD_LOOK_S)
+            engine = self.engine
+            if engine is None or not engine.alive:
+                continue
+            if incarnation != self.incarnation:
+                incarnation = self.incarnation
+                board, watch = (
+                    EngineBoard(path, engine.pid),
+                    CapacityWatch(engine.kv_tokens, self._max_sequences),
+                )
+            # the scheduler sends it nothing of these before it hears this
+            if returned != self._returned:
+                returned = self._returned
+                watch.repeat()
+            found = watch.look(time.monotonic(), board.read())
+            if found is not None:
+                self._send(p.WorkerCapacity(self.name, incarnation, *found))
+
+    async def _rest(self, path: Path) -> None:
+        """While the operator lends nothing, the engine's memory is his too: weights and all but the
+        process itself go after REST_AFTER_S, and come again, in about a second, when he lends."""
+        since: float | None = None
+        while True:
+            await asyncio.sleep(REST_LOOK_S)
+            engine = self.engine
+            if engine is None or not engine.alive:
+                self._awake.set()  # the next one starts with all of it
+                continue
+            state = EngineBoard(path, engine.pid).read()
+            stopped = state is not None and state.shut_by in (Reason.STOPPED, Reason.HOUR)
+            since = (since or time.monotonic()) if stopped else None
+            try:
+                if not stopped and not engine.active:
+                    await self._activate(engine)
+                elif (
+                    stopped
+                    and engine.active
+                    and not self._turns
+                    and not self._loads
+                    and time.monotonic() - since > REST_AFTER_S
+                ):
+                    self._awake.clear()
+                    await engine.deactivate()
+                    print(
+                        f"{self.name}: nothing is lent; the engine gave its memory back", flush=True
+                    )
+            except EngineDied:
+                continue  # `_keep_engine` has seen it
+            except (
+                EngineError
+            ) as error:  # busy for too long: it keeps its memory, and is asked again
+                print(f"{self.name}: {error}", flush=True)
+                self._awake.set()
+
+    async def _activate(self, engine: Engine) -> None:
+        began = time.monotonic()
+        await engine.activate()
+        print(
+            f"{self.name}: lending again; the engine is active after {time.monotonic() - began:.2f} s",
+            flush=True,
+        )
+        self.incarnation += (
+            1  # it holds no version of the run: the scheduler hears of it as of a new one
+        )
+        self._send(self._ready())
+        self._awake.set()
+
+    async def _generate(self, m: p.GenerateTurn) -> None:
+        if not self._awake.is_set():  # sent before our word that we take nothing had come
+            self._send(p.TurnReturned(m.turn, m.attempt, b"", b"", self.engine.version, "inactive"))
+            self._turns.pop((m.turn, m.attempt), None)
+            return
+        await super()._generate(m)
+
+    async def _load(self, m: p.LoadVersion) -> None:
+        if not self._awake.is_set():
+            return  # `_activate` says that it holds none, and another one is sent
+        self._loads += 1
+        try:
+            await super()._load(m)
+        finally:
+            self._loads -= 1
+        if self.engine.version == m.version:
+            self._on_version(m.version)
+
+    async def _leave(self) -> None:
+        number = await self._asked_to_leave
+        reason = f"asked by {signal.Signals(number).name}"
+        self._drain_until = time.monotonic() + (
+            self.config.serving.drain_s if number == signal.SIGUSR2 else 0.0
+        )
+        self._hands_back = True
+        self._send(p.WorkerLeaving(self.name, self.incarnation, reason))
+        while self._turns and time.monotonic() < self._drain_until:
+            await asyncio.sleep(0.02)
+        for task in list(self._turns.values()):
+            task.cancel()
+        await asyncio.sleep(0)  # they send what they have
+        self._send(p.WorkerLeft(self.name, self.incarnation, reason))
+        await asyncio.sleep(GOODBYE_S)  # Shutdown, the answer, ends the worker before this

@@ -1,0 +1,146 @@
+"""When the rollout engine R may begin a step, and how large a one. Pure.
+
+A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h
+the interference measured by rose.lending.profile. It may begin if S, held up so long, still makes
+every target (now + h T <= hold_until), and if a request that arrives just after loses no more than
+step_share of its TTFT target, or less of it if that is what keeps the median TTFT (slo.Promptness).
+vLLM plans a step while the one before runs: what is left of those that were let through already is
+part of T. Anything unknown, silent, damaged or not a number shuts the gate.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+from rose.config.tree import Lending, Slo
+from rose.lending.board import Control, Online
+from rose.lending.rules.predictor import Predictor, Work
+
+CONTROL_STALE_S = (
+    2.0  # the operator's process beats twice a second and may be busy starting an engine
+)
+# a board's beat may be so far in the future: it was written between reading the clock and the board
+AHEAD_S = 0.001
+
+
+class Reason(enum.IntEnum):
+    """Why the gate is shut."""
+
+    OPEN = 0
+    NO_PROFILE = 1
+    NO_SLO = 2
+    CONTROL_SILENT = 3  # absent, damaged, or too old
+    STOPPED = 4  # by the operator
+    HOUR = 5  # nothing is lent at this hour
+    ONLINE_SILENT = 6
+    ONLINE_REFUSES = 7  # it says that nothing is lent
+    SLACK = 8  # an online request would miss its target
+    STEP_SHARE = 9  # even the smallest step would hold up a request to come for too long
+    PACE = 10  # online requests, decoding beside rollouts, would miss tpot_p50_s
+
+
+class Admission(NamedTuple):
+    tokens: int  # the most that the step may take in; 0: none may begin
+    reason: Reason
+
+
+class Gate:
+    """`profile`: of rose.lending.profile, null without one. `predictor`, of R's steps, is refined
+    by whoever observes them. Raises `ValueError` for a profile that is none."""
+
+    def __init__(self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None) -> None:
+        self._lending, self._slo = lending, slo
+        self.predictor: Predictor | None = None
+        self.hold = self.hold_mean = 0.0  # h, and its mean
+        if profile is not None:
+            try:
+                self.predictor = Predictor.from_dict(profile["rollout"]["predictor"])
+                self.hold = float(profile["interference"]["hold_p99"])
+                self.hold_mean = min(float(profile["interference"]["hold_mean"]), 1.0)
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"not a profile of rose.lending.profile: {error!r}") from None
+            if not 0 <= self.hold < float("inf"):
+                raise ValueError(
+                    f"profile: interference.hold_p99={self.hold:g} must be a finite number >= 0"
+                )
+
+    def admit(
+        self,
+        now: float,
+        online: Online | None,
+        control: Control | None,
+        demand: Work,
+        ahead: tuple[float, float] = (0.0, 0.0),
+    ) -> Admission:
+        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks
+        for one decode. `ahead`: seconds until R's steps in flight have ended, the mean and the
+        P99."""
+        if self.predictor is None:
+            return Admission(0, Reason.NO_PROFILE)
+        if self._slo is None:
+            return Admission(0, Reason.NO_SLO)
+        if reason := lent(now, online, control, self._lending):
+            return Admission(0, reason)
+        share = self._lending.step_share * self._slo.ttft_p99_s * online.prompt_share
+        share, slack = share - self.hold * ahead[0], online.hold_until - now - self.hold * ahead[1]
+        demand = demand if demand.tokens else Work((), 1, 0)
+        one = part(demand, 1)
+        for fits, reason in (
+            (self.hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),
+            (self.hold * self.predictor.p99(one) <= slack, Reason.SLACK),
+            (online.decode_s <= self._slo.tpot_p50_s * (1 - self.hold_mean), Reason.PACE),
+        ):
+            if not fits:  # also for what is not a number
+                return Admission(0, reason)
+        return Admission(self._largest(demand, share, slack), Reason.OPEN)
+
+    def _largest(self, demand: Work, share: float, slack: float) -> int:
+        """The most tokens that fit, by halving; 1 does."""
+
+        def fits(tokens: int) -> bool:
+            work = part(demand, tokens)
+            return (
+                self.hold * self.predictor.seconds(work) <= share
+                and self.hold * self.predictor.p99(work) <= slack
+            )
+
+        low, most = 1, min(self._lending.chunk_tokens, demand.tokens)
+        if most == 1 or fits(most):
+            return most
+        while most - low > 1:
+            middle = (low + most) // 2
+            low, most = (middle, most) if fits(middle) else (low, middle)
+        return low
+
+
+def lent(now: float, online: Online | None, control: Control | None, lending: Lending) -> Reason:
+    """OPEN if the operator and the online engine lend at all; else why not."""
+    if control is None or not _fresh(now, control.beat, CONTROL_STALE_S):
+        return Reason.CONTROL_SILENT
+    if not control.lend > 0:
+        return Reason.STOPPED
+    if not control.share > 0:
+        return Reason.HOUR
+    if online is None or not _fresh(now, online.beat, lending.stale_after_s):
+        return Reason.ONLINE_SILENT
+    if not online.lends > 0:
+        return Reason.ONLINE_REFUSES
+    return Reason.OPEN
+
+
+def _fresh(now: float, beat: float, stale_after_s: float) -> bool:
+    return -AHEAD_S <= now - beat <= stale_after_s
+
+
+def part(work: Work, tokens: int) -> Work:
+    """Its first `tokens`, as vLLM would take them: decodes, then prompts in their order."""
+    if tokens <= work.decodes:
+        return Work((), tokens, work.decode_context * tokens // max(1, work.decodes))
+    left, chunks = tokens - work.decodes, []
+    for new, before in work.prefill:
+        if left <= 0:
+            break
+        chunks.append((min(new, left), before))
+        left -= new
+    return Work(tuple(chunks), work.decodes, work.decode_context)

@@ -1,0 +1,314 @@
+"""How long a step of an engine takes, from what is in it.
+
+T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens
+in chunks of P_i, each token of a chunk attending to ctx_i before it on average; D decodes. c0 is
+the floor of reading the weights once, which a short prefill shares; c5 is what a step costs
+whatever is in it, which on a CPU is most of it. Fitted on the device (rose.lending.profile), then
+refined by every step that is observed: a slowly moving scale, which depends on how long the step
+is, and the last residuals, apart for steps with prefill and steps of decodes alone, as noise
+differs. Pure; not safe to share between threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+WINDOW = 512  # residuals kept for each kind of step: P99 is then the sixth largest
+SEEDS = 128  # of them that a profile brings
+RATE = 0.02  # of the scale's move per step: half of a lasting change in 35 steps
+STEP = (
+    2.0  # one step moves the scale as if it had been off by no more, however long a page fault took
+)
+SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
+LEVELS = tuple(map(math.log, SCALES))  # a scale's logarithm is what is fitted
+SPREAD = (
+    0.005  # variance of the steps' log times from which on they say how the scale depends on them
+)
+# of the log scale over the log time, at most: longer steps are always expected to take longer
+SLOPE = 0.5
+# of the samples that the last fits are made from; the rest are taken for page faults and the like
+KEPT = 0.95
+SHORTEST = 1e-6  # seconds: no step takes less
+ROUNDS = (
+    20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+)
+MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
+
+
+class Work(NamedTuple):
+    """What one engine step computes."""
+
+    prefill: tuple[tuple[int, int], ...]  # (new tokens, context before) of each prefill chunk
+    decodes: int
+    decode_context: int  # tokens, sum over decodes
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + sum(new for new, _ in self.prefill)
+
+
+class Predictor:
+    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted
+    times to begin with, of steps of decodes alone and of steps with prefill. Raises `ValueError`
+    for coefficients that are not five or six finite numbers >= 0."""
+
+    def __init__(
+        self,
+        coefficients: Sequence[float],
+        ratios: tuple[Iterable[float], Iterable[float]] = ((), ()),
+        samples: int = 0,
+    ) -> None:
+        if len(coefficients) not in (5, 6) or not all(
+            math.isfinite(c) and c >= 0 for c in coefficients
+        ):
+            raise ValueError(
+                f"coefficients {list(coefficients)!r}: must be six finite numbers >= 0"
+            )
+        if not any(coefficients):
+            raise ValueError("coefficients are all zero: no step takes no time")
+        self.coefficients = tuple(float(c) for c in (*coefficients, 0.0)[:6])
+        self.samples = samples  # that it was fitted to
+        self._kinds = (_Residuals(ratios[0]), _Residuals(ratios[1]))
+
+    def seconds(self, work: Work) -> float:
+        """Mean; 0 for a step without work. Some 2 microseconds."""
+        if not work.prefill and not work.decodes:
+            return 0.0
+        bare = self._bare(work)
+        return bare * self._kinds[bool(work.prefill)].scale(bare) if bare > 0 else 0.0
+
+    def p99(self, work: Work) -> float:
+        """The mean times the margin."""
+        return self.seconds(work) * self.margin(work)
+
+    def margin(self, work: Work) -> float:
+        """The 99th percentile of measured / predicted of such steps, at least 1."""
+        return self._kinds[bool(work.prefill)].p99
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """One step took so long. What can't be a step's time (not finite, or next to none: a clock
+        was set) is ignored."""
+        bare = self._bare(work) if work.tokens else 0.0
+        if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
+            self._kinds[bool(work.prefill)].add(bare, seconds)
+
+    @property
+    def error(self) -> tuple[float, float]:
+        """(mean of |predicted - measured| / measured, 99th percentile of measured / predicted),
+        over the last steps."""
+        count = sum(len(kind.last) for kind in self._kinds)
+        mape = sum(kind.absolute for kind in self._kinds) / count if count else 0.0
+        return max(0.0, mape), max(kind.p99 for kind in self._kinds)
+
+    def _bare(self, work: Work) -> float:
+        c0, c1, c2, c3, c4, c5 = self.coefficients
+        cost = 0.0
+        for new, before in work.prefill:
+            cost += new * (c1 + c2 * (before + new / 2))
+        return max(c0, cost) + c3 * work.decodes + c4 * work.decode_context + c5
+
+    @classmethod
+    def fit(cls, samples: list[tuple[Work, float]]) -> Predictor:
+        """Least squares of the relative error, without the 5% that fit worst. Raises `ValueError`
+        when samples with prefill, or of decodes alone, are missing or too few."""
+        samples = _usable(samples)
+        kept, fitted = samples, None
+        for _ in range(3):
+            fitted = cls(_fit(kept, [seconds for _, seconds in kept]))
+            by_error = sorted(samples, key=lambda s: abs(math.log(s[1] / fitted.seconds(s[0]))))
+            kept = _enough_of_both(by_error)
+        return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
+
+    @classmethod
+    def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
+        """The mean time of such steps, the worst included: least squares with errors relative to
+        the predicted time. What many steps take together follows from it, where `fit`, relative to
+        the measured time, leans to short ones the more the noisier they are. Raises as `fit`."""
+        samples = _usable(samples)
+        scale = [1.0] * len(samples)
+        for _ in range(MEAN_ROUNDS):
+            fitted = cls(_fit(samples, scale))
+            scale = [fitted.seconds(work) for work, _ in samples]
+        return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. What was learnt since the fit goes into the coefficients only as residuals:
+        `from_dict` begins with scales of 1."""
+        mape, p99 = self.error
+        return {
+            "coefficients": list(self.coefficients),
+            "samples": self.samples,
+            "mape": mape,
+            "p99": p99,
+            "ratios": [_quantiles(kind.ordered) for kind in self._kinds],
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Predictor:
+        """Raises `ValueError` when it is not what `to_dict` made."""
+        try:
+            ratios = [[float(ratio) for ratio in kind] for kind in found["ratios"]]
+            if len(ratios) != 2 or not all(
+                math.isfinite(r) and r > 0 for kind in ratios for r in kind
+            ):
+                raise ValueError("ratios must be two lists of finite numbers > 0")
+            return cls(
+                [float(c) for c in found["coefficients"]],
+                (ratios[0], ratios[1]),
+                int(found["samples"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a step-time predictor: {error!r}") from None
+
+
+class _Residuals:
+    """The last measured / predicted times of one kind of step, and the scale that follows them.
+
+    Its logarithm is a line over that of the fitted time, by least squares with exponential
+    forgetting: where one side of a device makes small steps and the other large ones, one factor
+    for all would be wrong for both."""
+
+    def __init__(self, ratios: Iterable[float]) -> None:
+        self.last = deque(ratios, maxlen=WINDOW)
+        self.ordered = sorted(self.last)
+        self.absolute = sum(abs(1 - 1 / ratio) for ratio in self.last)
+        self.p99 = self._p99()
+        self._at: float | None = None  # mean of log(fitted time); null before the first step
+        self._level = self._variance = self._covariance = (
+            0.0  # of log(measured / fitted time), both with log(fitted)
+        )
+        self._slope = 0.0
+
+    def scale(self, bare: float) -> float:
+        """Measured / fitted time to expect where `bare` seconds were fitted."""
+        level = (
+            self._level
+            if self._at is None
+            else self._level + self._slope * (math.log(bare) - self._at)
+        )
+        return math.exp(min(max(level, LEVELS[0]), LEVELS[1]))
+
+    def add(self, bare: float, seconds: float) -> None:
+        scale = self.scale(bare)
+        self._keep(ratio := seconds / (bare * scale))
+        x, y = math.log(bare), math.log(scale * min(max(ratio, 1 / STEP), STEP))
+        self._at = x if self._at is None else self._at
+        dx, dy = x - self._at, y - self._level
+        self._at += RATE * dx
+        self._level = min(max(self._level + RATE * dy, LEVELS[0]), LEVELS[1])
+        self._variance = (1 - RATE) * (self._variance + RATE * dx * dx)
+        self._covariance = (1 - RATE) * (self._covariance + RATE * dx * dy)
+        self._slope = min(max(self._covariance / (self._variance + SPREAD), -SLOPE), SLOPE)
+
+    def _keep(self, ratio: float) -> None:
+        if len(self.last) == WINDOW:
+            gone = self.last[0]
+            del self.ordered[bisect_left(self.ordered, gone)]
+            self.absolute -= abs(1 - 1 / gone)
+        self.last.append(ratio)
+        insort(self.ordered, ratio)
+        self.absolute += abs(1 - 1 / ratio)
+        self.p99 = self._p99()
+
+    def _p99(self) -> float:
+        """At least 1: a margin is never negative."""
+        return (
+            max(1.0, self.ordered[math.ceil(0.99 * len(self.ordered)) - 1]) if self.ordered else 1.0
+        )
+
+
+def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
+    samples = [(work, seconds) for work, seconds in samples if work.tokens and seconds > 0]
+    for words, prefill in (("of decodes alone", False), ("with prefill", True)):
+        if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
+            raise ValueError(
+                f"{found} steps {words} among {len(samples)}: at least 4 are needed to fit step times"
+            )
+    return samples
+
+
+def _ratios(
+    fitted: Predictor, samples: list[tuple[Work, float]]
+) -> tuple[list[float], list[float]]:
+    """Measured / predicted of steps of decodes alone, and of those with prefill."""
+    alone, prefill = (
+        [s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind]
+        for kind in (False, True)
+    )
+    return _quantiles(alone), _quantiles(prefill)
+
+
+def _quantiles(ratios: Iterable[float]) -> list[float]:
+    """At most SEEDS of them, evenly spaced by rank, the smallest and the largest included."""
+    ordered = sorted(ratios)
+    count = min(len(ordered), SEEDS)
+    return [
+        round(ordered[round(i * (len(ordered) - 1) / max(1, count - 1))], 6) for i in range(count)
+    ]
+
+
+def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
+    """The better KEPT of each kind: dropping over all of them at once could leave one kind without
+    samples."""
+    kept = []
+    for prefill in (False, True):
+        kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]
+        kept += kind[: max(4, math.ceil(KEPT * len(kind)))]
+    return kept
+
+
+def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
+    """c0 to c5, by least squares of the errors over `scale`, of each sample in seconds. The maximum
+    is fitted by turns: which of its sides rules each sample, then the coefficients."""
+    import numpy as np
+
+    tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
+    attended = np.array(
+        [sum(new * (before + new / 2) for new, before in work.prefill) for work, _ in samples],
+        float,
+    )
+    decodes = np.array([work.decodes for work, _ in samples], float)
+    context = np.array([work.decode_context for work, _ in samples], float)
+    seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
+    floor, ones, best, best_loss = tokens == 0, np.ones(len(samples)), None, math.inf
+    for _ in range(ROUNDS):
+        # (samples, 6)
+        columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1)
+        c = _nonnegative(columns / scale[:, None], seconds / scale)
+        prefill = c[1] * tokens + c[2] * attended
+        predicted = np.maximum(c[0], prefill) + c[3] * decodes + c[4] * context + c[5]
+        loss = float((((predicted - seconds) / scale) ** 2).sum())
+        if loss < best_loss:
+            best, best_loss = c, loss
+        rules = (tokens == 0) | (c[0] >= prefill)
+        if (rules == floor).all():
+            break
+        floor = rules
+    return [float(x) for x in best]
+
+
+def _nonnegative(a, b):
+    """argmin |a x - b|^2 over x >= 0, for few columns: the best of all supports whose plain
+    solution is nonnegative. (n, k), (n,) -> (k,)."""
+    import numpy as np
+
+    norms = np.linalg.norm(a, axis=0)
+    used = [column for column in range(a.shape[1]) if norms[column] > 0]
+    gram, right = a.T @ a, a.T @ b
+    best, best_value = np.zeros(a.shape[1]), 0.0
+    for size in range(1, len(used) + 1):
+        for support in itertools.combinations(used, size):
+            at = list(support)
+            scaled = gram[np.ix_(at, at)] / np.outer(norms[at], norms[at])
+            x = np.linalg.lstsq(scaled, right[at] / norms[at], rcond=1e-12)[0] / norms[at]
+            # the loss, but for |b|^2
+            value = float(x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at])
+            if (x >= 0).all() and value < best_value:
+                best, best_value = np.zeros(a.shape[1]), value
+                best[at] = x
+    return best

@@ -1,0 +1,52 @@
+"""What an engine process finds of the device that it shares: the configuration, the profile, the
+boards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rose.config.tree import Serving
+from rose.engine import names
+
+
+class Device(NamedTuple):
+    folder: Path
+    serving: Serving
+    profile: dict[str, Any] | None
+
+    @property
+    def kv_bytes(self) -> int:
+        """The one budget of both engines' KV caches."""
+        return int((self.serving.lending.kv_gib or self.serving.online.kv_cache_gib) * 2**30)
+
+
+def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
+    """Write what both engines must know into `folder`; returns the environment that leads them
+    there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = folder / f"{names.CONFIG}.part"
+    part.write_text(json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile}))
+    part.replace(folder / names.CONFIG)
+    return {names.FOLDER: str(folder)}
+
+
+def here() -> Device | None:
+    """The device that the environment names; None when this engine has its device for itself.
+
+    Raises `ValueError` naming the file when its description is absent or damaged.
+    """
+    if not (folder := os.environ.get(names.FOLDER)):
+        return None
+    path = Path(folder) / names.CONFIG
+    try:
+        found = json.loads(path.read_text())
+        return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
+    except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
+        raise ValueError(
+            f"{names.FOLDER}={folder}: {path}: {error}; rose.lending.vllm.device.describe writes it"
+        ) from None

@@ -1,0 +1,262 @@
+"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be taken back at
+any time.
+
+    scheduler_cls="rose.lending.vllm.rollout.scheduler"   (rose.serving starts the engine so)
+
+Each step asks the gate (rose/lending/rules/gate.py) how many tokens it may take in; a shut gate is
+looked at again and again, the less often the longer it is shut. KV memory beyond the budget
+(rose/lending/rules/budget.py) is not in vLLM's pool; when the budget falls, whole requests end at once
+with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+
+from rose.lending import board
+from rose.lending.board import Peer
+from rose.lending.rules.budget import Budget
+from rose.lending.rules.gate import Gate, Reason
+from rose.lending.rules.predictor import Work
+from rose.lending.vllm.evict import Evicting
+from rose.lending.vllm.member import Member, pause_s, vllm_scheduler
+from rose.lending.vllm.pool import AT_ONCE
+from rose.lending.vllm.priority import Priority
+from rose.lending.vllm.steps import work_of
+
+# between two looks at a shut gate: each interrupts the online engine
+FIRST_LOOK_S, LAST_LOOK_S = (0.0005, 0.005)
+WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
+
+
+def scheduler(vllm_config, **rest):
+    """For vLLM's `scheduler_cls`."""
+    return vllm_scheduler(RolloutScheduler, vllm_config, **rest)
+
+
+class RolloutScheduler(Evicting, Member):
+    kind, board_name = board.Rollout, "rollout"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.device is None:
+            return
+        lending = self._lending = self.device.serving.lending
+        self._online = Peer(self.device.folder / "online", board.Online)
+        self._gate = Gate(lending, self.device.serving.online.slo, self.device.profile)
+        self._predictor = self._gate.predictor
+        self._budget = Budget(lending, self.device.kv_bytes)
+        self._priority: Priority | None = None
+        self._most = self.max_num_scheduled_tokens
+        # of the steps under way: `_online_idle` when they began
+        self._beside: deque[float | None] = deque()
+        self._gate_since = self._moved_at = time.monotonic()
+        self._large_since: float | None = None
+        self._resting = False
+        self.state.shut_by = float(Reason.CONTROL_SILENT)
+
+    def attach(self, core) -> None:
+        super().attach(core)
+        if (
+            self.device is not None
+            and self._lending.priority == "idle"
+            and core.vllm_config.device_config.device_type == "cpu"
+        ):
+            self._priority = Priority(except_for=self._beats.native_id)
+
+    # ------------------------------------------------------------------ vLLM's calls
+
+    def add_request(self, request) -> None:
+        if self.device is not None and not self.requests:  # nobody has waited at the gate meanwhile
+            self._moved_at = self._gate_since = time.monotonic()
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False):
+        if self.device is None:
+            return super().schedule(throttle_prefills)
+        self._due = False
+        self._fit_memory()
+        if self._priority is not None:
+            self._priority.give_way()  # also after the online engine has lifted it for the memory
+        self.max_num_scheduled_tokens = self._pass_gate()
+        if 0 < self.max_num_scheduled_tokens < len(self.running):
+            self._rotate(self.max_num_scheduled_tokens)
+        output = super().schedule(throttle_prefills)
+        if not output.total_num_scheduled_tokens:
+            self._tell()
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.device is None:
+            return outputs
+        for group in outputs.values():
+            self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
+        self._tell()
+        return outputs
+
+    # ------------------------------------------------------------------ the gate
+
+    def _pass_gate(self) -> int:
+        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is
+        called."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            now = time.monotonic()
+            ahead = self._in_flight_s(self._predictor) if self._predictor else (0.0, 0.0)
+            admission = self._gate.admit(
+                now,
+                self._online.read(),
+                self.control.read(),
+                work_of([*self.running, *self.waiting]),
+                ahead,
+            )
+            self._note(admission.reason, now)
+            if admission.tokens or not self.has_unfinished_requests():
+                self._moved_at = now
+                return min(admission.tokens, self._most)
+            if now - self._moved_at > self._lending.patience_s:
+                self._moved_at = now
+                self.evict(list(self.requests.values()))
+                return 0
+            if self._in_flight:
+                return 0  # the loop waits for that step's tokens
+            time.sleep(pause_s(now - self._moved_at, FIRST_LOOK_S, LAST_LOOK_S))
+            if now > end or self._called() or self._memory_moves(self._budget):
+                return 0
+
+    def _memory_moves(self, budget: Budget) -> bool:
+        """Whether a block or more is to change hands."""
+        return self._moves(self._target(budget))
+
+    def _moves(self, target: float) -> bool:
+        held = self.pool.mapped
+        return target < held or target - held >= self.pool.grain and self.pool.can_map
+
+    def _note(self, reason: Reason, now: float) -> None:
+        """Time at the gate counts while requests want to pass it."""
+        passed, self._gate_since = now - self._gate_since, now
+        if self.requests:
+            if self.state.open:
+                self.state.open_s += passed
+            else:
+                self.state.shut_s += passed
+        self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
+
+    def _rotate(self, count: int) -> None:
+        """vLLM serves `running` from its head: with fewer tokens than requests the tail would
+        starve."""
+        self.running = self.running[count:] + self.running[:count]
+
+    def _step_begins(self, work: Work, began: float) -> None:
+        if self.device is not None:
+            self._beside.append(self._online_idle())
+            self._tell(self._ends_at(self._predictor))
+
+    def _step_ended(self, work: Work, began: float, ended: float) -> None:
+        if self.device is None:
+            return
+        s = self.state
+        s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
+        s.prompt_tokens += sum(count for count, _ in work.prefill)
+        idle = self._beside.popleft()
+        if self._predictor:
+            # A step that the online engine's interrupted says nothing of the next. At idle priority
+            # it takes many times as long, and with such residuals the gate would never open, nor
+            # ever learn that it may.
+            if idle is not None and idle == self._online_idle():
+                self._predictor.observe(work, ended - began)
+            s.step_error, s.step_p99 = self._predictor.error
+        s.step_ends = self._ends_at(self._predictor)
+
+    def _online_idle(self) -> float | None:
+        """The online engine's steps so far, if it is in none now."""
+        found = self._online.read()
+        return None if found is None or found.step_ends else found.steps
+
+    # ------------------------------------------------------------------ memory
+
+    def rest(self, resting: bool) -> None:
+        """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor
+        give it back while it reads them. For the thread of the engine's loop, with nothing
+        running."""
+        self._resting = resting
+        if self.device is not None:
+            self._fit_memory()
+
+    def _fit_memory(self) -> None:
+        target, held = self._target(self._budget), self.pool.mapped
+        if not self._moves(target):
+            target = held
+        elif target > held:
+            # who maps hears of no revocation
+            target = min(target, held + max(AT_ONCE, self.pool.grain))
+            # Said before it is looked once more whether it is free: the online engine does it the
+            # same way round.
+            self._say_budget(target)
+            target = max(held, min(target, self._room()))
+        else:
+            # who loses least
+            running = sorted(self.running, key=lambda request: request.num_computed_tokens)
+            self.evict(
+                running[: self.pool.excess(target, [request.request_id for request in running])]
+            )
+        self._say_budget(self.pool.limit(self.pool.total, target))
+        self._give_up_on_large()
+        self.state.frozen = float(self._budget.frozen)
+
+    def _give_up_on_large(self) -> None:
+        """Requests that don't fit into what is lent wait as long as those at a shut gate, and then
+        are handed back."""
+        blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
+        large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
+        if not large:
+            self._large_since = None
+            return
+        self._large_since = self._large_since or now
+        if now - self._large_since > self._lending.patience_s:
+            self._large_since = None
+            self.evict(large)
+
+    def _target(self, budget: Budget) -> float:
+        """Bytes of pages: the budget, but no more than the online engine has let go of."""
+        if self._resting:
+            return 0.0
+        target = min(
+            budget.update(time.monotonic(), self._online.read(), self.control.read()),
+            self.pool.total,
+        )
+        held = self.pool.mapped
+        return target if target <= held else max(held, min(target, self._room()))
+
+    def _room(self) -> float:
+        online = self._online.read(self._lending.stale_after_s)
+        return self.device.kv_bytes - online.kv_held if online else 0.0
+
+    def _say_budget(self, nbytes: float) -> None:
+        if self.state.kv_budget != nbytes:
+            with self._writing:
+                self.state.kv_budget = nbytes
+                self._board.write()
+
+    def _wants_turn(self) -> bool:
+        if self.has_unfinished_requests():
+            return False  # the loop turns anyway
+        if self._memory_moves(copy.copy(self._budget)):  # the loop's thread owns the budget
+            return True
+        # whoever sends requests here must see that the gate would open, or has been shut
+        reason = self._gate.admit(
+            time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
+        ).reason
+        return reason != self.state.shut_by
+
+    def _tell(self, step_ends: float | None = None) -> None:
+        with self._writing:
+            s = self.state
+            s.running, s.waiting = len(self.running), len(self.waiting)
+            if step_ends is not None:
+                s.step_ends = step_ends
+            s.kv_used = self.pool.used
+            self._board.write()

@@ -1,0 +1,77 @@
+"""Lend this process's share of a serving node to a training run, whenever that runs.
+
+    python -m rose.serving name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
+
+Finds the run by its name, joins it over MPI, takes turns with an engine of its own, and leaves: at
+once on SIGTERM or SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or
+vanishes is waited for (serving.wait_s); one that is finished ends this command too. Keys of
+rollout, serving and cluster may differ from the run's. Start one per engine: alone, by srun in a
+serving job (slurm/serving.sbatch), or beside a server.
+
+With an online server of its own on the same device, whose users come first (docs/serving.md):
+
+    python -m rose.serving name=frozenlake serving.online.model=FOLDER
+    serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
+           serving.lending.profile=FILE
+
+That server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without
+profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
+starts it again.
+
+    0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rose.config import ConfigError
+from rose.engine import names, start
+from rose.lending import settings
+from rose.lending.operator import operate
+from rose.lending.rank.lender import Lender
+
+
+def main(arguments: list[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return 0
+    try:
+        given = settings.parse(arguments)
+        if "name" not in given:
+            raise ConfigError(
+                "name is missing: which run? as python -m rose.serving name=frozenlake"
+            )
+        run_dir = (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name"))).resolve()
+        overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
+        if not run_dir.parent.is_dir():
+            raise ConfigError(
+                f"output_dir={str(run_dir.parent)!r}: no such folder here; give the one that the run's "
+                "launch.py had"
+            )
+        serving = settings.of_server(overrides)
+        # started by an operator, beside its server
+        if serving.online.model is None or names.FOLDER in os.environ:
+            return Lender(run_dir, overrides).run()
+        measured = None
+        if serving.lending.profile is not None:
+            from rose.lending import device_profile
+
+            measured = device_profile.load(serving.lending.profile)
+        serving = msgspec.structs.replace(serving, online=start.online_folder(serving.online))
+        return operate.Operator(run_dir, overrides, serving, measured).run()
+    except ConfigError as error:
+        print(f"rose.serving: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a thread that looks for a stop file on a dead mount would never let the interpreter end
+    os._exit(code)

@@ -1,0 +1,160 @@
+"""Simulations of many systems and seeds, in processes, each one once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rose import processes
+from rose.config import Config, SimSystem
+from rose.observe.terminal import say
+from rose.sim.driver import simulate
+from rose.sim.study import build
+from rose.sim.study.outcome import Outcome, of
+
+UNREAD = (
+    "name",
+    "mode",
+    "fresh",
+    "output_dir",
+    "scheduler",
+    "observe",
+    "cluster",
+    "eval",
+    "transfer",
+)
+# by a job, which has its own
+UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
+
+
+class SimulationFailed(RuntimeError):
+    """One simulation could not be carried through; says which."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    config: Config
+    point: str
+    name: str
+    system: SimSystem
+    seed: int
+    drawn: bool  # its timeline is wanted
+
+    @property
+    def key(self) -> str:
+        """Equal for jobs with equal outcomes, the names aside."""
+        tree = msgspec.to_builtins(self.config)
+        sim = {key: value for key, value in tree.pop("sim").items() if key not in UNREAD_SIM}
+        read = {key: value for key, value in tree.items() if key not in UNREAD}
+        system = msgspec.to_builtins(self.system) | {"about": ""}
+        return json.dumps([read, sim, system, self.seed], sort_keys=True)
+
+
+def jobs_of(c: Config) -> list[Job]:
+    """Every system with every seed; of the first seed a timeline is kept."""
+    return [
+        Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
+        for seed in c.sim.seeds
+        for name, system in build.systems(c).items()
+    ]
+
+
+def run(job: Job) -> Outcome:
+    """Raises `SimulationFailed`."""
+    began = time.perf_counter()
+    what = build.make_spec(job.config, job.name, job.system, job.seed)
+    try:
+        result = simulate(what, build.make_scheduler(job.config, job.system), job.seed)
+    except RuntimeError as error:
+        raise SimulationFailed(f"{job.name}, seed {job.seed}: {error}") from error
+    return of(
+        result, job.point, job.name, job.config.sim.warmup, time.perf_counter() - began, job.drawn
+    )
+
+
+def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outcome]:
+    """With a bar on a terminal, else a line per simulation."""
+
+    def words(o: Outcome) -> str:
+        return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
+
+    if not console.is_terminal:
+        return run_all(jobs, workers, lambda o: say(console, words(o)))
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len({job.key for job in jobs}))
+        return run_all(jobs, workers, lambda o: bar.update(task, advance=1, description=words(o)))
+
+
+def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None]) -> list[Outcome]:
+    """In order of `jobs`; `heard` is told of each as it ends. Equal ones run once. Raises
+    `SimulationFailed`."""
+    first: dict[str, Job] = {}
+    for job in jobs:
+        first.setdefault(job.key, job)
+    found: dict[str, Outcome] = {}
+    for key, outcome in _carried_out(first, workers):
+        found[key] = outcome
+        heard(outcome)
+    return [
+        msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs
+    ]
+
+
+def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
+    if workers == 1 or len(jobs) == 1:
+        for key, job in jobs.items():
+            yield key, run(job)
+        return
+    with _pool(min(workers, len(jobs))) as pool:
+        keys: dict[Future[Outcome], str] = {pool.submit(run, job): key for key, job in jobs.items()}
+        for done in as_completed(keys):
+            try:
+                yield keys[done], done.result()
+            except BrokenProcessPool:
+                job = jobs[keys[done]]
+                raise SimulationFailed(
+                    f"{job.name}, seed {job.seed}: its process died (out of memory?); fewer at once "
+                    f"with sim.processes={max(1, workers // 2)}"
+                ) from None
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters (no thread or lock of ours is copied), ended at once when something goes
+    wrong."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _alone, (os.getpid(),))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _alone(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to answer
+    processes.die_with_parent(parent)
+
+
+def cores(wanted: int | None) -> int:
+    return wanted or len(os.sched_getaffinity(0))

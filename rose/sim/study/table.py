@@ -1,0 +1,112 @@
+"""Outcomes as a table in the terminal, as result.csv (a row per system and seed) and as result.json
+(with gains)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rose.sim.study.gains import Interval, gain
+from rose.sim.study.outcome import EVERY, METRICS, Outcome, by_system, mean, shown, values
+from rose.storage import write_whole
+
+CSV_COLUMNS = ("point", "system", "seed", *EVERY)
+
+
+def gains(
+    outcomes: Sequence[Outcome], ours: str, key: str = "step_s", better: int = -1
+) -> dict[str, Interval]:
+    """How many times better `ours` is than each other system; of step times by default."""
+    systems = by_system(outcomes)
+    mine = values(systems[ours], key)
+    return {
+        name: gain(mine, values(rows, key)) if better > 0 else gain(values(rows, key), mine)
+        for name, rows in systems.items()
+        if name != ours
+    }
+
+
+def words(found: Interval) -> str:
+    """1.31 [1.28, 1.34]"""
+    bounds = "" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.mean:.2f}{bounds}"
+
+
+def table(outcomes: Sequence[Outcome], ours: str, title: str) -> Table:
+    """A row per system, ours last."""
+    systems, found = by_system(outcomes), gains(outcomes, ours)
+    made = Table(title=title, title_justify="left", header_style="bold")
+    made.add_column("System")
+    for metric in METRICS:
+        made.add_column(metric.title, justify="right")
+    made.add_column(f"{ours} is faster by [95%]", justify="right")
+    for name in sorted(systems, key=lambda name: name == ours):
+        rows = systems[name]
+        made.add_row(
+            name,
+            *(shown(m, mean(rows, m.key)) for m in METRICS),
+            words(found[name]) + " x" if name in found else "",
+            style="bold" if name == ours else None,
+        )
+    return made
+
+
+def write(folder: Path, outcomes: Sequence[Outcome], ours: str, about: dict[str, Any]) -> None:
+    """result.csv and result.json of a comparison."""
+    write_files(folder, outcomes, about | summary(outcomes, ours))
+
+
+def write_files(folder: Path, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "result.csv", csv_text(outcomes).encode())
+    write_whole(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
+
+
+def csv_text(outcomes: Sequence[Outcome]) -> str:
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(CSV_COLUMNS)
+    rows.writerows([_plain(getattr(o, key)) for key in CSV_COLUMNS] for o in outcomes)
+    return out.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers to six digits; nothing for NaN."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else float(f"{value:.6g}")
+    return value
+
+
+def summary(outcomes: Sequence[Outcome], ours: str) -> dict[str, Any]:
+    """{"system": ours, "systems": {name: {metric: mean}}, "gains": {name: {"mean", "low",
+    "high"}}}; null for NaN."""
+    systems = {
+        name: {key: _plain(mean(rows, key)) for key in EVERY}
+        for name, rows in by_system(outcomes).items()
+    }
+    found = {
+        name: {field: _plain(value) for field, value in each._asdict().items()}
+        for name, each in gains(outcomes, ours).items()
+    }
+    return _nulls(
+        {
+            "system": ours,
+            "seeds": sorted({o.seed for o in outcomes}),
+            "systems": systems,
+            "gains": found,
+        }
+    )
+
+
+def _nulls(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _nulls(value) for key, value in tree.items()}
+    return None if tree == "" else tree

@@ -1,0 +1,130 @@
+"""A trainer rank: waits for a batch, trains, publishes the version, saves when told."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+from rose import memory
+from rose import protocol as p
+from rose.comm import address
+from rose.comm.mailbox import COORDINATOR, Mailbox, gather_texts
+from rose.config import Config, read_shape
+from rose.engine import layout
+from rose.models import resolve
+from rose.observe.recorder import NullRecorder
+from rose.trainer import checkpoint
+from rose.trainer.trainer import Trainer
+from rose.transfer.broadcast import Broadcast
+
+FLUSH_S = 5.0
+
+
+def run(
+    config: Config,
+    run_dir: Path,
+    attempt: int,
+    mailbox: Mailbox,
+    peers: MPI.Comm,
+    broadcast: Broadcast | None,
+    recorder: NullRecorder,
+    resume_from: Path | None,
+) -> None:
+    """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
+    a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
+    index, world = peers.Get_rank(), peers.Get_size()
+    # Imports from a cold file system take minutes on one node and seconds on another: no fault of
+    # the network's.
+    gather_texts(
+        peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)"
+    )
+    place = address.meet(
+        lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"),
+        index,
+        config.cluster.interface,
+    )
+    model = resolve(config.model)
+    trainer = Trainer(config, index, world, place, model, recorder)
+    store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
+    if index == 0:
+        # versions of earlier attempts: no engine holds them
+        shutil.rmtree(store.parent, ignore_errors=True)
+    shape, degrees = (
+        read_shape(model),
+        {*config.transfer.tensor_parallel, config.rollout.tensor_parallel},
+    )
+    trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
+    step = 0
+    if resume_from is not None:
+        step = checkpoint.step_of(resume_from)
+        trainer.load(resume_from)
+    begin = broadcast.begin if broadcast else None
+    trainer.publish(step, begin)
+    if config.shares_devices:
+        trainer.share_device(run_dir)
+    mailbox.send(
+        COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
+    )
+    incoming: p.TrainStep | None = None
+    rows: dict[int, p.Trajectory] = {}
+    parts, untidy = 0, False
+    while True:
+        _, message = mailbox.receive_blocking(None, "the next step")
+        match message:
+            case p.TrainStep():
+                incoming, rows, parts = message, {}, 0
+            case p.TrainPart():
+                rows.update(zip(message.indices, message.trajectories, strict=True))
+                parts += 1
+            case p.SaveCheckpoint():
+                trainer.save(Path(message.folder))
+                continue
+            case p.Sleep() | p.Wake():
+                _change_turns(trainer, message, mailbox)
+                if isinstance(message, p.Sleep) and untidy:
+                    trainer.tidy()  # beside the rollouts
+                    untidy = False
+                continue
+            case p.Shutdown():
+                trainer.close()
+                return
+            case _:
+                raise ValueError(f"a trainer rank has no use for {type(message).__name__}")
+        if incoming is not None and parts == incoming.parts:
+            metrics = trainer.train(incoming, rows, publish_as=incoming.step)
+            published = trainer.publish(incoming.step, begin)
+            metrics |= {
+                "publish_bytes": float(published.nbytes),
+                "seconds_encode": published.encode_s,
+                "seconds_publish": published.encode_s + published.write_s,
+            }
+            mailbox.send(
+                COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
+            )
+            mailbox.flush(FLUSH_S)
+            incoming, untidy = None, config.shares_devices
+            if not untidy:
+                trainer.tidy()
+
+
+def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
+    """Give the device back or take it, and say so."""
+    began, before = time.time(), memory.look(trainer.device)
+    awake = isinstance(order, p.Wake)
+    now = trainer.take_device() if awake else trainer.give_device_back()
+    mailbox.send(
+        COORDINATOR,
+        p.DeviceChanged(
+            mailbox.rank,
+            order.turn,
+            awake,
+            time.time() - began,
+            abs(now.given_since(before)),
+            now.free,
+            now.total,
+        ),
+    )
+    mailbox.flush(FLUSH_S)

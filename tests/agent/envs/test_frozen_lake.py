@@ -1,0 +1,117 @@
+"""FrozenLake: the seed decides the map, moves act as in gymnasium, bad calls are answered and not
+raised."""
+
+import asyncio
+
+import pytest
+
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.frozen_lake import FrozenLake
+from rose.config import ConfigError
+
+
+def start(seed=7, **args):
+    env = FrozenLake(**args)
+    return env, asyncio.run(env.reset(seed))
+
+
+def call(env, name="move", **arguments):
+    return asyncio.run(env.step(Action(text="", call=ToolCall(name, arguments))))
+
+
+def test_the_seed_determines_the_map():
+    maps = [start(seed, size=8)[1].messages[1]["content"] for seed in (1, 1, 2, 3)]
+    assert maps[0] == maps[1]
+    assert len(set(maps)) == 3
+
+
+def test_no_map_of_an_even_seed_is_one_of_an_odd_seed():
+    def maps(seeds):
+        return {start(seed)[1].messages[1]["content"] for seed in seeds}
+
+    even, odd = maps(range(0, 600, 2)), maps(range(1, 601, 2))
+    assert len(even) > 100 and len(odd) > 100 and not even & odd
+
+
+def test_seeds_beyond_int64_are_taken_since_demonstrations_use_them():
+    assert start(2**63 + 1)[1].messages[1]["content"] != start(1)[1].messages[1]["content"]
+
+
+def test_the_map_shows_every_cell_and_what_is_beside_the_agent():
+    env, first = start(size=3, hole_probability=0.0)
+    assert first.messages[1]["content"] == "P F F\nF F F\nF F G\nleft wall down F right F up wall"
+    assert (
+        call(env, direction="right").observation
+        == "F P F\nF F F\nF F G\nleft F down F right F up wall"
+    )
+
+
+def test_reaching_the_goal_is_reward_1_and_success():
+    env, _ = start(size=2, hole_probability=0.0)
+    middle, last = call(env, direction="down"), call(env, direction="right")
+    assert (middle.reward, middle.done, middle.success) == (0.0, False, False)
+    assert (last.reward, last.done, last.success) == (1.0, True, True)
+
+
+def test_a_hole_ends_the_episode_without_reward():
+    env, first = next(
+        (env, s) for env, s in map(start, range(50)) if " down H" in s.messages[1]["content"]
+    )
+    step = call(env, direction="down")
+    assert (step.reward, step.done, step.success, step.invalid) == (0.0, True, False, False)
+
+
+def test_walls_hold_the_agent():
+    env, first = start(hole_probability=0.0)
+    step = call(env, direction="up")
+    assert step.observation == first.messages[1]["content"] and not step.invalid
+
+
+@pytest.mark.parametrize(
+    "action, word",
+    [
+        (Action("north!"), "Call move"),
+        (Action("", ToolCall("jump", {"direction": "left"})), "jump"),
+        (Action("", ToolCall("move", {"direction": "north"})), "direction"),
+        (Action("", ToolCall("move", {})), "direction"),
+        (Action("", ToolCall("move", {"direction": ["left"]})), "direction"),
+        (Action("", ToolCall("move", {"direction": "down", "speed": 2})), "one argument"),
+    ],
+)
+def test_what_it_cannot_do_is_explained_counted_and_changes_nothing(action, word):
+    env, first = start()
+    step = asyncio.run(env.step(action))
+    assert step.invalid and not step.done and step.reward == 0
+    assert word in step.observation
+    assert step.observation.endswith(first.messages[1]["content"])
+
+
+def test_slippery_ice_sometimes_goes_astray_and_says_so():
+    env, first = start(size=8, hole_probability=0.0, slippery=True)
+    assert "slippery" in first.messages[0]["content"]
+    seen = [call(env, direction="right").observation for _ in range(12)]
+    rows = {next(i for i, line in enumerate(text.split("\n")) if "P" in line) for text in seen}
+    assert rows != {0}
+
+
+@pytest.mark.parametrize(
+    "args, key",
+    [
+        ({"size": 1}, "env.args.size=1"),
+        ({"size": 4.0}, "env.args.size=4.0"),
+        ({"hole_probability": 0.9}, "env.args.hole_probability=0.9"),
+        ({"hole_probability": True}, "hole_probability=True"),
+        ({"slippery": "no"}, "env.args.slippery='no'"),
+    ],
+)
+def test_bad_arguments_name_the_key(args, key):
+    with pytest.raises(ConfigError, match=key):
+        FrozenLake(**args)
+
+
+def test_close_is_safe_before_reset_and_twice():
+    env = FrozenLake()
+    asyncio.run(env.close())
+    asyncio.run(env.reset(1))
+    asyncio.run(env.close())
+    asyncio.run(env.close())

@@ -1,0 +1,225 @@
+"""What holds for every environment, and how one is named in the configuration."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from rose import config
+from rose.agent import envs
+from rose.agent.envs.base import Action, Start, Step, ToolCall
+from rose.config import ConfigError
+
+CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
+ODD_CALLS = [None, ToolCall("no_such_tool" * 20, {}), ToolCall("\ud800", {"x": "\ud800"})]
+ODD_ARGUMENTS = [
+    None,
+    [],
+    {},
+    "",
+    "x",
+    -1,
+    10**400,
+    1.5,
+    True,
+    [[]],
+    ["left", {}],
+    "9**9**9",
+    "\ud800",
+    "(" * 500,
+]
+
+
+def read(name: str, **args) -> config.Env:
+    raw = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    return config.Env(**(raw | {"args": raw["args"] | args}))
+
+
+ALONE = sorted(
+    path.stem for path in CONF.glob("*.yaml") if "members" not in yaml.safe_load(path.read_text())
+)
+
+
+@pytest.fixture(params=ALONE)
+def env_config(request):
+    return read(request.param)
+
+
+def test_every_environment_has_a_conf_file_and_every_conf_file_an_environment():
+    assert {read(name).name for name in ALONE} == set(envs.names())
+
+
+def test_the_conf_file_is_accepted(env_config):
+    envs.check(env_config)
+
+
+def test_a_seed_determines_the_episode(env_config):
+    async def start(seed):
+        env = envs.build(env_config)
+        try:
+            return await env.reset(seed)
+        finally:
+            await env.close()
+
+    first, again = asyncio.run(start(5)), asyncio.run(start(5))
+    assert first == again
+    assert len({str(asyncio.run(start(seed)).messages) for seed in range(6)}) > 1
+
+
+def test_seeds_of_the_full_range_are_taken(env_config):
+    async def go():
+        for seed in (0, 2**31, 2**63 - 1):
+            env = envs.build(env_config)
+            assert isinstance(await env.reset(seed), Start)
+            await env.close()
+
+    asyncio.run(go())
+
+
+def test_closing_early_and_twice_is_safe(env_config):
+    async def go():
+        env = envs.build(env_config)
+        await env.close()
+        await env.close()
+
+    asyncio.run(go())
+
+
+def test_tools_are_function_schemas_and_messages_are_chat(env_config):
+    start = asyncio.run(envs.build(env_config).reset(1))
+    assert [message["role"] for message in start.messages] in (["system", "user"], ["user"])
+    for tool in start.tools:
+        assert tool["type"] == "function"
+        function = tool["function"]
+        assert function["name"] and function["description"]
+        assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
+
+
+def test_no_call_raises_and_what_cannot_be_done_is_said(env_config):
+    """Each tool with each odd argument; the tools are the environment's own."""
+
+    async def go():
+        env = envs.build(env_config)
+        tools = (await env.reset(1)).tools
+        calls = ODD_CALLS + [
+            ToolCall(tool["function"]["name"], {key: value})
+            for tool in tools
+            for key in (*tool["function"]["parameters"]["properties"], "other")
+            for value in ODD_ARGUMENTS
+        ]
+        for call in calls:
+            await env.reset(1)
+            step = await env.step(Action(text="", call=call))
+            assert isinstance(step, Step) and len(step.observation) < 1000
+            if env.requires_tool and (
+                call is None or call in ODD_CALLS or "other" in call.arguments
+            ):
+                assert step.invalid and step.observation and not step.done and step.reward == 0
+        await env.close()
+
+    asyncio.run(go())
+
+
+# --------------------------------------------------------------------------- configuration errors
+
+
+def test_an_unknown_environment_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"env\.name='frozen_lke': no such environment; there are .*frozen_lake"
+    ):
+        envs.check(
+            config.Env(
+                name="frozen_lke",
+                args={},
+                max_turns=1,
+                max_new_tokens=1,
+                step_timeout_s=1.0,
+                max_failures_in_row=1,
+            )
+        )
+
+
+@pytest.mark.parametrize("name", ["base", "_arithmetic", "", "../x", "os"])
+def test_only_environments_can_be_named(name):
+    with pytest.raises(ConfigError, match="no such environment"):
+        envs.check(
+            config.Env(
+                name=name,
+                args={},
+                max_turns=1,
+                max_new_tokens=1,
+                step_timeout_s=1.0,
+                max_failures_in_row=1,
+            )
+        )
+
+
+def test_an_unknown_argument_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"env\.args\.sise=5: .* it knows size, hole_probability, slippery"
+    ):
+        envs.check(read("frozen_lake", sise=5))
+
+
+@pytest.mark.parametrize(
+    "name, args, key",
+    [
+        ("calculator", {"operations": 0}, "operations"),
+        ("calculator", {"operations": True}, "operations"),
+        ("calculator", {"largest": "9"}, "largest"),
+        ("calculator", {"operators": "+/"}, "operators"),
+        ("calculator", {"operators": ""}, "operators"),
+        ("calculator", {"shaping": 1}, "shaping"),
+        ("reasoning", {"task": "chess"}, "task"),
+        ("reasoning", {"size": 1}, "size"),
+        ("reasoning", {"largest": 1}, "largest"),
+        ("minigrid", {"task": "MiniGrid-Nowhere-v0"}, "task"),
+        ("minigrid", {"task": "CartPole-v1"}, "task"),
+        ("minigrid", {"task": []}, "task"),
+        ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
+        ("minigrid", {"max_steps": 0}, "max_steps"),
+    ],
+)
+def test_a_bad_argument_is_named(name, args, key):
+    with pytest.raises(ConfigError) as error:
+        envs.check(read(name, **args))
+    assert str(error.value).startswith(f"env.args.{key}={args[key]!r}: ")
+
+
+def test_what_a_member_of_a_mixture_may_not_be_is_said_by_its_key():
+    member = config.Member(weight=1.0, **(yaml.safe_load((CONF / "calculator.yaml").read_text())))
+    envs.check(config.Mixture(name="mixture", members={"sums": member}))
+    for wrong, words in (
+        ({"name": "calculatr"}, r"env\.members\.sums\.name='calculatr': no such environment"),
+        ({"args": {"largest": 0}}, r"env\.members\.sums\.args\.largest=0: an integer from 1"),
+    ):
+        broken = {"fine": member, "sums": msgspec.structs.replace(member, **wrong)}
+        with pytest.raises(ConfigError, match=f"^{words}"):
+            envs.check(config.Mixture(name="mixture", members=broken))
+
+
+def plugin(monkeypatch, folder: Path, name: str, source: str) -> config.Env:
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(folder)])
+    return config.Env(
+        name=name, args={}, max_turns=1, max_new_tokens=1, step_timeout_s=1.0, max_failures_in_row=1
+    )
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    wanted = plugin(monkeypatch, tmp_path, "needs_package", "import package_that_is_not_there")
+    with pytest.raises(ConfigError, match="needs the Python package 'package_that_is_not_there'"):
+        envs.check(wanted)
+
+
+def test_a_file_without_its_class_is_named(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="no_class.py must define the class NoClass"):
+        envs.check(plugin(monkeypatch, tmp_path, "no_class", "x = 1"))
+
+
+def test_a_missing_argument_is_named(monkeypatch, tmp_path):
+    source = "class Bare:\n    def __init__(self, size): pass\n"
+    with pytest.raises(ConfigError, match=r"env\.args\.size: missing; bare needs it"):
+        envs.check(plugin(monkeypatch, tmp_path, "bare", source))

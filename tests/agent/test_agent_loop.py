@@ -1,0 +1,531 @@
+"""One trajectory at a time, with turns from a script: what is recorded, and what goes wrong how."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rose import config
+from rose.agent import envs
+from rose.agent.envs.base import Start, Step
+from rose.agent.loop import REMINDER, EnvironmentFailure, run_trajectory, turn_seed
+from rose.protocol import (
+    FinishReason,
+    Phase,
+    Sampling,
+    StartTrajectory,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+    unpack_floats,
+    unpack_tokens,
+)
+
+START = StartTrajectory(
+    id="g1.2", group="g1", phase=Phase.TRAIN, domain="hike", env_seed=7, sampling_seed=11
+)
+STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
+NONSENSE = "<tool_call>step</tool_call>"
+
+
+class Walk:
+    """Done after `length` calls of step; each pays 0.5, the last is a success."""
+
+    requires_tool = True
+
+    def __init__(self, length=2):
+        self.length, self.seed, self.actions, self.closed = length, None, [], 0
+
+    async def reset(self, seed):
+        self.seed = seed
+        return Start(messages=[{"role": "user", "content": "walk"}])
+
+    async def step(self, action):
+        self.actions.append(action)
+        if action.call is not None and action.call.name != "step":
+            return Step(observation=f"no tool {action.call.name}", invalid=True)
+        self.length -= 1
+        return Step(
+            observation=f"{self.length} to go",
+            reward=0.5,
+            done=self.length == 0,
+            success=self.length == 0,
+        )
+
+    async def close(self):
+        self.closed += 1
+
+
+class Script:
+    """Turns from texts, in order (the last one again and again); remembers requests and what it
+    gave."""
+
+    def __init__(self, tokenizer, *texts, closed=True):
+        self.tokenizer, self.texts, self.closed, self.requests, self.results = (
+            tokenizer,
+            texts,
+            closed,
+            [],
+            [],
+        )
+
+    async def __call__(self, request):
+        k = len(self.requests)
+        self.requests.append(request)
+        tokens = self.tokenizer.encode(
+            self.texts[min(k, len(self.texts) - 1)], add_special_tokens=False
+        )
+        if self.closed:
+            tokens.append(self.tokenizer.eos_token_id)
+        tokens = tokens[: request.sampling.max_new_tokens]
+        logprobs = [-0.25 * (i + 1) for i in range(len(tokens))]
+        versions = [k + (i > 1) for i in range(len(tokens))]  # new weights arrive within a turn
+        stop = tokens[-1] == self.tokenizer.eos_token_id
+        result = TurnResult(
+            turn=request.turn,
+            tokens=pack_tokens(tokens),
+            logprobs=pack_floats(logprobs),
+            versions=pack_tokens(versions),
+            migrations=1,
+            finish=FinishReason.STOP if stop else FinishReason.LENGTH,
+        )
+        self.results.append(result)
+        return result
+
+
+@pytest.fixture
+def run(chats):
+    """run(env, script, ...) -> the trajectory, under limits that a test may tighten."""
+
+    async def go(env, source, max_context=1000, max_turns=5, max_new_tokens=64, step_timeout_s=5.0):
+        limits = config.Env(
+            name="walk",
+            args={},
+            max_turns=max_turns,
+            max_new_tokens=max_new_tokens,
+            step_timeout_s=step_timeout_s,
+            max_failures_in_row=1,
+        )
+        ticks = iter([100.0, 103.0])
+        sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
+        return await run_trajectory(
+            START,
+            env,
+            chats["tiny"],
+            source,
+            limits,
+            "env",
+            max_context,
+            sampling,
+            lambda: next(ticks),
+        )
+
+    return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
+
+
+def test_the_domain_goes_with_every_turn_and_stays_with_the_trajectory(run, tokenizer):
+    source = Script(tokenizer, STEP)
+    assert run(Walk(), source).domain == "hike" == START.domain
+    assert [request.domain for request in source.requests] == ["hike", "hike"]
+
+
+def columns(trajectory):
+    return SimpleNamespace(
+        tokens=unpack_tokens(trajectory.tokens).tolist(),
+        mask=list(trajectory.mask),
+        logprobs=unpack_floats(trajectory.logprobs).tolist(),
+        versions=unpack_tokens(trajectory.versions).tolist(),
+    )
+
+
+# --------------------------------------------------------------------------- what is recorded
+
+
+def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokenizer):
+    chat, env, script = chats["tiny"], Walk(2), Script(tokenizer, STEP, f"now {STEP}")
+    trajectory = run(env, script)
+
+    prompt = chat.start([{"role": "user", "content": "walk"}], [])
+    between = chat.observation("1 to go", "tool")
+    first, second = (unpack_tokens(result.tokens).tolist() for result in script.results)
+    got = columns(trajectory)
+    assert got.tokens == prompt + first + between + second
+    assert got.mask == [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
+    assert got.logprobs == (
+        [0.0] * len(prompt)
+        + [-0.25 * (i + 1) for i in range(len(first))]
+        + [0.0] * len(between)
+        + [-0.25 * (i + 1) for i in range(len(second))]
+    )
+    assert got.versions == (
+        [-1] * len(prompt)
+        + [0, 0]
+        + [1] * (len(first) - 2)
+        + [-1] * len(between)
+        + [1, 1]
+        + [2] * (len(second) - 2)
+    )
+    assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
+    assert (trajectory.turns, trajectory.response_tokens) == (2, len(first) + len(second))
+    assert (trajectory.id, trajectory.group, trajectory.phase) == ("g1.2", "g1", Phase.TRAIN)
+    assert (trajectory.started, trajectory.finished) == (100.0, 103.0)
+    assert (trajectory.invalid_calls, trajectory.stats) == (0, {"migrations": 2.0})
+    assert (env.seed, env.closed) == (7, 1)
+
+
+def test_a_turn_is_asked_for_with_the_whole_context_and_its_own_seed(run, tokenizer):
+    script = Script(tokenizer, STEP)
+    trajectory = run(Walk(3), script, max_new_tokens=40)
+    everything = unpack_tokens(trajectory.tokens).tolist()
+    for k, (request, result) in enumerate(zip(script.requests, script.results, strict=True)):
+        context = unpack_tokens(request.tokens).tolist()
+        assert (request.turn, request.trajectory, request.group) == (f"g1.2.t{k}", "g1.2", "g1")
+        assert everything[: len(context)] == context
+        assert (
+            everything[len(context) :][: len(result.tokens) // 4]
+            == unpack_tokens(result.tokens).tolist()
+        )
+        assert request.sampling == Sampling(
+            max_new_tokens=40, temperature=0.7, top_p=0.9, top_k=5, seed=turn_seed(11, f"g1.2.t{k}")
+        )
+    assert len({request.sampling.seed for request in script.requests}) == 3
+
+
+def test_seeds_are_the_same_on_every_machine():
+    assert turn_seed(11, "g1.2.t0") == 212443776
+    assert all(0 <= turn_seed(i, "g0.0.t0") < 2**31 for i in range(200))
+
+
+def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
+    chat, script = chats["tiny"], Script(tokenizer, STEP, closed=False)
+    got = columns(run(Walk(2), script))
+    prompt = chat.start([{"role": "user", "content": "walk"}], [])
+    said = unpack_tokens(script.results[0].tokens).tolist()
+    end = len(prompt) + len(said)
+    assert got.tokens[end] == tokenizer.eos_token_id
+    assert (got.mask[end], got.logprobs[end], got.versions[end]) == (0, 0.0, -1)
+    assert got.tokens == prompt + said + chat.observation("1 to go", "tool", closed=False) + said
+
+
+# --------------------------------------------------------------------------- calls that are none
+
+
+@pytest.mark.parametrize(
+    "text, answer, role, reaches_env",
+    [
+        (NONSENSE, "Bad tool call", "tool", False),
+        ("hello", REMINDER, "user", False),
+        ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
+    ],
+)
+def test_an_unusable_call_is_answered_and_counted(
+    run, chats, tokenizer, text, answer, role, reaches_env
+):
+    env, script = Walk(1), Script(tokenizer, text, STEP)
+    trajectory = run(env, script)
+    assert (trajectory.invalid_calls, trajectory.turns, trajectory.success) == (1, 2, True)
+    assert len(env.actions) == 1 + reaches_env
+    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
+    said = context.rpartition(f"{text}<|im_end|>\n")[2]
+    assert answer in said
+    assert ("<tool_response>" in said) == (role == "tool")
+
+
+def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
+    script = Script(
+        tokenizer,
+        STEP,
+        NONSENSE,
+        "hello",
+        '<tool_call>{"name": "fly", "arguments": {}}</tool_call>',
+        STEP,
+    )
+    run(Walk(2), script)
+    assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
+    assert {r.domain for r in script.requests} == {"hike"}
+    text = Walk(2)
+    text.requires_tool = False
+    run(text, script := Script(tokenizer, "hello"))
+    assert [r.outcome for r in script.requests] == ["", ""]  # no tool, no outcome
+
+
+def test_plain_text_reaches_an_environment_that_needs_no_tool(run, tokenizer):
+    env = Walk(2)
+    env.requires_tool = False
+    trajectory = run(env, Script(tokenizer, "hello"))
+    assert [action.text for action in env.actions] == ["hello", "hello"]
+    assert (trajectory.invalid_calls, trajectory.success) == (0, True)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(
+        st.one_of(
+            st.text(min_size=1, max_size=20), st.sampled_from([STEP, NONSENSE, "<|im_start|>"])
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_no_generated_text_breaks_a_trajectory(run, tokenizer, texts):
+    trajectory = run(Walk(2), Script(tokenizer, *texts), max_new_tokens=200, max_context=2000)
+    got = columns(trajectory)
+    assert len(got.tokens) == len(got.mask) == len(got.logprobs) == len(got.versions)
+    assert sum(got.mask) == trajectory.response_tokens
+    assert all((version == -1) == (made == 0) for version, made in zip(got.versions, got.mask))
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(tokens=st.lists(st.integers(0, 700), min_size=1, max_size=64))
+def test_no_generated_token_breaks_a_trajectory(run, tokens):
+    async def source(request):
+        return TurnResult(
+            turn=request.turn,
+            tokens=pack_tokens(tokens),
+            logprobs=pack_floats([0.0] * len(tokens)),
+            versions=pack_tokens([0] * len(tokens)),
+            finish=FinishReason.LENGTH,
+        )
+
+    assert run(Walk(2), source).response_tokens % len(tokens) == 0
+
+
+# --------------------------------------------------------------------------- limits
+
+
+def test_the_turn_limit_truncates_after_a_turn(run, tokenizer):
+    trajectory = run(Walk(9), Script(tokenizer, STEP), max_turns=3)
+    assert (trajectory.turns, trajectory.truncated, trajectory.success, trajectory.reward) == (
+        3,
+        True,
+        False,
+        1.5,
+    )
+    assert trajectory.mask[-1] == 1, "no observation follows the last turn"
+
+
+def test_an_end_on_the_last_turn_is_no_truncation(run, tokenizer):
+    assert not run(Walk(3), Script(tokenizer, STEP), max_turns=3).truncated
+
+
+def test_a_turn_gets_at_most_what_is_left_of_the_context(run, chats, tokenizer):
+    prompt = len(chats["tiny"].start([{"role": "user", "content": "walk"}], []))
+    script = Script(tokenizer, STEP)
+    trajectory = run(Walk(9), script, max_context=prompt + 5)
+    assert script.requests[0].sampling.max_new_tokens == 5
+    assert (len(trajectory.mask), trajectory.turns, trajectory.truncated) == (prompt + 5, 1, True)
+
+
+@pytest.mark.parametrize("spare, turns", [(0, 1), (1, 2)])
+def test_a_turn_follows_only_where_a_token_of_it_fits(run, chats, tokenizer, spare, turns):
+    chat, script = chats["tiny"], Script(tokenizer, STEP)
+    used = len(chat.start([{"role": "user", "content": "walk"}], [])) + len(
+        chat.observation("8 to go", "tool")
+    )
+    used += len(tokenizer.encode(STEP, add_special_tokens=False)) + 1
+    trajectory = run(Walk(9), script, max_context=used + spare)
+    assert (trajectory.turns, trajectory.truncated) == (turns, True)
+    assert len(trajectory.mask) <= used + spare
+
+
+def test_a_prompt_that_fills_the_context_is_a_failure_naming_the_key(run, tokenizer):
+    env = Walk()
+    with pytest.raises(
+        EnvironmentFailure, match="g1.2: the first prompt has .* model.max_context=4"
+    ):
+        run(env, Script(tokenizer, STEP), max_context=4)
+    assert env.closed == 1
+
+
+# --------------------------------------------------------------------------- broken environments
+
+
+def broken(method, behaviour):
+    env = Walk()
+    setattr(env, method, behaviour)
+    return env
+
+
+async def hangs(*_):
+    await asyncio.sleep(60)
+
+
+async def hangs_and_ignores_cancellation(*_):
+    for _ in range(3):
+        try:
+            await asyncio.sleep(0.3)
+        except asyncio.CancelledError:
+            pass
+
+
+async def raises(*_):
+    raise OSError("lake is dry")
+
+
+def raises_without_being_async(*_):
+    raise OSError("lake is dry")
+
+
+async def cancels_itself(*_):
+    raise asyncio.CancelledError
+
+
+async def returns_nonsense(*_):
+    return "nonsense"
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+@pytest.mark.parametrize(
+    "behaviour, cause",
+    [
+        (hangs, "did not return within env.step_timeout_s=0.05 s"),
+        (hangs_and_ignores_cancellation, "did not return within env.step_timeout_s=0.05 s"),
+        (raises, "lake is dry"),
+        (raises_without_being_async, "lake is dry"),
+        (cancels_itself, "CancelledError"),
+        (returns_nonsense, "returned 'nonsense'"),
+    ],
+)
+def test_a_broken_environment_is_closed_and_named(run, tokenizer, method, behaviour, cause):
+    env = broken(method, behaviour)
+    with pytest.raises(EnvironmentFailure) as failure:
+        run(env, Script(tokenizer, STEP), step_timeout_s=0.05)
+    assert failure.value.trajectory == "g1.2"
+    assert f"Walk.{method}" in failure.value.cause and cause in failure.value.cause
+    assert env.closed == (0 if method == "close" else 1)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_a_failure(run, tokenizer, reward):
+    async def step(_):
+        return Step(observation="", reward=reward)
+
+    with pytest.raises(EnvironmentFailure, match=f"reward {reward}"):
+        run(broken("step", step), Script(tokenizer, STEP))
+
+
+def test_the_first_cause_counts_when_closing_fails_too(run, tokenizer):
+    env = broken("step", raises)
+    env.close = hangs
+    with pytest.raises(EnvironmentFailure, match="Walk.step raised") as failure:
+        run(env, Script(tokenizer, STEP), step_timeout_s=0.05)
+    assert "Walk.close did not return" in failure.value.__notes__[0]
+
+
+# --------------------------------------------------------------------------- cancellation and bad
+# turns
+
+
+@pytest.mark.parametrize("where", ["turn", "step"])
+def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, where):
+    async def go():
+        reached = asyncio.Event()
+
+        async def wait(*_):
+            reached.set()
+            await asyncio.sleep(60)
+
+        env = Walk() if where == "turn" else broken("step", wait)
+        source = wait if where == "turn" else Script(tokenizer, STEP)
+        limits = config.Env(
+            name="walk",
+            args={},
+            max_turns=5,
+            max_new_tokens=64,
+            step_timeout_s=30.0,
+            max_failures_in_row=1,
+        )
+        task = asyncio.create_task(
+            run_trajectory(
+                START,
+                env,
+                chats["tiny"],
+                source,
+                limits,
+                "env",
+                1000,
+                Sampling(max_new_tokens=1),
+                lambda: 0.0,
+            )
+        )
+        async with asyncio.timeout(5):
+            await reached.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert len(asyncio.all_tasks()) == 1, "nothing stays behind"
+        return env.closed
+
+    assert asyncio.run(go()) == 1
+
+
+def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
+    env = Walk()
+    with pytest.raises(OSError, match="dry"):
+        run(env, raises)
+    assert env.closed == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turn": "g9.9.t0"},
+        {"finish": FinishReason.ABORT},
+        {"logprobs": b""},
+        {"versions": pack_tokens([0] * 9)},
+        {"tokens": b"", "logprobs": b"", "versions": b""},
+        {
+            "tokens": pack_tokens([5] * 99),
+            "logprobs": pack_floats([0.0] * 99),
+            "versions": pack_tokens([0] * 99),
+        },
+    ],
+)
+def test_a_turn_that_was_not_asked_for_is_refused(run, change):
+    async def source(request):
+        whole = dict(
+            turn=request.turn,
+            tokens=pack_tokens([5]),
+            logprobs=pack_floats([0.0]),
+            versions=pack_tokens([0]),
+            finish=FinishReason.STOP,
+        )
+        return TurnResult(**(whole | change))
+
+    env = Walk()
+    with pytest.raises(ValueError, match=r"turn g1\.2\.t0: got"):
+        run(env, source)
+    assert env.closed == 1
+
+
+# --------------------------------------------------------------------------- a real one
+
+
+def test_a_calculator_episode(run, tokenizer):
+    env = envs.build(
+        config.Env(
+            name="calculator",
+            args={"operations": 1, "operators": "+"},
+            max_turns=4,
+            max_new_tokens=64,
+            step_timeout_s=5.0,
+            max_failures_in_row=1,
+        )
+    )
+    question = asyncio.run(env.reset(START.env_seed)).messages[1]["content"]
+    asked = question.removeprefix("What is ").removesuffix("?")
+    answer = sum(map(int, asked.split(" + ")))
+    script = Script(
+        tokenizer,
+        f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{asked}"}}}}</tool_call>',
+        f'<tool_call>{{"name": "answer", "arguments": {{"value": {answer}}}}}</tool_call>',
+    )
+    trajectory = run(env, script, max_new_tokens=200)
+    assert (trajectory.success, trajectory.reward, trajectory.turns) == (True, 1.0, 2)

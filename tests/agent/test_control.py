@@ -1,0 +1,172 @@
+"""Groups in progress: the same tasks for the same seed, every trajectory counted once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.coordinator.control import Groups, Task, TooManyFailures, chosen, eval_task, train_task
+from rose.coordinator.filter import teaches
+from rose.protocol import Phase, Trajectory
+
+
+def trajectory(name, reward=0.0, tokens=1, domain="lake"):
+    return Trajectory(
+        name,
+        name.split(".")[0],
+        Phase.TRAIN,
+        b"",
+        b"",
+        b"",
+        b"",
+        reward,
+        reward > 0,
+        1,
+        tokens,
+        domain=domain,
+    )
+
+
+def opened(most, seeded):
+    """No groups yet, of two domains; `most` failures in a row of either are too many."""
+    return Groups(
+        1,
+        {name: (most, f"env.members.{name}.max_failures_in_row") for name in ("lake", "sums")},
+        seeded,
+    )
+
+
+def test_a_group_is_complete_when_its_last_member_is_in():
+    groups = opened(3, seeded=True)
+    starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 3)
+    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"] and {s.env_seed for s in starts} == {
+        99
+    }
+    assert len({s.sampling_seed for s in starts}) == 3
+    assert {
+        s.sampling_seed
+        for s in opened(3, seeded=False).open("g4", Phase.TRAIN, Task("lake", 99), 3)
+    } == {None}
+    assert (
+        groups.finished(trajectory("g4.2")) is None and groups.finished(trajectory("g4.0")) is None
+    )
+    assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
+    assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
+    assert groups.running == 0
+
+
+def test_the_first_that_are_in_make_a_group_and_its_spare_trajectories_are_late():
+    groups = opened(3, seeded=True)
+    assert len(groups.open("g4", Phase.TRAIN, Task("lake", 99), 2, spare=2)) == 4
+    groups.finished(trajectory("g4.3"))
+    assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.1", "g4.3"]
+    assert groups.late("g4") == ["g4.0", "g4.2"] and groups.running == 0
+    assert groups.finished(trajectory("g4.0")) is None  # a late word changes nothing
+
+
+def test_a_failed_trajectory_is_replaced_within_its_group():
+    groups = opened(5, seeded=True)
+    groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
+    again = groups.failed_trajectory("g0.1", "g0", "lake", "boom")
+    assert again.id == "g0.1r1" and again.env_seed == 9 and again.domain == "lake"
+    assert groups.failed_trajectory("g0.1r1", "g0", "lake", "boom").id == "g0.1r2"
+    assert groups.finished(trajectory("g0.1")) is None
+    groups.finished(trajectory("g0.0"))
+    assert [t.id for t in groups.finished(trajectory("g0.1r2"))] == ["g0.0", "g0.1r2"]
+    assert groups.failed == 2
+
+
+def test_too_many_failures_in_a_row_stop_with_the_cause():
+    groups = opened(2, seeded=False)
+    groups.open("g0", Phase.TRAIN, Task("lake", 9), 3)
+    groups.failed_trajectory("g0.0", "g0", "lake", "boom")
+    groups.finished(trajectory("g0.1"))  # a success in between
+    groups.failed_trajectory("g0.2", "g0", "lake", "boom")
+    with pytest.raises(
+        TooManyFailures,
+        match=r"2 environments failed in a row .*max_failures_in_row=2.*g0.2r\d: disk gone",
+    ):
+        groups.failed_trajectory("g0.2r2", "g0", "lake", "disk gone")
+
+
+def test_a_domain_that_works_does_not_hide_another_that_is_broken():
+    groups = opened(2, seeded=False)
+    groups.open("g0", Phase.TRAIN, Task("lake", 9), 3)
+    groups.open("g1", Phase.TRAIN, Task("sums", 9), 3)
+    assert groups.failed_trajectory("g1.0", "g1", "sums", "boom").domain == "sums"
+    groups.finished(trajectory("g0.1"))
+    groups.failed_trajectory("g0.0", "g0", "lake", "boom")
+    with pytest.raises(
+        TooManyFailures, match=r"2 .* \(env\.members\.sums\.max_failures_in_row=2\).*g1.1: boom"
+    ):
+        groups.failed_trajectory("g1.1", "g1", "sums", "boom")
+
+
+def test_a_dropped_group_is_forgotten():
+    groups = opened(5, seeded=True)
+    groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
+    groups.finished(trajectory("g0.0"))
+    running, done = groups.drop("g0")
+    assert (
+        running == ["g0.1"] and [t.id for t in done] == ["g0.0"] and groups.drop("g0") == ([], [])
+    )
+    assert groups.finished(trajectory("g0.1")) is None
+    assert groups.failed_trajectory("g0.1", "g0", "lake", "late") is None
+
+
+def test_tasks_depend_on_the_seed_and_the_index_alone():
+    def train(seed, index):
+        return train_task(seed, index, {"lake": 1.0}).seed
+
+    assert train(1, 5) == train(1, 5) != train(2, 5)
+    trained, held_out = (
+        {train(1, i) for i in range(2000)},
+        {eval_task(1, i, {"lake": 1.0}).seed for i in range(2000)},
+    )
+    assert len(trained) == len(held_out) == 2000 and not trained & held_out
+    assert {train_task(1, i, {"lake": 1.0}).domain for i in range(100)} == {"lake"}
+    mixed = {"lake": 3.0, "sums": 1.0}
+    assert [train_task(1, i, mixed).seed for i in range(100)] == [train(1, i) for i in range(100)]
+
+
+@given(
+    weights=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.05, 20.0), min_size=1),
+    seed=st.integers(0, 2**31),
+    begin=st.integers(0, 10**9),
+    size=st.integers(1, 64),
+)
+def test_any_few_neighbouring_groups_have_each_domain_in_its_share(weights, seed, begin, size):
+    def stream(weights):
+        return [chosen(weights, seed, index) for index in range(begin, begin + size)]
+
+    found = stream(weights)
+    for name, weight in weights.items():
+        assert abs(found.count(name) - size * weight / sum(weights.values())) < 3
+    assert (
+        stream(dict(reversed(weights.items())))
+        == found
+        == stream({n: 4 * w for n, w in weights.items()})
+    )
+
+
+def test_over_a_run_the_shares_are_the_weights_and_seeds_have_orders_of_their_own():
+    def stream(seed):
+        return [chosen({"lake": 2, "sums": 1, "words": 0.5}, seed, index) for index in range(3500)]
+
+    assert all(
+        abs(stream(1).count(name) - n) <= 3
+        for name, n in (("lake", 2000), ("sums", 1000), ("words", 500))
+    )
+    assert len({tuple(stream(seed)[:16]) for seed in range(20)}) > 5
+    assert chosen({"lake": 1e308, "sums": 1e308, "words": 5e-324}, 1, 0) in ("lake", "sums")
+
+
+@pytest.mark.parametrize(
+    "rewards, dynamic, keeps",
+    [([0, 1], True, True), ([1, 1], True, False), ([0, 0], True, False), ([1, 1], False, True)],
+)
+def test_dynamic_sampling_drops_groups_without_a_gradient(rewards, dynamic, keeps):
+    assert teaches([trajectory(f"g0.{i}", r) for i, r in enumerate(rewards)], dynamic) is keeps
+
+
+def test_a_group_without_any_token_teaches_nothing():
+    assert not teaches([trajectory("g0.0", 1, tokens=0)], False)

@@ -1,0 +1,67 @@
+"""An environment host runs each trajectory in the environment that it is of, under that one's own
+limits."""
+
+import asyncio
+
+import pytest
+
+from rose import protocol as p
+from rose.agent.generate import TrajectoryHost
+from rose.observe.recorder import NullRecorder
+
+
+def hosted(config, chat, domain, tokens):
+    """What a host says about one trajectory whose every turn is these tokens, as many as it asks
+    for."""
+
+    async def go():
+        words, said = asyncio.Queue(), []
+        host = TrajectoryHost(config, chat, words.put_nowait, asyncio.create_task, NullRecorder())
+        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, domain, 8, None))
+        while True:
+            said.append(await asyncio.wait_for(words.get(), 20))
+            if not isinstance(said[-1], p.TurnRequest):
+                return said
+            made = tokens[: said[-1].sampling.max_new_tokens]
+            n = len(made)
+            host.handle(
+                p.TurnResult(
+                    said[-1].turn,
+                    p.pack_tokens(made),
+                    p.pack_floats([-1.0] * n),
+                    p.pack_tokens([0] * n),
+                    p.FinishReason.LENGTH,
+                )
+            )
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("domain, turns, new", [("frozen_lake", 3, 16), ("calculator", 2, 24)])
+def test_turns_and_tokens_are_limited_as_the_member_says(
+    make_config, chats, tokenizer, domain, turns, new
+):
+    config = make_config(
+        "env=games",
+        "env.members.frozen_lake.max_turns=3",
+        "env.members.calculator.max_turns=2",
+        "env.members.calculator.max_new_tokens=24",
+        "model.max_context=4096",
+        "trainer.micro_batch_tokens=4096",
+    )
+    words = tokenizer.encode("a word " * 40, add_special_tokens=False)
+    *requests, last = hosted(config, chats["tiny"], domain, words)
+    assert [(m.domain, m.sampling.max_new_tokens) for m in requests] == [(domain, new)] * turns
+    assert (
+        last.trajectory.domain == domain
+        and last.trajectory.turns == turns
+        and last.trajectory.truncated
+    )
+
+
+def test_a_failure_names_the_members_key(make_config, chats):
+    config = make_config(
+        "env=games", "model.max_context=65", "env.members.calculator.max_new_tokens=8"
+    )
+    [failed] = hosted(config, chats["tiny"], "calculator", [])
+    assert failed.domain == "calculator" and "env.members.calculator.args smaller" in failed.error

@@ -1,0 +1,93 @@
+"""What a model writes becomes one action, or a message that tells it what was wrong."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.tool_calls import BadCall, parse
+
+MOVE = '{"name": "move", "arguments": {"direction": "left"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>\n{MOVE}\n</tool_call>",
+        f"<tool_call>{MOVE}</tool_call>",
+        f"<tool_call>[{MOVE}]</tool_call>",  # SmolLM2
+        f"I go left.\n<tool_call>{MOVE}</tool_call> so there",
+        f"<think>perhaps <tool_call>nonsense</think><tool_call>{MOVE}</tool_call>",
+    ],
+)
+def test_a_call_is_read_in_either_form(text):
+    assert parse(text) == Action(text=text, call=ToolCall("move", {"direction": "left"}))
+
+
+def test_text_without_a_call_is_plain_text():
+    assert parse("the answer is 4") == Action("the answer is 4")
+
+
+def test_a_call_that_was_only_thought_of_does_not_count():
+    assert parse(f"<think><tool_call>{MOVE}</tool_call></think>done").call is None
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("<tool_call>move left</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        (f"<tool_call>{MOVE}", "must stand between"),
+        (f"{MOVE}</tool_call>", "must stand between"),
+        (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
+        (f"<tool_call>{MOVE}</tool_call><tool_call>{MOVE}</tool_call>", "only one call"),
+        (f"<tool_call>[{MOVE}, {MOVE}]</tool_call>", "one object"),
+        ("<tool_call>[]</tool_call>", "one object"),
+        ("<tool_call>3</tool_call>", "one object"),
+        ('<tool_call>{"name": "move"}</tool_call>', "one object"),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
+        ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
+        ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+        ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+    ],
+)
+def test_a_bad_call_is_explained(text, problem):
+    result = parse(text)
+    assert isinstance(result, BadCall)
+    assert problem in result.message
+    assert len(result.message) < 200, "the message costs context"
+
+
+pieces = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        '{"name": "a", "arguments": {',
+        "}}",
+        "[",
+        "]",
+        "1",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(pieces, st.text())).map("".join))
+def test_no_text_raises(text):
+    assert isinstance(parse(text), Action | BadCall)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(min_size=1),
+    st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none(), st.booleans())),
+)
+def test_every_well_formed_call_arrives_as_it_was_written(name, arguments):
+    written = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    assert parse(f"<tool_call>{written}</tool_call>").call == ToolCall(name, arguments)

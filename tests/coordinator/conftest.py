@@ -1,0 +1,121 @@
+"""A turn hub on a real scheduler and journal; only what it sends to other ranks is kept in a
+list."""
+
+import pytest
+
+from rose import protocol as p
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.coordinator.journal import Journal
+from rose.coordinator.turns import TurnHub
+from rose.observe.recorder import NullRecorder
+from rose.scheduler import build
+
+TURN_TIMEOUT_S = 60.0
+HOST = 1
+RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
+
+
+def scheduler(routing="least_loaded"):
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name=routing, args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=0.0,
+        ),
+        TURN_TIMEOUT_S,
+    )
+
+
+class World:
+    """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
+    and batches."""
+
+    def __init__(self, folder, routing="least_loaded"):
+        self.sent, self.actions, self.faults = [], [], []
+        self.journal_path = folder / "journal" / "attempt-001.jsonl"
+        self.scheduler = scheduler(routing)
+        self.journal = Journal(self.journal_path, self.scheduler.snapshot())
+        self.hub = TurnHub(
+            self.scheduler,
+            lambda rank, message: self.sent.append((rank, message)),
+            self.journal,
+            NullRecorder(),
+            self.actions.append,
+            lambda what, detail: self.faults.append((what, detail)),
+            world_size=100,
+        )
+
+    def ready(self, worker, incarnation=1, version=0, sequences=4):
+        self.hub.handle(
+            RANK[worker], p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
+        )
+
+    def down(self, worker, incarnation=1, restarting=True):
+        self.hub.handle(RANK[worker], p.WorkerDown(worker, incarnation, "killed", restarting))
+
+    def request(self, turn="g0.0.t0", new=10):
+        trajectory = turn.rpartition(".")[0]
+        self.hub.handle(
+            HOST,
+            p.TurnRequest(
+                turn,
+                trajectory,
+                trajectory.partition(".")[0],
+                p.Phase.TRAIN,
+                p.pack_tokens([1, 2, 3]),
+                p.Sampling(max_new_tokens=new, seed=5),
+            ),
+        )
+
+    def progress(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
+        self.hub.handle(
+            rank,
+            p.TurnProgress(
+                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0
+            ),
+        )
+
+    def finish(self, tokens, attempt=1, turn="g0.0.t0", rank=10, finish=p.FinishReason.STOP):
+        self.hub.handle(
+            rank,
+            p.TurnFinished(
+                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0, finish
+            ),
+        )
+
+    def give_back(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
+        self.hub.handle(
+            rank,
+            p.TurnReturned(
+                turn,
+                attempt,
+                p.pack_tokens(tokens),
+                p.pack_floats([-1.0] * len(tokens)),
+                0,
+                "evicted",
+            ),
+        )
+
+    def capacity(self, worker, kv=10_000, sequences=4, incarnation=1, revoked=False):
+        self.hub.handle(
+            RANK[worker], p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked)
+        )
+
+    def taken(self, kind):
+        """(rank, message) of this kind sent so far; forgets them."""
+        found = [(rank, m) for rank, m in self.sent if isinstance(m, kind)]
+        self.sent[:] = [(rank, m) for rank, m in self.sent if not isinstance(m, kind)]
+        return found
+
+
+@pytest.fixture
+def world(tmp_path):
+    """One worker, rollout-0, with the newest weights."""
+    world = World(tmp_path)
+    world.hub.publish(0, "v0/manifest.json")
+    world.ready("rollout-0")
+    yield world
+    world.journal.close()

@@ -1,0 +1,307 @@
+"""A coordinator's world in one process: an environment host, a trainer and engines that answer in
+any order, by a seed.
+
+Words of one rank stay in order, as MPI keeps them; whose word comes next is drawn. The trainer is
+slow: while others have something to say its word is rarely the next, so that rollouts may go on
+while it trains. What a word says of weights is decided when it is heard: a version may come in the
+middle of a turn.
+
+Where devices are shared, a rank holds its device from the order on, and until its answer is heard:
+never both roles.
+"""
+
+import asyncio
+import random
+from collections import deque
+from pathlib import Path
+
+from rose import protocol as p
+from rose.coordinator.coordinator import Coordinator
+from rose.launch.layout import layout
+from rose.observe.recorder import NullRecorder
+from rose.protocol import seed_of
+from rose.trainer import checkpoint
+
+TRAINER_SPEAKS = 0.01  # of the draws
+TOKENS_OF_A_TURN = 5
+DEADLINE_S = 30.0
+
+
+class Peers:
+    """The coordinator's mailbox, and everybody at its other end."""
+
+    rank = 0
+
+    def __init__(self, config, seed, step=0, hardware="cpu"):
+        self.config, self.draw, self.step = config, random.Random(seed), step
+        ranks = layout(config)
+        self.size = len(ranks)
+        self.hardware = hardware  # of every engine, or a list of each one's
+        self.role = {rank.rank: rank for rank in ranks}
+        # to be heard: functions that give a message, or None
+        self.words = {rank.rank: deque() for rank in ranks[1:]}
+        self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
+        self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
+        self.trained = {}  # step -> [trajectory]
+        self.seed_of_group = {}
+        self.domain_of_group = {}
+        self.turns_in_training = 0  # of training groups, begun while the trainer trained
+        self.training = False
+        self.awake = (
+            {rank.rank for rank in ranks if rank.role is p.Role.TRAINER}
+            if config.shares_devices
+            else None
+        )
+        self.orders = []  # (role, its name), where devices are shared
+        self.turns_asleep = 0  # that engines got
+        self.late = {}  # rank -> LoadVersion that waits for its turn
+        self.incarnation = {}  # of engines
+        self.dead = set()  # engines that died asleep
+        self.look = lambda: None  # called at every message to a peer
+        for rank in ranks[1:]:
+            self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
+            if rank.role is p.Role.TRAINER:
+                self.say(
+                    rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing")
+                )
+            elif rank.role is p.Role.ROLLOUT and config.shares_devices:
+                self.dead.add(rank.rank)  # its first turn starts it
+            elif rank.role is p.Role.ROLLOUT:
+                self.say(rank.rank, self.ready(rank, 1))
+
+    # ----------------------------------------------------------------- the mailbox
+
+    async def receive(self):
+        while True:
+            await asyncio.sleep(0)
+            ready = [rank for rank, words in self.words.items() if words]
+            if not ready:
+                await asyncio.sleep(0.001)
+                continue
+            rank = self.draw.choice(ready)
+            if (
+                self.role[rank].role is p.Role.TRAINER
+                and len(ready) > 1
+                and self.draw.random() > TRAINER_SPEAKS
+            ):
+                continue
+            message = self.words[rank].popleft()[1]()
+            if message is not None:
+                return rank, message
+
+    def send(self, rank, message):
+        getattr(self, f"_{type(message).__name__}")(rank, message)
+        self.look()
+
+    def say(self, rank, message, about=None):
+        self.words[rank].append((about, message if callable(message) else lambda: message))
+
+    def ready(self, rank, incarnation):
+        hardware = self.hardware if isinstance(self.hardware, str) else self.hardware[rank.index]
+        return p.WorkerReady(f"rollout-{rank.index}", incarnation, 4242, 4, 10_000, -1, hardware)
+
+    # ----------------------------------------------------------------- a shared device
+
+    def _Wake(self, rank, m):
+        self.awake.add(rank)
+        assert len({self.role[r].role for r in self.awake}) == 1, (
+            "trainer and engines are awake at once"
+        )
+        self.orders.append((self.role[rank].role, "wake"))
+        if rank in self.dead:
+            self.dead.discard(rank)
+            self.incarnation[rank] = self.incarnation.get(rank, 0) + 1
+            self.version[rank] = -1
+            self.late.pop(rank, None)
+            self.say(rank, self.ready(self.role[rank], self.incarnation[rank]))
+        elif rank in self.late:
+            self._LoadVersion(rank, self.late.pop(rank))
+        self.say(rank, p.DeviceChanged(rank, m.turn, True, 0.2, 3.0, 1.0, 24.0))
+
+    def _Sleep(self, rank, m):
+        def slept():
+            self.awake.discard(rank)
+            return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
+
+        self.orders.append((self.role[rank].role, "sleep"))
+        self.say(rank, slept)
+
+    def dies(self, rank):
+        """The engine of a rank, now."""
+        self.dead.add(rank)
+        self.say(
+            rank,
+            p.WorkerDown(
+                f"rollout-{self.role[rank].index}", self.incarnation[rank], "killed", True
+            ),
+        )
+
+    # ----------------------------------------------------------------- environment host
+
+    def _StartTrajectory(self, rank, m):
+        self.seed_of_group.setdefault(m.group, m.env_seed)
+        assert self.domain_of_group.setdefault(m.group, m.domain) == m.domain
+        assert self.seed_of_group[m.group] == m.env_seed and m.id not in self.running
+        self.running[m.id] = [m, 1 + seed_of(m.id) % 3, [], []]
+        self.ask(rank, m.id)
+
+    def ask(self, rank, name):
+        start, _, tokens, _ = self.running[name]
+        turn = f"{name}.t{len(tokens)}"
+        self.say(
+            rank,
+            p.TurnRequest(
+                turn,
+                name,
+                start.group,
+                start.phase,
+                p.pack_tokens([1] * 8),
+                p.Sampling(TOKENS_OF_A_TURN),
+                start.domain,
+            ),
+            name,
+        )
+
+    def _TurnResult(self, rank, m):
+        name = m.turn.rpartition(".")[0]
+        if name not in self.running:
+            return
+        start, turns, tokens, versions = self.running[name]
+        tokens.append(m.tokens)
+        versions.append(m.versions)
+        if len(tokens) < turns:
+            self.ask(rank, name)
+        else:
+            del self.running[name]
+            self.say(
+                rank,
+                p.TrajectoryFinished(self.trajectory(start, b"".join(tokens), b"".join(versions))),
+                name,
+            )
+
+    def trajectory(self, start, tokens, versions):
+        made = len(tokens) // 4
+        reward = float(seed_of(start.id, "reward") % 2)
+        return p.Trajectory(
+            start.id,
+            start.group,
+            start.phase,
+            p.pack_tokens([1]) + tokens,
+            b"\0" + b"\1" * made,
+            p.pack_floats([-1.0] * (made + 1)),
+            p.pack_tokens([-1]) + versions,
+            reward,
+            reward > 0,
+            turns=1,
+            response_tokens=made,
+            domain=start.domain,
+        )
+
+    def _CancelTrajectory(self, rank, m):
+        self.running.pop(m.id, None)  # a last word of it may be on its way
+
+    # ----------------------------------------------------------------- engines
+
+    def _GenerateTurn(self, rank, m):
+        if self.awake is not None and rank not in self.awake:
+            self.turns_asleep += 1  # they wait in the engine
+            return
+        self.turns_in_training += self.training and m.turn.startswith("g")
+        count = m.sampling.max_new_tokens
+        about = (m.turn, m.attempt)
+        packed = [(p.pack_tokens([7] * n), p.pack_floats([-1.0] * n)) for n in (1, count - 1)]
+        if count > 1:
+            self.say(rank, lambda: p.TurnProgress(*about, *packed[0], self.version[rank]), about)
+            self.say(
+                rank,
+                lambda: p.TurnFinished(*about, *packed[1], self.version[rank], p.FinishReason.STOP),
+                about,
+            )
+        else:
+            self.say(
+                rank,
+                lambda: p.TurnFinished(
+                    *about, *packed[0], self.version[rank], p.FinishReason.LENGTH
+                ),
+                about,
+            )
+
+    def _AbortTurn(self, rank, m):
+        kept = [word for word in self.words[rank] if word[0] != (m.turn, m.attempt)]
+        self.words[rank] = deque(kept)
+
+    def _LoadVersion(self, rank, m):
+        def load():
+            self.version[rank] = m.version
+            return p.VersionLoaded(
+                f"rollout-{self.role[rank].index}",
+                self.incarnation.get(rank, 1),
+                m.version,
+                0.1,
+                0.01,
+                10,
+            )
+
+        if self.awake is not None and rank not in self.awake:
+            self.late[rank] = m
+            return
+
+        self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (None, load))
+
+    # ----------------------------------------------------------------- trainer
+
+    def _TrainStep(self, rank, m):
+        assert self.awake is None or rank in self.awake
+        self.training, self.trained[m.step] = True, []
+
+    def _TrainPart(self, rank, m):
+        self.trained[m.step] += m.trajectories
+
+        def done():
+            self.training, self.step = False, m.step
+            return p.TrainDone(m.step, 0, m.step, {"loss": 0.5}, "store")
+
+        self.say(rank, done)
+
+    def _SaveCheckpoint(self, rank, m):
+        assert self.awake is None or rank in self.awake
+        checkpoint.mark(Path(m.folder), 0, "")
+
+
+def run(
+    config,
+    folder,
+    attempt=1,
+    seed=0,
+    resume_from=None,
+    stop_when=lambda coordinator: False,
+    hardware="cpu",
+):
+    """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is
+    asked at every message to a peer and at every turn of the loop: what lasts for less than a turn
+    is seen, too."""
+
+    async def scene():
+        step = checkpoint.step_of(resume_from) if resume_from else 0
+        peers = Peers(config, seed, step, hardware)
+        coordinator = Coordinator(config, folder, attempt, peers, NullRecorder(), resume_from)
+
+        def look():
+            if not coordinator._stop.is_set() and stop_when(coordinator):
+                coordinator._stop.set()
+
+        async def watch():
+            while not coordinator._stop.is_set():
+                look()
+                await asyncio.sleep(0)
+
+        peers.look = look
+
+        watching = asyncio.create_task(watch())
+        try:
+            await asyncio.wait_for(coordinator.run(), DEADLINE_S)
+        finally:
+            watching.cancel()
+        return coordinator, peers
+
+    return asyncio.run(scene())

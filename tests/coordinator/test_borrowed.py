@@ -1,0 +1,308 @@
+"""Ranks that join over MPI and behave in every way: the hub's turns survive, and nobody else is
+concerned."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rose import protocol as p
+from rose.comm import join, porter, singleton
+from rose.coordinator.borrowed import Borrowed
+from tests.coordinator.conftest import HOST, RANK, World
+
+pytestmark = pytest.mark.slow
+JOINER = Path(__file__).with_name("joiner.py")
+DEADLINE_S = 40.0
+
+
+class Court:
+    """A `Borrowed` with a hub and one dedicated worker; `joiners` are processes."""
+
+    def __init__(self, folder, config):
+        self.run_dir, self.config = folder / "run", config
+        self.run_dir.mkdir()
+        self.world = World(folder)
+        self.changes, self.joiners = [], []
+        self.borrowed = Borrowed(
+            config,
+            self.run_dir,
+            1,
+            100,
+            lambda: self.world.hub,
+            lambda what, detail: self.world.faults.append((what, detail)),
+            lambda what, detail: self.changes.append((what, detail)),
+        )
+        keep = self.world.hub._send
+        self.world.hub._send = lambda to, m: self.borrowed.send(to, m) if to >= 100 else keep(to, m)
+        self.world.hub.publish(0, "v0/manifest.json")
+        self.world.ready("rollout-0", sequences=1)
+
+    def join(self, behaviour):
+        mpi = self.config.cluster.mpi
+        joiner = subprocess.Popen(
+            [sys.executable, str(JOINER), str(self.run_dir), behaviour],
+            text=True,
+            env=singleton.environment(mpi.env | mpi.join_env),
+            stdout=subprocess.PIPE,
+        )
+        self.joiners.append(joiner)
+        return joiner
+
+    async def until(self, condition, what):
+        end = time.monotonic() + DEADLINE_S
+        while not (value := condition()):
+            assert time.monotonic() < end, (
+                f"waited {DEADLINE_S:g} s for {what}: {self.world.faults} {self.changes}"
+            )
+            await asyncio.sleep(0.02)
+        return value
+
+    def lost(self):
+        return [detail for what, detail in self.world.faults if what == "borrowed rank lost"]
+
+    def workers(self):
+        return sorted(self.world.hub.workers)
+
+    def run(self, story):
+        """`story(self)` while the coordinator's half runs; ends everything that was started."""
+
+        async def both():
+            serving = asyncio.create_task(self.borrowed.run())
+            await self.until(lambda: join.endpoint(self.run_dir), "the door")
+            told = asyncio.create_task(story(self))
+            await asyncio.wait({serving, told}, return_when=asyncio.FIRST_COMPLETED)
+            assert told.done(), serving.exception()
+            serving.cancel()
+            await asyncio.wait({serving})
+            told.result()
+
+        try:
+            asyncio.run(both())
+        finally:
+            for joiner in self.joiners:
+                joiner.kill()
+                joiner.wait()
+                joiner.stdout.close()
+            self.world.journal.close()
+        _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+        assert not left  # no porter stays
+
+
+@pytest.fixture
+def court(tmp_path, make_config):
+    return Court(tmp_path, make_config("rollout.engine_start_timeout_s=20"))
+
+
+def occupy(court):
+    """A turn for the dedicated worker, which has room for one, and one that waits."""
+    court.world.request("g0.0.t0")
+    court.world.request("g0.1.t0")
+
+
+def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tokens(court):
+    async def story(c):
+        occupy(c)
+        joiner = c.join("works")
+        await c.until(
+            lambda: c.world.hub.ledger._turns["g0.1.t0"].made == 3, "tokens of the borrowed rank"
+        )
+        assert c.workers() == ["borrowed-1", "rollout-0"] and c.changes[0][0] == "joined"
+        assert c.world.hub.workers["borrowed-1"].kind == "cooperative"
+        c.world.taken(p.GenerateTurn)
+        joiner.kill()
+        killed = time.monotonic()
+        await c.until(c.lost, "the loss")
+        assert time.monotonic() - killed < 2 * c.config.serving.lost_after_s
+        assert "1 turns go elsewhere" in c.lost()[0] and c.workers() == ["rollout-0"]
+        c.world.finish([4])  # the dedicated worker has room again
+        [(rank, again)] = c.world.taken(p.GenerateTurn)
+        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [
+            1,
+            2,
+            3,
+            5,
+            5,
+            5,
+        ]
+
+    court.run(story)
+
+
+def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(court):
+    async def story(c):
+        occupy(c)
+        c.join("gives back")
+        await c.until(lambda: c.world.hub.returned, "the return")
+        await c.until(
+            lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked,
+            "the word on its capacity",
+        )
+        assert c.workers() == ["borrowed-1", "rollout-0"] and c.world.faults == []
+        assert c.world.scheduler.cluster.workers["borrowed-1"].expected_s == 2.0
+        c.world.taken(p.GenerateTurn)
+        c.world.finish([4])
+        [(rank, again)] = c.world.taken(p.GenerateTurn)
+        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [
+            1,
+            2,
+            3,
+            5,
+            5,
+            5,
+            6,
+        ]
+
+    court.run(story)
+
+
+def test_a_rank_that_leaves_in_order_is_no_fault(court):
+    async def story(c):
+        occupy(c)
+        joiner = c.join("leaves")
+        await c.until(lambda: joiner.poll() is not None, "its end")
+        assert joiner.communicate()[0] == "goodbye\n" and c.world.faults == []
+        assert [what for what, _ in c.changes] == ["joined", "left"] and c.workers() == [
+            "rollout-0"
+        ]
+
+    court.run(story)
+
+
+@pytest.mark.parametrize(
+    "behaviour, words",
+    [
+        ("wrong token over MPI", "token is not the run's"),
+        ("garbage over MPI", "no message"),
+        ("garbage after hello", "no message"),
+        ("old version over MPI", "protocol version 1"),
+        ("speaks for another", "speaks for rollout-0"),
+        ("tells the run to fail", "said RankFailed"),
+        ("impossible engine", "0 KV tokens"),
+        ("impossible capacity", "-5 KV tokens"),
+        ("wrong tokens", "1000 tokens, where 1 to 10"),
+        ("says nothing", "said nothing right|not for it to say"),
+    ],
+)
+def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behaviour, words):
+    async def story(c):
+        occupy(c)
+        joiner = c.join(behaviour)
+        await c.until(c.lost, "the refusal")
+        assert re.search(words, c.lost()[0])
+        await c.until(lambda: joiner.poll() is not None, "its end")
+        assert "shown out" in joiner.communicate()[0]
+        assert c.workers() == ["rollout-0"] and c.world.actions == []
+        assert c.world.hub.ledger._turns["g0.1.t0"].made == 0
+        c.world.finish([4])
+        assert c.world.taken(p.TurnResult)[0][0] == HOST
+
+    court.run(story)
+
+
+@pytest.mark.parametrize("behaviour", ["dies after announcing", "dies before connecting"])
+def test_one_that_dies_on_the_way_in_holds_nobody_up(court, behaviour):
+    async def story(c):
+        c.join(behaviour)
+        good = c.join("works")
+        longest, seen = 0.0, time.monotonic()
+        while "joined" not in [what for what, _ in c.changes]:
+            await asyncio.sleep(0.01)
+            longest, seen = max(longest, time.monotonic() - seen), time.monotonic()
+            assert good.poll() is None
+        assert longest < porter.ACCEPT_S / 2  # the event loop did not wait for the dead one
+
+    court.run(story)
+
+
+def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(court):
+    async def story(c):
+        folder = join.folder(c.run_dir)
+        ask = join.Ask(protocol=p.PROTOCOL_VERSION, token="f" * 64, host="h", pid=1)
+        (folder / "one.asks").write_bytes(msgspec.json.encode(ask))
+        (folder / "two.asks").write_bytes(b'{"protocol": 1}')
+        (folder / "three.asks").write_bytes(b"\x00\xff garbage")
+        await c.until(lambda: len(list(folder.glob("*.answer"))) == 3, "answers")
+        reasons = {
+            path.stem: msgspec.json.decode(path.read_bytes(), type=join.Answer)
+            for path in folder.glob("*.answer")
+        }
+        assert "token" in reasons["one"].reason and "protocol version 1" in reasons["two"].reason
+        assert "no request" in reasons["three"].reason and not any(
+            a.worker or a.port for a in reasons.values()
+        )
+        assert len(c.world.faults) == 3
+
+    court.run(story)
+
+
+def test_garbage_on_every_port_that_is_open_stops_nobody(court):
+    async def story(c):
+        joiner = c.join("works")
+        await c.until(lambda: c.changes, "the join")
+        ports = {
+            x.laddr
+            for q in psutil.Process().children(recursive=True)
+            for x in q.net_connections("tcp")
+            if x.status == psutil.CONN_LISTEN
+        }
+        assert ports
+        for address in ports:
+            with socket.create_connection(address, timeout=5) as end:
+                end.sendall(os.urandom(4096))
+        await asyncio.sleep(3.0)
+        assert (
+            c.world.faults == []
+            and joiner.poll() is None
+            and c.workers() == ["borrowed-1", "rollout-0"]
+        )
+
+    court.run(story)
+
+
+def test_a_rank_that_hangs_is_shown_out_and_others_stay(court):
+    async def story(c):
+        first, second = c.join("works"), c.join("works")
+        await c.until(lambda: len(c.changes) == 2, "both")
+        first.send_signal(signal.SIGSTOP)
+        await c.until(c.lost, "its silence to be noticed")
+        assert "silent for" in c.lost()[0] and len(c.workers()) == 2
+        first.send_signal(signal.SIGCONT)
+        await c.until(lambda: first.poll() is not None, "its end")
+        assert second.poll() is None
+
+    court.run(story)
+
+
+def test_no_more_ranks_than_allowed(tmp_path, make_config):
+    async def story(c):
+        c.join("works")
+        await c.until(lambda: c.changes, "the first")
+        second = c.join("works")
+        await c.until(lambda: second.poll() is not None, "the refusal")
+        assert "serving.max_ranks" in second.communicate()[0]
+
+    Court(tmp_path, make_config("serving.max_ranks=1")).run(story)
+
+
+def test_the_folder_is_private_and_closed_with_the_run(court):
+    async def story(c):
+        folder = join.folder(c.run_dir)
+        assert (
+            folder.stat().st_mode & 0o777 == 0o700
+            and (folder / "token").stat().st_mode & 0o777 == 0o600
+        )
+        first = join.endpoint(c.run_dir)
+        await c.until(lambda: join.endpoint(c.run_dir) != first, "a sign of life")
+
+    court.run(story)
+    assert join.endpoint(court.run_dir) is None

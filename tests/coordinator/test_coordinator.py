@@ -1,0 +1,142 @@
+"""The coordinator's saving: a checkpoint is committed when every trainer rank has written its part,
+also when a stop comes in between."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator.coordinator import SAVED_S, Coordinator
+from rose.coordinator.waiting import RunFailed
+from rose.launch import resume
+from rose.observe.recorder import NullRecorder
+from rose.trainer import checkpoint
+
+TRAINER_RANKS = (2, 3)
+
+
+@pytest.fixture
+def coordinator(make_config, tmp_path):
+    config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
+    sent = []
+    mailbox = SimpleNamespace(
+        rank=0, size=6, send=lambda rank, message: sent.append((rank, message))
+    )
+    made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
+    made.sent, made.step = sent, 7
+    for index, rank in enumerate(TRAINER_RANKS):
+        made._on_Hello(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
+        made._on_TrainerReady(rank, p.TrainerReady(index, 7, 7, "store", ""))
+    yield made
+    made.journal.close()
+
+
+def written(coordinator, index):
+    """What a trainer rank does: its file into the folder that it was told, then its mark."""
+    rank = TRAINER_RANKS[index]
+    folder = next(Path(m.folder) for to, m in coordinator.sent if to == rank)
+    (folder / f"part-{index}").write_text("state")
+    checkpoint.mark(folder, index, "")
+
+
+def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordinator, tmp_path):
+    async def scene():
+        await coordinator._checkpoint(60.0)
+        last = asyncio.create_task(coordinator._save_if_idle(60.0))
+        written(coordinator, 0)
+        await asyncio.sleep(2 * SAVED_S)
+        assert not last.done() and checkpoint.latest(tmp_path) is None
+        written(coordinator, 1)
+        await last
+
+    asyncio.run(scene())
+    assert [type(m) for _, m in coordinator.sent] == [p.SaveCheckpoint] * 2, (
+        "a rank was told to save twice"
+    )
+    final = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(final) == 7
+    names = {"part-0", "part-1", checkpoint.COORDINATOR_STATE, "saved-00000", "saved-00001"}
+    assert {f.name for f in final.iterdir()} == names
+    assert resume.last_save_s(tmp_path) > 0
+
+
+def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):
+    async def scene():
+        await coordinator._checkpoint(60.0)  # returns though no rank has written anything
+        assert checkpoint.latest(tmp_path) is None
+        coordinator.step = 8
+        second = asyncio.create_task(coordinator._checkpoint(60.0))
+        await asyncio.sleep(2 * SAVED_S)
+        assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
+        for index in range(2):
+            written(coordinator, index)
+        await second
+        assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
+        del coordinator.sent[:2]
+        for index in range(2):
+            written(coordinator, index)
+        await coordinator._committed()
+
+    asyncio.run(scene())
+    assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
+
+
+def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coordinator, tmp_path):
+    async def scene():
+        coordinator.boundary = {"step": 7}
+        await coordinator._checkpoint(60.0)
+        coordinator.step, coordinator.boundary = 9, {"step": 9}
+        for index in range(2):
+            written(coordinator, index)
+        await coordinator._committed()
+
+    asyncio.run(scene())
+    assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
+
+
+def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
+    coordinator, tmp_path
+):
+    async def scene():
+        await coordinator._checkpoint(60.0)
+        written(coordinator, 0)
+        checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
+        await coordinator._committed()
+
+    with pytest.raises(
+        checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
+    ):
+        asyncio.run(scene())
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
+    async def scene():
+        await coordinator._checkpoint(0.1)
+        written(coordinator, 1)
+        await coordinator._committed()
+
+    with pytest.raises(
+        RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
+    ):
+        asyncio.run(scene())
+
+
+def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
+    coordinator, tmp_path
+):
+    cluster = coordinator.config.cluster
+    slurm = SimpleNamespace(warning_s=120)
+    assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120
+    resume.note_save(tmp_path, 100.0)
+    assert (
+        resume.stop_s(tmp_path, cluster) == pytest.approx(500)
+        and resume.warning_s(tmp_path, slurm) == 300
+    )
+    assert resume.warning_s(tmp_path, slurm) > resume.stop_s(tmp_path, cluster) / 2 > 2 * 100.0, (
+        "one runs, one follows"
+    )
+    (tmp_path / "status" / "save.json").write_text("torn")
+    assert resume.stop_s(tmp_path, cluster) == 4

@@ -1,0 +1,48 @@
+"""A step's trajectories come back as they were saved."""
+
+import msgspec
+import pytest
+
+from rose.coordinator import replay
+from tests.coordinator.test_step_metrics import trajectory
+
+GROUPS = [
+    [trajectory("g0.0", 1.0, 8), trajectory("g0.1", 0.0, 4)],
+    [trajectory("g1.0", 0.0, 12, truncated=True)],
+]
+
+
+def test_saved_groups_come_back_whole(tmp_path):
+    replay.save(tmp_path, 3, GROUPS)
+    assert replay.load(tmp_path, 3) == GROUPS
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.msgpack"]
+
+
+def test_a_missing_step_is_named(tmp_path):
+    replay.save(tmp_path, 3, GROUPS)
+    with pytest.raises(ValueError, match="rollout.replay: .*step-000004.msgpack is missing"):
+        replay.load(tmp_path, 4)
+
+
+def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_path):
+    replay.save(tmp_path, 3, [[trajectory("g0.0", 1.0, 8, domain="calculator")]])
+    assert replay.load(tmp_path, 3)[0][0].domain == "calculator"
+    earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
+    for row in (row for group in earlier for row in group):
+        del row["domain"]
+    replay.path_of(tmp_path, 3).write_bytes(msgspec.msgpack.encode(earlier))
+    assert replay.load(tmp_path, 3) == GROUPS and GROUPS[0][0].domain == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x93\x01\x02\x03"])
+def test_a_file_that_holds_no_trajectories_is_named(tmp_path, content):
+    replay.save(tmp_path, 3, GROUPS)
+    replay.path_of(tmp_path, 3).write_bytes(content)
+    with pytest.raises(ValueError, match="step-000003.msgpack holds no trajectories"):
+        replay.load(tmp_path, 3)
+
+
+def test_the_summary_has_a_row_per_trajectory_in_the_order_of_the_groups():
+    summary = replay.summarise(GROUPS)
+    assert summary.groups == [0, 0, 1] and summary.rewards == [1.0, 0.0, 0.0]
+    assert summary.response_tokens == [8, 4, 12] and summary.truncated == [False, False, True]

@@ -1,0 +1,190 @@
+"""Groups come and go at any time: each trajectory is started, counted, cancelled and forgotten
+once."""
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator import control
+from rose.coordinator.groups import Rollouts
+from rose.coordinator.waiting import RunFailed
+from rose.scheduler import events as ev
+
+HOST, SIZE = 1, 2
+
+
+@pytest.fixture
+def rollouts(world, make_config):
+    config = make_config(
+        f"rollout.group_size={SIZE}", "trainer.batch_size=8", "env.max_failures_in_row=3"
+    )
+    return Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: HOST},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
+
+
+def arrived(name, tokens=3, phase=p.Phase.TRAIN):
+    return p.TrajectoryFinished(
+        p.Trajectory(name, name.split(".")[0], phase, b"", b"", b"", b"", 1.0, True, 1, tokens)
+    )
+
+
+def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, make_config):
+    config = make_config(
+        "env=games",
+        f"rollout.group_size={SIZE}",
+        "trainer.batch_size=8",
+        "env.members.calculator.max_failures_in_row=2",
+    )
+    made = Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: HOST},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
+    for index in range(12):
+        made.admit(index, f"g{index}", 0.0)
+    made.evaluate([f"e0-{index}" for index in range(12)], 1)
+    starts = [m for _, m in world.taken(p.StartTrajectory)]
+    of = {m.group: m.domain for m in starts}
+    assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
+    for kind in "ge":
+        domains = [domain for group, domain in of.items() if group.startswith(kind)]
+        assert (
+            set(domains) == {"frozen_lake", "calculator"} and 7 <= domains.count("frozen_lake") <= 9
+        )
+    assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
+    calculated = next(group for group, domain in of.items() if domain == "calculator")
+    made.handle(p.TrajectoryFailed(f"{calculated}.0", calculated, "calculator", "boom"))
+    assert world.taken(p.StartTrajectory)[0][1].domain == "calculator"
+    with pytest.raises(RunFailed, match=r"env\.members\.calculator\.max_failures_in_row=2"):
+        made.handle(p.TrajectoryFailed(f"{calculated}.1", calculated, "calculator", "boom"))
+
+
+def heard(world):
+    """Events of this kind in the journal, as (class name, trajectory or group)."""
+    from rose.coordinator import journal
+
+    world.journal.flush()
+    entries = journal.read(world.journal_path)
+    next(entries)
+    return [
+        (type(e.event).__name__, getattr(e.event, "trajectory", getattr(e.event, "group", "")))
+        for e in entries
+    ]
+
+
+def test_a_group_that_nobody_takes_stays_until_it_is_taken(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    rollouts.admit(1, "g1", 0.0)
+    for name in ("g1.0", "g1.1", "g0.1", "g0.0"):
+        assert rollouts.handle(arrived(name))
+    assert [t.id for [t, _] in rollouts.take(["g1"])] == ["g1.0"]
+    assert list(rollouts.finished) == ["g0"]
+    rollouts.begin_step(8)
+    assert rollouts.progress == (SIZE, 8), "what is there already counts for the next step"
+    assert [t.id for t in rollouts.take(["g0"])[0]] == ["g0.0", "g0.1"] and rollouts.finished == {}
+
+
+def test_staleness_counts_the_versions_since_admission(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    world.hub.publish(1, "v1")
+    rollouts.admit(1, "g1", 0.0)
+    world.hub.publish(2, "v2")
+    for name in ("g0.0", "g0.1", "g1.0", "g1.1"):
+        rollouts.handle(arrived(name))
+    rollouts.take(["g1"])
+    assert rollouts.staleness_max == 1
+    rollouts.take(["g0"])
+    assert rollouts.staleness_max == 2
+
+
+def test_what_is_dropped_is_counted_with_the_tokens_of_turns_that_still_run(rollouts, world):
+    rollouts.admit(3, "g3", 0.0)
+    rollouts.handle(arrived("g3.0", tokens=7))
+    world.request("g3.1.t0")
+    world.progress([4, 5], turn="g3.1.t0")
+    rollouts.drop("g3")
+    assert (rollouts.dropped_groups, rollouts.dropped_tokens) == (1, 9)
+    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g3.1"))]
+    assert [m for _, m in world.taken(p.AbortTurn)] == [p.AbortTurn("g3.1.t0", 1)]
+    rollouts.begin_step(8)
+    assert (rollouts.dropped_groups, rollouts.dropped_tokens) == (0, 0)
+
+
+def test_late_words_about_a_cancelled_trajectory_reach_nobody(rollouts, world):
+    rollouts.admit(3, "g3", 0.0)
+    rollouts.drop("g3")
+    before = heard(world)
+    assert rollouts.handle(arrived("g3.0"))
+    assert rollouts.handle(p.TrajectoryFailed("g3.1", "g3", "frozen_lake", "boom"))
+    turn = p.TurnRequest("g3.0.t1", "g3.0", "g3", p.Phase.TRAIN, b"", p.Sampling(3))
+    assert rollouts.handle(turn), "the turn hub would open it"
+    assert heard(world) == before and rollouts.finished == {} and world.faults == []
+
+
+def test_a_second_try_has_members_of_its_own_name(rollouts, world):
+    rollouts.admit(12, "g12", 0.0)
+    first = {m.id: m.env_seed for _, m in world.taken(p.StartTrajectory)}
+    rollouts.drop("g12")
+    rollouts.admit(12, "g12r1", 0.0)
+    second = {m.id: m.env_seed for _, m in world.taken(p.StartTrajectory)}
+    assert list(second) == ["g12r1.0", "g12r1.1"] and set(first.values()) == set(second.values())
+    rollouts.handle(p.TrajectoryFailed("g12r1.1", "g12r1", "frozen_lake", "boom"))
+    assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r1"]
+    rollouts.handle(p.TrajectoryFailed("g12r1.1r1", "g12r1", "frozen_lake", "boom"))
+    assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r2"]
+    with pytest.raises(RunFailed, match="3 environments failed in a row"):
+        rollouts.handle(p.TrajectoryFailed("g12r1.1r2", "g12r1", "frozen_lake", "boom"))
+
+
+def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    rollouts.handle(arrived("g0.0"))
+    handle = world.scheduler.handle
+
+    def drops(event):
+        return handle(event) + (
+            [ev.DropGroup("g0")] if isinstance(event, ev.TrajectoryEnded) else []
+        )
+
+    world.scheduler.handle = drops
+    world.hub._on_action = lambda action: rollouts.drop(action.group)
+    rollouts.handle(arrived("g0.1"))
+    assert rollouts.finished == {} and rollouts.dropped_tokens == 6
+    assert ("GroupFinished", "g0") not in heard(world)
+
+
+def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    rollouts.evaluate(["e5-0"], seed=3)
+    world.taken(p.StartTrajectory)
+    rollouts.end()
+    assert [m.id for _, m in world.taken(p.CancelTrajectory)] == ["g0.0", "g0.1"], (
+        "the evaluation goes on"
+    )
+    rollouts.admit(1, "g1", 0.0)
+    assert world.taken(p.StartTrajectory) == [] and rollouts.groups.running == 1
+    rollouts.handle(arrived("e5-0.0", phase=p.Phase.EVAL))
+    assert rollouts.progress == (1, 1) and list(rollouts.finished) == ["e5-0"]
+
+
+def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_tokens_counted(
+    rollouts, world
+):
+    rollouts.admit(0, "g0", 0.5)
+    assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g0.0", "g0.1", "g0.2"]
+    world.request("g0.0.t0")
+    world.progress([4, 5], turn="g0.0.t0")
+    rollouts.handle(arrived("g0.2"))
+    rollouts.handle(arrived("g0.1"))
+    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.0"))]
+    assert rollouts.dropped_tokens == 2 and [t.id for t in rollouts.take(["g0"])[0]] == [
+        "g0.1",
+        "g0.2",
+    ]
+    assert rollouts.groups.running == 0 and len(world.hub.ledger) == 0

@@ -1,0 +1,301 @@
+"""Turns survive their workers, and each one is closed once, with each of its tokens once."""
+
+import time
+
+from rose import protocol as p
+from rose.scheduler import events as ev
+from tests.coordinator.conftest import HOST, TURN_TIMEOUT_S, World
+
+
+def tokens(message):
+    return p.unpack_tokens(message.tokens).tolist()
+
+
+def test_a_turn_goes_to_a_worker_and_its_result_to_the_host_that_asked(world):
+    world.request()
+    [(rank, asked)] = world.taken(p.GenerateTurn)
+    assert rank == 10 and tokens(asked) == [1, 2, 3] and asked.attempt == 1
+    world.progress([4, 5])
+    world.finish([6])
+    [(host, result)] = world.taken(p.TurnResult)
+    assert host == HOST and tokens(result) == [4, 5, 6] and result.migrations == 0
+    assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
+    assert world.hub.workers["rollout-0"].tokens == 3
+
+
+def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world):
+    world.request()
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.down("rollout-0")
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5]
+    assert again.sampling.max_new_tokens == 8
+    world.finish([6], attempt=2, rank=11)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5, 6] and result.migrations == 1
+    assert world.hub.engine_restarts == 1 and world.faults[0][0] == "engine died"
+
+
+def test_a_late_word_of_the_attempt_that_was_moved_adds_nothing(world):
+    world.request()
+    world.ready("rollout-1")
+    world.down("rollout-0")
+    world.progress([9, 9], attempt=1)
+    world.finish([9], attempt=1)
+    assert world.taken(p.TurnResult) == []
+    world.finish([4], attempt=2, rank=11)
+    assert [tokens(m) for _, m in world.taken(p.TurnResult)] == [[4]]
+
+
+def test_a_late_word_while_the_turn_waits_in_the_queue_adds_nothing(world):
+    world.request()
+    world.down("rollout-0")  # nobody else is there: the turn waits, still known by attempt 1
+    world.progress([9, 9], attempt=1)
+    world.finish([9], attempt=1)
+    assert world.taken(p.TurnResult) == []
+    world.taken(p.GenerateTurn)
+    world.ready("rollout-0", incarnation=2)
+    [(_, again)] = world.taken(p.GenerateTurn)
+    assert again.attempt == 2 and tokens(again) == [1, 2, 3]
+
+
+def test_a_stalled_turn_is_aborted_and_moved(world):
+    world.request()
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.hub.feed(ev.Tick(at=time.time() + TURN_TIMEOUT_S + 1))
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2
+
+
+def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_from_its_tokens_where_a_place_gets_free(
+    tmp_path, monkeypatch
+):
+    clock = [1000.0]
+    monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])
+    world = World(tmp_path, "rose")
+    world.hub.publish(0, "v0/manifest.json")
+    world.ready("rollout-0", sequences=1)
+    world.ready("borrowed-1", sequences=1)
+    for i in range(3):  # both make 10 tokens in a second
+        world.request(f"x{i}.0.t0"), world.request(f"x{i}.1.t0")
+        turns = {state.worker: turn for turn, state in world.scheduler.cluster.turns.items()}
+        for worker, rank, seconds in (("borrowed-1", 100, 1.0), ("rollout-0", 10, 0.0)):
+            clock[0] += seconds
+            world.finish(list(range(10)), turn=turns[worker], rank=rank)
+    world.taken(p.TurnResult)
+    world.request("g0.0.t0", new=40), world.request("g0.1.t0", new=40)
+    [slow] = world.scheduler.cluster.workers["borrowed-1"].turns
+    [fast] = world.scheduler.cluster.workers["rollout-0"].turns
+    clock[0] += 10.0
+    world.progress([7, 8, 9, 10, 11], turn=slow, rank=100)
+    world.taken(p.GenerateTurn)
+    world.finish([4], turn=fast, rank=10)
+    assert world.taken(p.AbortTurn) == [(100, p.AbortTurn(slow, 1))]
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert (rank, again.turn, again.attempt) == (10, slow, 2) and tokens(again) == [
+        1,
+        2,
+        3,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]
+    world.progress([12], turn=slow, rank=100)  # a late word of the attempt that was cut off
+    world.finish([12, 13], attempt=2, turn=slow, rank=10)
+    [result] = [m for _, m in world.taken(p.TurnResult) if m.turn == slow]
+    assert tokens(result) == [7, 8, 9, 10, 11, 12, 13] and world.faults == []
+    world.journal.close()
+
+
+def test_a_second_end_of_the_same_turn_changes_nothing(world):
+    world.request()
+    world.finish([4])
+    world.finish([4])
+    world.progress([5])
+    assert len(world.taken(p.TurnResult)) == 1
+    assert world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_a_turn_whose_tokens_are_all_here_is_closed_when_its_worker_dies_before_saying_so(world):
+    world.request(new=2)
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.down("rollout-0")
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
+    assert world.taken(p.GenerateTurn) == []
+
+
+def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
+    world.down("rollout-0")
+    world.ready("rollout-0", incarnation=2, version=-1)
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(0, "v0/manifest.json"))]
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 0, 0.1, 0.1, 10))
+    world.hub.handle(10, p.WorkerLoad("rollout-0", 1, 3, 2, 0.5, 0, 0, 0))
+    assert (
+        world.hub.stale_workers() == ["rollout-0"] and world.hub.workers["rollout-0"].running == 0
+    )
+    world.down("rollout-0", incarnation=1)
+    assert world.hub.workers["rollout-0"].alive
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
+    assert world.hub.stale_workers() == []
+
+
+def test_a_worker_gets_no_turn_before_it_holds_the_newest_version(world):
+    world.hub.publish(1, "v1/manifest.json")
+    world.request()
+    assert world.taken(p.GenerateTurn) == []
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 1, 0.1, 0.2, 10))
+    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [10]
+    assert world.hub.sync_bytes == 10 and world.hub.sync_pause_s == 0.2
+
+
+def test_cancelling_a_trajectory_aborts_its_turn_and_frees_its_place(world):
+    world.request()
+    world.hub.cancel("g0.0")
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    world.finish([4])
+    assert world.taken(p.TurnResult) == [] and len(world.hub.ledger) == 0
+    assert world.scheduler.cluster.turns == {} and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_cancelling_a_turn_that_waits_tells_no_worker(world):
+    world.down("rollout-0")
+    world.request()
+    world.hub.cancel("g0.0")
+    assert world.taken(p.AbortTurn) == [] and world.scheduler.waiting == 0
+
+
+def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_counted_once(world):
+    world.request()
+    world.progress([4, 5])
+    world.ready("rollout-1")
+    world.taken(p.GenerateTurn)
+    world.give_back([6])
+    world.give_back([6])
+    world.progress([9])
+    [(rank, again)] = world.taken(p.GenerateTurn)
+    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5, 6]
+    assert again.sampling.max_new_tokens == 7
+    world.finish([7], attempt=2, rank=11)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
+    assert (world.hub.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
+    assert (
+        world.hub.workers["rollout-0"].tokens == 3
+        and world.hub.workers["rollout-0"].open_turns == 0
+    )
+    world.hub.begin_step()
+    assert world.hub.returned == 0
+
+
+def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
+    world.request(new=2)
+    world.progress([4])
+    world.give_back([5])
+    [(_, result)] = world.taken(p.TurnResult)
+    assert (
+        tokens(result) == [4, 5]
+        and result.finish is p.FinishReason.LENGTH
+        and world.hub.returned == 0
+    )
+
+
+def test_a_turn_that_is_cancelled_while_it_is_given_back_stays_cancelled(world):
+    world.request()
+    world.hub.cancel("g0.0")
+    world.taken(p.GenerateTurn)
+    world.give_back([4])
+    assert world.taken(p.GenerateTurn) == [] and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_what_a_worker_can_take_is_heard_of_its_present_incarnation_only(world):
+    world.request()
+    world.give_back([])
+    world.capacity("rollout-0", incarnation=2)
+    assert len(world.taken(p.GenerateTurn)) == 1  # the first attempt; nobody is left for a second
+    world.capacity("rollout-0", kv=0, sequences=0)
+    assert world.taken(p.GenerateTurn) == []
+    world.capacity("rollout-0", kv=500, sequences=2)
+    assert [m.attempt for _, m in world.taken(p.GenerateTurn)] == [2]
+    world.down("rollout-0")
+    world.capacity("rollout-0")  # a late word of an engine that is gone
+    assert world.taken(p.GenerateTurn) == []
+
+
+def chunked(world, tokens):
+    """Every attempt makes at most so many tokens."""
+    world.scheduler._queue._chunk = lambda turn, worker: tokens
+
+
+def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(world):
+    chunked(world, 2)
+    world.request()
+    [(_, first)] = world.taken(p.GenerateTurn)
+    assert first.sampling.max_new_tokens == 2
+    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    [(rank, second)] = world.taken(p.GenerateTurn)
+    assert (rank, second.attempt, tokens(second)) == (10, 2, [1, 2, 3, 4, 5]) and world.taken(
+        p.TurnResult
+    ) == []
+    world.finish([6, 7], attempt=2)  # the end-of-turn token is the chunk's last
+    [(_, result)] = world.taken(p.TurnResult)
+    assert (
+        tokens(result) == [4, 5, 6, 7]
+        and result.migrations == 0
+        and world.hub.ledger.migrations == 0
+    )
+    assert world.hub.returned == 0 and world.hub.workers["rollout-0"].open_turns == 0
+
+
+def test_the_models_context_ends_a_turn_within_its_chunk(world):
+    chunked(world, 4)
+    world.request()
+    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    [(_, result)] = world.taken(p.TurnResult)
+    assert result.finish is p.FinishReason.LENGTH
+
+
+def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault_and_nobody_waits_for_it(
+    world,
+):
+    world.ready("rollout-1")
+    world.request()
+    world.taken(p.GenerateTurn)
+    world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("rollout-0")]
+    world.hub.feed(ev.Tick(at=time.time()))
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [11] and (
+        world.faults,
+        world.actions,
+    ) == ([], [])
+    world.hub.publish(1, "v1/manifest.json")
+    assert world.taken(p.LoadVersion) == [(11, p.LoadVersion(1, "v1/manifest.json"))]
+    assert world.hub.stale_workers() == ["rollout-1"]
+
+
+def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 3, "tensor 'x' is corrupted"))
+    [action] = world.actions
+    assert (
+        isinstance(action, ev.GiveUp)
+        and "rollout-0" in action.reason
+        and "tensor 'x'" in action.reason
+    )
+
+
+def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
+    world.down("rollout-0", restarting=False)
+    [action] = world.actions
+    assert isinstance(action, ev.GiveUp) and "no rollout worker is left" in action.reason
+
+
+def test_messages_of_others_are_left_to_others(world):
+    assert not world.hub.handle(0, p.Goodbye(3))

@@ -1,0 +1,187 @@
+"""A device in memory that is as strict as CUDA about virtual memory management, and a libcuda of
+the host's memory."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rose.engine.vmm import OUT_OF_MEMORY, CudaError
+
+
+class StrictDriver:
+    """`vmm.Driver`: an `AssertionError` where CUDA would fail or corrupt, `CudaError` where it is
+    out of memory. `running`: a kernel uses the pages of these addresses until `synchronize`."""
+
+    def __init__(self, granularity: int = 4096, pages: int = 2**30) -> None:
+        self.granularity, self.pages = granularity, pages
+        self.reserved: dict[int, int] = {}
+        self.created: set[int] = set()
+        self.mapped: dict[int, int] = {}  # address -> handle
+        self.allowed: set[int] = set()
+        self.memory: dict[int, int] = {}  # address of a page -> its value
+        self.running: set[int] = set()
+        self.waits = 0
+        self._next = 1
+
+    def _aligned(self, *numbers: int) -> None:
+        assert all(n % self.granularity == 0 for n in numbers), numbers
+
+    def reserve(self, nbytes):
+        self._aligned(nbytes)
+        address = 2**40 + sum(self.reserved.values())
+        self.reserved[address] = nbytes
+        return address
+
+    def free(self, address, nbytes):
+        assert self.reserved.pop(address) == nbytes
+        assert not any(address <= a < address + nbytes for a in self.mapped), (
+            "addresses freed with memory in them"
+        )
+
+    def create(self):
+        if len(self.created) == self.pages:
+            raise CudaError("cuMemCreate", OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+        self._next += 1
+        self.created.add(self._next)
+        return self._next
+
+    def release(self, handle):
+        assert handle not in self.mapped.values(), (
+            "released while it is mapped: its memory would stay"
+        )
+        self.created.remove(handle)
+
+    def map(self, address, handle):
+        self._aligned(address)
+        assert handle in self.created and address not in self.mapped
+        assert any(low <= address < low + nbytes for low, nbytes in self.reserved.items())
+        self.mapped[address] = handle
+        self.memory[address] = 255
+
+    def allow(self, address, nbytes):
+        self._aligned(address, nbytes)
+        for page in range(address, address + nbytes, self.granularity):
+            assert page in self.mapped, "access set where nothing is mapped"
+            self.allowed.add(page)
+
+    def unmap(self, address):
+        assert address not in self.running, "a kernel still uses it"
+        del self.mapped[address], self.memory[address]
+        self.allowed.discard(address)
+
+    def zero(self, address, nbytes):
+        for page in range(address, address + nbytes, self.granularity):
+            self.write(page, 0)
+
+    def available(self):
+        return (self.pages - len(self.created)) * self.granularity
+
+    def synchronize(self):
+        self.waits += 1
+        self.running.clear()
+
+    def write(self, address, value):
+        page = address // self.granularity * self.granularity
+        assert page in self.allowed, "illegal memory access"
+        self.memory[page] = value
+        self.running.add(page)
+
+    def read(self, address):
+        page = address // self.granularity * self.granularity
+        assert page in self.allowed, "illegal memory access"
+        return self.memory[page]
+
+
+# Compiled against CUDA's own header, so that the compiler holds it to CUDA's signatures and
+# structs.
+LIBCUDA = r"""
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <string.h>
+#include <sys/mman.h>
+#define PAGE (2UL << 20)
+static int live; static CUcontext current;
+static int right(const CUmemAllocationProp *p) {
+    CUmemAllocationProp want; memset(&want, 0, sizeof want);
+    want.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    want.location.type = CU_MEM_LOCATION_TYPE_DEVICE; want.location.id = 3;
+    return !memcmp(p, &want, sizeof want);
+}
+int live_pages(void) { return live; }
+CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal + 3; return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice d) {
+    *context = (CUcontext)0x7ffff0001234; return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { current = context; return CUDA_SUCCESS; }
+CUresult cuCtxSynchronize(void) {
+    return current == (CUcontext)0x7ffff0001234 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuGetErrorName(CUresult error, const char **name) {
+    *name = error == CUDA_ERROR_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_INVALID_VALUE";
+    return CUDA_SUCCESS; }
+CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) {
+    *size = PAGE; return right(p) && f == CU_MEM_ALLOC_GRANULARITY_MINIMUM ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemGetInfo(size_t *available, size_t *total) {
+    if (current != (CUcontext)0x7ffff0001234) return CUDA_ERROR_INVALID_CONTEXT;
+    *available = (LIMIT - live) * PAGE; *total = LIMIT * PAGE; return CUDA_SUCCESS; }
+CUresult cuMemAddressReserve(CUdeviceptr *p, size_t n, size_t alignment, CUdeviceptr at, unsigned long long flags) {
+    *p = (CUdeviceptr)mmap(0, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); return CUDA_SUCCESS; }
+CUresult cuMemAddressFree(CUdeviceptr p, size_t n) {
+    return munmap((void *)p, n) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
+CUresult cuMemCreate(CUmemGenericAllocationHandle *h, size_t n, const CUmemAllocationProp *p,
+                     unsigned long long flags) {
+    if (!right(p) || n != PAGE) return CUDA_ERROR_INVALID_VALUE;
+    if (live == LIMIT) return CUDA_ERROR_OUT_OF_MEMORY;
+    *h = 0xfedcba9800000000ULL + ++live; return CUDA_SUCCESS; }
+CUresult cuMemRelease(CUmemGenericAllocationHandle h) {
+    live--; return h >> 32 == 0xfedcba98 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemMap(CUdeviceptr p, size_t n, size_t offset, CUmemGenericAllocationHandle h, unsigned long long flags) {
+    return n == PAGE && !offset && h >> 32 == 0xfedcba98 && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemSetAccess(CUdeviceptr p, size_t n, const CUmemAccessDesc *a, size_t count) {
+    if (count != 1 || a->location.type != CU_MEM_LOCATION_TYPE_DEVICE || a->location.id != 3
+        || a->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) return CUDA_ERROR_INVALID_VALUE;
+    return mprotect((void *)p, n, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
+CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
+    return mmap((void *)p, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == (void *)p
+        ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    if (current != (CUcontext)0x7ffff0001234 || flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
+    *stream = (CUstream)0x7ffff0005678; return CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(CUstream stream) {
+    return stream == (CUstream)0x7ffff0005678 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream stream) {
+    if (stream != (CUstream)0x7ffff0005678) return CUDA_ERROR_INVALID_VALUE;
+    memset((void *)p, value, n); return CUDA_SUCCESS; }
+"""
+
+
+def build_libcuda(folder: Path, pages: int = 3) -> str:
+    """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages
+    of 2 MiB."""
+    headers = [
+        path
+        for path in (
+            Path("/usr/local/cuda/include"),
+            *sorted(Path("/usr/local").glob("cuda-*/include")),
+        )
+        if (path / "cuda.h").exists()
+    ]
+    if not headers or not shutil.which("gcc"):
+        pytest.skip("needs gcc and CUDA's header cuda.h")
+    (folder / "fake.c").write_text(LIBCUDA)
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-Werror",
+            f"-DLIMIT={pages}",
+            f"-I{headers[0]}",
+            "-o",
+            folder / "libcuda.so",
+            folder / "fake.c",
+        ],
+        check=True,
+    )
+    return str(folder / "libcuda.so")

@@ -1,0 +1,59 @@
+"""Where vLLM's own KV cache configurations put a block, and which of them can't be lent."""
+
+import pytest
+import torch
+
+from rose.engine.blocks import Layout, layout_of
+
+pytestmark = pytest.mark.slow  # imports vLLM
+BLOCKS, LAYERS = 10, 3
+
+
+def cache(name: str, groups: int = 1, size: int | None = None):
+    """Three layers of 4 heads of 32, 16 tokens a block, in float32."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    page, names = spec.page_size_bytes, [f"layer.{i}" for i in range(LAYERS)]
+    strides = (page, LAYERS * page) if name[0] == "B" else (BLOCKS * page, page)
+    tensor = KVCacheTensor(size or BLOCKS * LAYERS * page, names, *strides)
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)] * groups,
+    ), page
+
+
+@pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])
+def test_a_block_has_a_span_in_every_layers_region(name):
+    config, page = cache(name)
+    starts = tuple(layer * BLOCKS * page for layer in range(LAYERS))
+    assert layout_of(config, name) == Layout(
+        BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS
+    )
+
+
+@pytest.mark.parametrize("name", ["BLHNC", "BLNHC", "BHLNC"])
+def test_a_block_of_a_layout_with_blocks_outermost_is_one_span(name):
+    config, page = cache(name)
+    found = layout_of(config, name)
+    assert found == Layout(BLOCKS * LAYERS * page, BLOCKS, (0,), (LAYERS * page,))
+    assert found.block_bytes == LAYERS * page
+
+
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("LHBNC", {}, "scatters a block over its heads"),
+        ("LBHNC", {"groups": 2}, "has 2 groups"),
+        ("LBHNC", {"size": 100_000}, "leave its 100000 bytes"),
+    ],
+)
+def test_a_cache_that_cannot_be_lent_by_block_is_refused(name, changes, says):
+    with pytest.raises(ValueError, match=says):
+        layout_of(cache(name, **changes)[0], name)

@@ -1,0 +1,74 @@
+"""An engine beside another one on a GPU has the memory of its largest step, whatever the other
+takes."""
+
+import pytest
+
+from rose.engine import headroom
+from rose.engine.headroom import FRAGMENTS, Headroom
+from rose.engine.vmm import SPARE
+from tests.engine.allocator import Gpu, Process
+
+MIB = 2**20
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(process, weights, step, lasts) -> the `Headroom` of an engine that has loaded its
+    weights, done vLLM's profile run, of which something lasts, and captured its graphs."""
+
+    def started(process: Process, weights=1000 * MIB, step=800 * MIB, lasts=50 * MIB) -> Headroom:
+        monkeypatch.setattr(headroom, "torch", process)
+        process.take(weights)
+        room = Headroom("cuda:0")
+        with room.measured():
+            process.take(lasts)
+            process.pass_by(step)
+        process.empty_cache()  # as before graphs are captured
+        return room
+
+    return started
+
+
+def test_what_the_profile_run_took_is_kept_and_a_full_step_finds_it(start):
+    gpu = Gpu(4000 * MIB)
+    online, other = Process(gpu), Process(gpu)
+    room = start(online)
+    assert room.nbytes == FRAGMENTS * 800 * MIB, "what lasts is there already"
+    room.keep()
+    other.take(gpu.free)
+    online.pass_by(800 * MIB)
+    with pytest.raises(Process.OutOfMemoryError):  # it is no more than that
+        online.pass_by(1000 * MIB)
+
+
+def test_an_engine_whose_steps_would_not_fit_refuses_to_start_and_keeps_nothing(start):
+    gpu = Gpu(4000 * MIB)
+    first, second = Process(gpu), Process(gpu)
+    start(first).keep()
+    room = start(second, step=1000 * MIB)
+    gpu.free = 1100 * MIB  # the KV cache of both has the rest
+    with pytest.raises(
+        RuntimeError,
+        match=r"steps of this engine take 1.10 GiB .*0.25 must stay free; 1.07 of 3.91 "
+        r"GiB are free on cuda:0.*Lower serving.online.kv_cache_gib",
+    ):
+        room.keep()
+    assert gpu.free == 1100 * MIB
+    first.pass_by(800 * MIB)
+
+
+def test_the_last_of_a_gpus_memory_is_for_what_nobody_counts(start):
+    process = Process(Gpu(0))
+    process.gpu.total = process.gpu.free = int(1050 * MIB + FRAGMENTS * 800 * MIB) + SPARE
+    room = start(process)
+    room.keep()
+    process.gpu.free -= 1  # somebody else's
+    with pytest.raises(RuntimeError, match="must stay free"):
+        room.keep()
+
+
+def test_a_profile_run_that_finds_no_memory_says_what_to_lower(start):
+    with pytest.raises(
+        RuntimeError, match="profile run.*too little GPU memory.*0.93 of 1.95 GiB are free.*Lower"
+    ):
+        start(Process(Gpu(2000 * MIB)), step=2000 * MIB)

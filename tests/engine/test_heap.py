@@ -1,0 +1,63 @@
+"""What a step needs of glibc's heap is there before. In processes of their own: an allocator is set
+up once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.engine import heap
+
+GROW = """
+import ctypes, resource, sys
+from rose.engine import heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+libc.malloc(200_000)
+heap.keep()
+libc.free(libc.malloc(8 << 20))  # the heap grows, and by `AHEAD` more
+if sys.argv[1] == "ahead":
+    ahead = heap.Ahead()
+    calls = 1
+    while not ahead.catch_up(0.0):
+        calls += 1
+    print(calls)
+    assert ahead.catch_up(0.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(12):
+    libc.memset(libc.malloc(8 << 20), 1, 8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def grow(how):
+    done = subprocess.run(
+        [sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=60
+    )
+    return list(map(int, done.stdout.split()))
+
+
+def test_a_heap_that_grows_meets_no_page_faults_where_it_was_made_resident_ahead():
+    assert grow("by fault")[-1] > 20_000
+    calls, faults = grow("ahead")
+    assert faults < 1000
+    assert calls > 100, "each goes on for no longer than it may"
+
+
+def test_without_such_a_heap_nothing_happens(monkeypatch):
+    monkeypatch.setattr(heap, "_begin", lambda: None)
+    assert heap.Ahead().catch_up(0.0)
+    monkeypatch.setattr(heap, "_begin", lambda: 0x1000)  # no memory of ours: the system refuses
+    ahead = heap.Ahead()
+    assert ahead.catch_up(0.0) and ahead.catch_up(0.0)
+
+
+@pytest.mark.parametrize("heap_there", [True, False])
+def test_it_begins_where_the_system_says(monkeypatch, heap_there):
+    maps = "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/x\n" + heap_there * (
+        "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda self: maps)
+    assert heap._begin() == (0xE03000 if heap_there else None)

@@ -1,0 +1,52 @@
+"""vLLM's entry point into ROSE, in an engine that shares no device."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rose.engine import names, plugin
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_every_engine_asks_for_the_amx_tiles_that_its_cpu_has(monkeypatch, has_tiles):
+    import torch
+
+    asked = []
+    monkeypatch.delenv(names.FOLDER, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    plugin.register()
+    assert asked == [True] * has_tiles
+
+
+# Steps, each with somewhat larger buffers: glibc maps what is larger than all that it has seen.
+# Page faults of the last.
+STEPS = """
+import resource, sys
+import torch
+if sys.argv[1] == "ours":
+    from rose.engine import plugin
+    plugin.register()
+for size in range(8, 17):  # MiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [torch.ones(size << 18) for _ in range(8)]
+    buffers.clear()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_an_engine_on_a_cpu_keeps_the_memory_of_a_step_for_the_next():
+    faults = {
+        who: int(
+            subprocess.run(
+                [sys.executable, "-c", STEPS, who],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            ).stdout.split()[-1]
+        )
+        for who in ("ours", "glibc's")
+    }
+    assert faults["ours"] < faults["glibc's"] / 3, faults

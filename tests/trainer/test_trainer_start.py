@@ -1,0 +1,30 @@
+"""Trainer ranks wait for each other before they meet: who imports slowly is not lost."""
+
+import pytest
+
+from rose.comm import address
+from rose.trainer import rank as trainer
+
+
+class Peers:
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 2
+
+
+def test_a_rank_may_take_as_long_to_import_as_ranks_may_take_to_start(
+    make_config, monkeypatch, tmp_path
+):
+    waited = []
+
+    def gather(peers, text, deadline_s, what):
+        waited.append((deadline_s, what))
+        raise TimeoutError(f"not every rank came for {what}")
+
+    monkeypatch.setattr(trainer, "gather_texts", gather)
+    config = make_config("cluster.start_timeout_s=700")
+    with pytest.raises(TimeoutError, match="cluster.start_timeout_s"):
+        trainer.run(config, tmp_path, 1, None, Peers(), None, None, None)
+    assert [deadline for deadline, _ in waited] == [700] and address.MEET_S < 700
