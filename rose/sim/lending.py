@@ -155,6 +155,7 @@ class Observer:
         self._requests = np.zeros(self._minutes)
         self._attained, self._busy = np.zeros(self._minutes), np.zeros(self._minutes)
         self._devices = 0
+        self._lent = 0.0  # sum over the devices
         self._weights: dict[
             int, tuple[spec.Load, np.ndarray]
         ] = {}  # (2, pieces): times alone, times beside
@@ -182,6 +183,7 @@ class Observer:
             self._attained += np.bincount(minute, met[piece] * times * weights, self._minutes)
         self._busy += np.bincount(minute, load.busy[piece] * widths, self._minutes)
         self._devices += 1
+        self._lent += float(rates(self._serving, load) @ _widths(load)) / load.period_s
 
     def result(self) -> ServingUse:
         length = np.minimum(MINUTE_S, self._seconds - MINUTE_S * np.arange(self._minutes))
@@ -202,6 +204,7 @@ class Observer:
             self._requests,
             attained,
             busy,
+            self._lent / max(1, self._devices),
             self._serving.gap_p99_s,
         )
 

@@ -63,6 +63,8 @@ class Outcome(msgspec.Struct, frozen=True):
     )
     migrations: float  # turns a step that went on elsewhere
     wall_s: float  # that the simulation took
+    serving_busy: float = math.nan  # share of the time in which online serving alone computes
+    serving_lent: float = math.nan  # share of its devices' compute that rollouts get
     picture: Picture | None = None
 
 
@@ -140,7 +142,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Of the first pool."""
+    """Of the first pool, and how much of its devices serving takes and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan
@@ -155,6 +157,8 @@ def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
         "alone_ttft_p99_s": alone.ttft_p99_s,
         "alone_tpot_p99_s": alone.tpot_p99_s,
         "alone_gap_p99_s": gaps[0],
+        "serving_busy": float(np.mean(serving[0].minute_busy)),
+        "serving_lent": serving[0].lent,
     }
 
 
