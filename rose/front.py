@@ -229,6 +229,29 @@ def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     raise ConfigError(words)
 
 
+def _still_there(c: Config) -> str | None:
+    """Id of the run's Slurm job if that waits or runs. Raises `ConfigError` when nobody can say so:
+    a second job would write into the same folder."""
+    try:
+        job = state.submitted(c.run_dir)
+        return job if job and state.is_active(job) else None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{c.run_dir}: whether its Slurm job is still there can't be told: {error}; try again, "
+            "or give the run another name"
+        ) from None
+
+
+def _say_still_there(c: Config, job: str, console: Console) -> int:
+    try:
+        what_now = state.cannot_start(job) or f"to end it: scancel {job}"
+        say(console, f"{c.name} is job {job} already; {what_now}")
+        state.show(c.run_dir, console)
+    except RuntimeError as error:  # Slurm answered a moment ago
+        say(console, f"{c.name} is job {job} already; {error}")
+    return 0
+
+
 def launch(made: plan.Plan, console: Console) -> int:
     c = made.config
     if c.why_not_borrowed:
@@ -238,14 +261,8 @@ def launch(made: plan.Plan, console: Console) -> int:
         if c.cluster.kind == "slurm":
             print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
         return 0
-    if c.cluster.kind == "slurm" and (job := state.submitted(c.run_dir)) and state.is_active(job):
-        say(
-            console,
-            f"{c.name} is job {job} already; "
-            + (state.cannot_start(job) or f"to end it: scancel {job}"),
-        )
-        state.show(c.run_dir, console)
-        return 0
+    if c.cluster.kind == "slurm" and (job := _still_there(c)):
+        return _say_still_there(c, job, console)
     if c.fresh and c.run_dir.exists():
         with local.locked(c.run_dir):
             say(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")

@@ -94,7 +94,21 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "+rollout.engine_args.speculative_config={method:ngram,num_speculative_tokens:4}",
             ["rollout.engine_args.speculative_config=", "wrong tokens", "run on GPUs"],
         ),
+        (
+            """+rollout.engine_args.spec-method='"ngram"'""",
+            ["rollout.engine_args.spec-method=", "wrong tokens"],
+        ),
+        ("+rollout.engine_args.spec_tokens=4", ["rollout.engine_args.spec_tokens=4", "on GPUs"]),
+        (
+            "+rollout.engine_args.speculative_config.method=ngram",
+            ["rollout.engine_args.speculative_config=", "wrong tokens"],
+        ),
         ("rollout.group_size=1", ["rollout.group_size=1", "at least 2", "algorithm=reinforce_pp"]),
+        (
+            "rollout.group_size=1 algorithm=reinforce_pp algorithm.dynamic_sampling=true",
+            ["rollout.group_size=1", "algorithm.dynamic_sampling=true"],
+        ),
+        ("rollout.group_size=1 env=games", ["rollout.group_size=1", "at least 2"]),
         (
             "+rollout.engine_args.quantization=fp8",
             ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"],
@@ -145,6 +159,29 @@ def test_impossible_values_are_named_with_their_remedy(tree, override, words):
     with pytest.raises(ConfigError) as refused:
         from_dict(tree(*override.split(" ")))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster=gpus", "cluster.gpus=8", "+rollout.engine_args.spec_method=ngram"],
+        ["+rollout.engine_args.speculative_config=null"],
+        ["rollout.group_size=1", "algorithm=reinforce_pp"],
+        ["rollout.group_size=1", "algorithm=reinforce_pp", "env=games"],
+    ],
+)
+def test_what_only_looks_like_it_is_not_refused(tree, overrides):
+    from_dict(tree(*overrides))
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "algorithm").glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_group_of_one_teaches_only_algorithms_with_another_baseline(tree, path):
+    overrides = [f"algorithm={path.stem}", "rollout.group_size=1"]
+    if path.stem == "reinforce_pp":
+        from_dict(tree(*overrides))
+        overrides.append("algorithm.args.baseline=group")
+    with pytest.raises(ConfigError, match="rollout.group_size=1: at least 2"):
+        from_dict(tree(*overrides))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,10 @@ OWN_ARGUMENTS = (
     "data_parallel_size",
 )
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
-# of vLLM, for speculative decoding
-DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+NO_DRAFTS = (
+    "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
+    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
+)
 # algorithms whose baseline is the group's mean reward
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
@@ -46,6 +48,12 @@ def check(c: Config) -> None:
     _check_env(c, need)
     _check_batch(c, need)
     _check_machine(c, need)
+
+
+def drafts(name: str, value: Any) -> bool:
+    """Whether this argument of vLLM asks for speculative decoding: speculative_config, spec_method
+    and their like, which a command line may shorten and divide by dots."""
+    return name.replace("-", "_").startswith("spec") and value is not None
 
 
 def check_serving(serving: Serving) -> None:
@@ -91,7 +99,7 @@ def _check_values(c: Config, need: Need) -> None:
         "rollout.temperature",
         "must be greater than 0: greedy rollouts teach nothing",
     )
-    for name in c.rollout.engine_args:
+    for name, value in c.rollout.engine_args.items():
         need(
             name.replace("-", "_") not in OTHER_WEIGHTS,
             f"rollout.engine_args.{name}",
@@ -100,10 +108,7 @@ def _check_values(c: Config, need: Need) -> None:
             "can't be updated",
         )
         need(
-            c.cluster.gpus > 0 or name.replace("-", "_") not in DRAFTS,
-            f"rollout.engine_args.{name}",
-            "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
-            "(vllm-project/vllm issue 55005): leave it out, or run on GPUs",
+            c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
         )
     relay = c.transfer.relay
     need(
@@ -235,13 +240,22 @@ def _check_batch(c: Config, need: Need) -> None:
         c.rollout.group_size > 1 or not relative or c.mode != "train",
         "rollout.group_size",
         f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each "
-        "other, and learns nothing from one alone; algorithm=reinforce_pp does without groups",
+        "other, and learns "
+        "nothing from one alone; algorithm=reinforce_pp does without groups",
+    )
+    need(
+        c.rollout.group_size > 1 or not c.algorithm.dynamic_sampling,
+        "rollout.group_size",
+        "at least 2: algorithm.dynamic_sampling=true refuses groups whose rewards are all equal, "
+        "and those of a "
+        "group of one always are",
     )
     need(
         c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,
         "trainer.batch_size",
         f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each "
-        f"of trainer.updates_per_step={c.trainer.updates_per_step} updates",
+        "of "
+        f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
     )
     need(
         c.trainer.micro_batch_tokens >= c.model.max_context,
@@ -287,7 +301,8 @@ def _check_machine(c: Config, need: Need) -> None:
         c.cluster.slots is None or ranks <= c.cluster.slots,
         "cluster.slots",
         f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} "
-        f"trainer + {engines} rollout); raise it or run fewer",
+        "trainer + "
+        f"{engines} rollout); raise it or run fewer",
     )
     need(
         c.transfer.broadcast != "nccl" or c.cluster.gpus > 0,
@@ -354,8 +369,9 @@ def _check_colocation(c: Config, need: Need) -> None:
     need(
         batching == "synchronous",
         "scheduler.batching.name",
-        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the "
-        "trainer trains; scheduler/batching=synchronous, or two GPUs and colocate=false",
+        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer "
+        "trains; "
+        "scheduler/batching=synchronous, or two GPUs and colocate=false",
     )
     need(
         c.cluster.kind == "local",
@@ -472,7 +488,8 @@ def check_model(c: Config, shape: ModelShape) -> None:
     if shape.intermediate % tp:
         raise ConfigError(
             f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} "
-            f"of model {c.model.name}"
+            "of "
+            f"model {c.model.name}"
         )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")

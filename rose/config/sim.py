@@ -109,7 +109,8 @@ class SimEnvironment(Section):
 class SimTrainer(Section):
     gpu: str
     mfu: Share
-    forward_passes: NotNegative  # beside the update's own: old log-probabilities, reference
+    # beside the update's own: old log-probabilities, reference; null: as our trainer makes
+    forward_passes: NotNegative | None
 
 
 class SimSystem(Section):

@@ -78,9 +78,15 @@ class Provisioner:
                     self._tasks.spawn(self._cancel(request, "not needed any more"))
 
     async def _adopt(self) -> None:
-        """Jobs of an earlier attempt that are still there."""
+        """Jobs of an earlier attempt that are still there, or may be: `_watch` finds out which have
+        ended."""
         for request, job in lent.noted(self._run_dir).items():
-            if await asyncio.to_thread(state.is_active, job):
+            try:
+                there = await asyncio.to_thread(state.is_active, job)
+            except RuntimeError as error:
+                self._on_fault("Slurm does not answer", str(error))
+                there = True
+            if there:
                 self._queued(request, job)
 
     async def _submit(self, request: str) -> None:

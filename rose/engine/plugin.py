@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from typing import Any
 
+from rose.config.checks import NO_DRAFTS
 from rose.engine import heap, mig, names
 
 
@@ -53,6 +55,15 @@ def register() -> None:
 
     run_busy_loop.attaches = True
     EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
+
+
+def refuse_drafts(vllm_config: Any) -> None:
+    """Raises `ValueError` for an engine on a CPU that would decode speculatively, however it was
+    asked to: by its arguments, or by a model's own config.json."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+        raise ValueError(f"{vllm_config.speculative_config.method}: {NO_DRAFTS}")
 
 
 def ask_for_amx() -> None:

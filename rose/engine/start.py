@@ -163,6 +163,7 @@ def build(args: dict, gpus: bool):
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
+    plugin.refuse_drafts(config)
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True

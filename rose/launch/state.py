@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rose.launch import rank_status
@@ -34,6 +36,8 @@ ACTIVE = {
     "SIGNALING",
     "STAGE_OUT",
 }
+# what squeue says of a job that ended some minutes ago, or never was
+NEVER_HEARD_OF = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
@@ -58,14 +62,24 @@ def remember(run_dir: Path, job: str) -> None:
 
 
 def submitted(run_dir: Path) -> str | None:
-    """Id of the job that the run was last submitted as; None if it never was."""
+    """Id of the job that the run was last submitted as; None if it never was. Raises RuntimeError
+    when the note of it can't be read, or holds no id."""
     path = _note(run_dir)
-    return path.read_text().strip() if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        job = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuntimeError(f"{path}, which names the run's Slurm job: {error}") from None
+    if not job.isdecimal():
+        raise RuntimeError(f"{path}: {job[:80]!r} is no id of a Slurm job")
+    return job
 
 
 def components(job: str) -> list[JobState]:
-    """Every component's state; empty when Slurm no longer knows the job. Raises RuntimeError when
-    Slurm doesn't answer.
+    """Every component's state; empty when Slurm no longer knows the job, or has no commands here.
+    Raises RuntimeError when Slurm doesn't answer, or not with states of jobs: nobody may take a run
+    for one that has ended because the controller was busy.
 
     The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment
     later but knows it for longer.
@@ -117,62 +131,86 @@ def _any_active(found: list[JobState]) -> bool:
 
 
 def show(run_dir: Path, console: Console) -> bool:
-    """Print the state; False when nothing is known of a job."""
+    """Print the state; False when nothing is known of a job. Raises RuntimeError as `components`
+    and `submitted` do."""
     job = submitted(run_dir)
     if job is None:
         return False
-    table = Table(title=f"{run_dir.name}: job {job}")
+    found = components(job)
+    table = Table(title=escape(f"{run_dir.name}: job {job}"))
     for name in FIELDS:
         table.add_column(name)
-    found = components(job)
     for component in found:
-        table.add_row(*component)
-    console.print(table)
+        table.add_row(*map(escape, component))  # a list of nodes may have brackets
+    if found:
+        console.print(table)
+    else:
+        console.print(f"job {job}: Slurm knows nothing of it any more", soft_wrap=True)
     if hopeless := cannot_start(job):
         console.print(hopeless, soft_wrap=True)
-    attempts = sorted((run_dir / "status").glob("attempt-*"))
-    if attempts:
-        attempt = int(attempts[-1].name.removeprefix("attempt-"))
-        ranks = rank_status.read_all(run_dir, attempt)
-        # nobody is left to write how a rank ended that Slurm ended together with its guard
-        running = "running" if _any_active(found) else "ended with the job"
-        states = [
-            running if status.state == "running" else status.state for status in ranks.values()
-        ]
-        console.print(
-            f"attempt {attempt}: {len(ranks)} ranks; "
-            + ", ".join(
-                f"{states.count(name)} {name}"
-                for name in (running, "done", "failed")
-                if name in states
-            )
-        )
-        for status in ranks.values():
-            if status.state == "failed":
-                console.print(
-                    f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
-                    f"{status.how_it_ended()}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+    _show_ranks(run_dir, found, console)
     return True
 
 
+def _show_ranks(run_dir: Path, found: list[JobState], console: Console) -> None:
+    """How many of the last attempt's ranks run, and how the others ended."""
+    folders = (run_dir / "status").glob("attempt-*")
+    numbers = [name for path in folders if (name := path.name.removeprefix("attempt-")).isdecimal()]
+    if not numbers:
+        return
+    attempt = max(map(int, numbers))
+    try:
+        ranks = rank_status.read_all(run_dir, attempt)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RuntimeError(f"{rank_status.folder(run_dir, attempt)}: {error}") from None
+    # nobody is left to write how a rank ended that Slurm ended together with its guard
+    running = "running" if _any_active(found) else "ended with the job"
+    states = [running if status.state == "running" else status.state for status in ranks.values()]
+    counted = [
+        f"{states.count(name)} {name}" for name in (running, "done", "failed") if name in states
+    ]
+    console.print(
+        f"attempt {attempt}: {len(ranks)} ranks" + "; " * bool(counted) + ", ".join(counted)
+    )
+    for status in ranks.values():
+        if status.state == "failed":
+            console.print(
+                f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
+                f"{status.how_it_ended()}",
+                markup=False,
+                soft_wrap=True,
+            )
+
+
 def _rows(command: list[str]) -> list[JobState]:
-    rows = [line.split("|") for line in (_ask(command) or "").splitlines()]
+    """Raises RuntimeError when it prints something, and no line of that is a job's."""
+    lines = [line for line in (_ask(command) or "").splitlines() if line.strip()]
+    rows = [line.split("|") for line in lines]
     found = [JobState(*row[: len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
+    if lines and not found:
+        raise RuntimeError(f"{command[0]} printed {lines[0][:80]!r}, which is no state of a job")
     return [row._replace(state=row.state.split(" by ")[0]) for row in found]
 
 
 def _ask(command: list[str]) -> str | None:
-    """What it prints; None if it is absent or refuses."""
-    if shutil.which(command[0]) is None:
+    """What it prints; None if it is absent, if it is of a service that this cluster doesn't have
+    (sacct), or if the job is unknown."""
+    name = command[0]
+    if shutil.which(name) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, timeout=COMMAND_DEADLINE_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{command[0]} did not answer within {COMMAND_DEADLINE_S:g} s") from None
-    return done.stdout if done.returncode == 0 else None
+        raise RuntimeError(f"{name} did not answer within {COMMAND_DEADLINE_S:g} s") from None
+    except OSError as error:
+        raise RuntimeError(f"{name} can't be run: {error.strerror or error}") from None
+    if done.returncode == 0:
+        return done.stdout.decode(errors="replace")
+    said = done.stderr.decode(errors="replace").strip()
+    if name == "squeue" and NEVER_HEARD_OF not in said.lower():
+        last = said.splitlines()[-1] if said else f"exit code {done.returncode}, without a word"
+        raise RuntimeError(f"squeue failed: {last}")
+    return None
 
 
 def _note(run_dir: Path) -> Path:

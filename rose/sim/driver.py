@@ -22,7 +22,8 @@ from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
 from rose.sim.workers import SimWorker, Workers
 
-STALLED_S = 24 * 3600.0  # no turn has run for so long while some waited: no worker will come
+# no turn has run for so long while some waited: no worker will come
+STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
 # turns where the scheduler believes them, before what drops groups
 RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}
 
@@ -55,7 +56,8 @@ class Simulation:
         self._spec, self._scheduler, self._seed, self._journal = what, scheduler, seed, journal
         self._loop = Loop()
         self._groups = Groups(what, seed)
-        draw = np.random.Generator(np.random.PCG64([seed, 1 << 32]))  # no group has this index
+        stream = 1 << 32  # numerics: no group has this index
+        draw = np.random.Generator(np.random.PCG64([seed, stream]))
         self._workers = Workers(what, self._loop, draw, self)
         self._turns: dict[str, Trajectory] = {}  # open ones
         self._counts = result.Counts()
@@ -157,11 +159,9 @@ class Simulation:
         tokens = sum(group.context for group in groups)
         seconds = trainer.step_s + trainer.token_s * tokens
         if trainer.gpus:
-            seconds += (
-                tokens
-                * trainer.flops_per_token
-                / (self._trains() * trainer.gpu.flops * trainer.mfu)
-            )
+            pairs = sum(group.pairs for group in groups)
+            flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
+            seconds += flops / (self._trains() * trainer.gpu.flops * trainer.mfu)
         seconds += self._workers.to_training(seconds)
         self._loop.at(now + seconds, self._trained, None)
 

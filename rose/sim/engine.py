@@ -20,11 +20,11 @@ from heapq import heappop, heappush
 
 from rose.sim import spec
 
-WATERMARK = (
-    0.01  # of the cache left free when a sequence is admitted beside others (vLLM's own default)
-)
-ROUNDING = 1e-9  # s, by which times may be off
-NONE, WAITING, PREFILL, DECODE = range(4)
+# of the cache, left free when a sequence is admitted beside others
+WATERMARK = 0.01  # vLLM's own default
+ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
+PART = 1e-6  # numerics: of a step, by which the inverse of the closed form may be off
+NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
 class Sequence:
@@ -280,11 +280,11 @@ class SimEngine:
     def _steps_until(self, now: float) -> int:
         """Steps of the decode run until the first boundary that is not before `now`."""
         passed = now - self._at
-        return math.ceil(self._solve(passed) - 1e-6) if passed > 0 else 0
+        return math.ceil(self._solve(passed) - PART) if passed > 0 else 0
 
     def _steps_before(self, now: float) -> int:
         passed = now - self._at
-        return min(int(self._solve(passed) + 1e-6), self._steps) if passed > 0 else 0
+        return min(int(self._solve(passed) + PART), self._steps) if passed > 0 else 0
 
     def _decode(self, steps: int) -> list[Sequence]:
         """So many steps of the run are over, which ended at `_at` then; who ended with the last."""

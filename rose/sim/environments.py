@@ -7,8 +7,8 @@ as all papers on rollout report. A part of the variance belongs to the prompt (S
 to turn. As the policy learns, success, turns and lengths go from their first to their last value,
 exponentially in the version.
 
-Each parameter has its source in `Domain.source`; those that say "ours" belong into the sensitivity
-table.
+Each number has its source on its line (tests/sim/test_constants.py); `sim.environment.factors`
+scales any of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ import numpy as np
 
 from rose.sim.spec import Episode
 
-HARDEST = 100.0  # logits: every prompt is then solved always or never
-# medians, tokens and seconds; of no environment
-LONGEST = {"observation": 1e9, "tool_s": 86400.0, "reset_s": 86400.0}
-MOST_FACTOR = 50.0  # a tail is cut there: beyond, max_new_tokens or the tool's timeout has ended it
+HARDEST = 100.0  # ours: logits; every prompt is then solved always or never
+LONGEST = {  # medians, tokens and seconds
+    "observation": 1e9,  # ours: of no environment
+    "tool_s": 86400.0,  # ours: a day, of no environment
+    "reset_s": 86400.0,  # ours: likewise
+}
+# a tail is cut there
+MOST_FACTOR = 50.0  # ours: beyond, max_new_tokens or the tool's timeout has ended it
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Heavy:
     median: float
     sigma: float  # of the logarithm
     tail: float = 0.0
-    alpha: float = 1.5
+    alpha: float = 1.5  # ours: heavy, with a mean and no variance
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
         """From standard normal and two uniform draws, arrays of one shape; so drift scales and
@@ -86,7 +90,6 @@ class Domain:
     crash: float  # per trajectory: the environment dies
     group_share: float  # of the variance of log lengths and turns that is the prompt's
     trajectory_share: float
-    source: dict[str, str]  # parameter -> where it is from
 
     def scaled(self, parameter: str, factor: float) -> Domain:
         """For the sensitivity table: a parameter (of a distribution: its median; of a drift: both
@@ -148,7 +151,8 @@ def _check(domain: Domain) -> None:
     if shares > 1:
         raise ValueError(
             f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one "
-            "variance, 1 at most"
+            "variance, 1 "
+            "at most"
         )
     if domain.hardness > HARDEST:
         raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
@@ -260,15 +264,15 @@ def _one(heavy: Heavy, draw: np.random.Generator) -> float:
     )
 
 
-NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of an integral
 
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
     """c such that the mean over prompts of 1 / (1 + exp(-(c + sigma x))), x standard normal, is
     `mean`."""
-    low, high = -40.0, 40.0
-    while high - low > 1e-6:
+    low, high = -40.0, 40.0  # numerics: logits that enclose any mean
+    while high - low > 1e-6:  # numerics: logits
         middle = (low + high) / 2
         found = float(WEIGHTS @ (1 / (1 + np.exp(-middle - sigma * NODES)))) / math.sqrt(
             2 * math.pi
@@ -278,182 +282,125 @@ def _centre(mean: float, sigma: float) -> float:
 
 
 # --------------------------------------------------------------------------- the five
-
-ROSE_TOKENS = (
-    "such that rollout without borrowed GPUs takes what ROSE (arXiv 2605.06534) had: figure 1a, "
-    "table 1 and its gains (as a public reading note has them: 86.9 % of a step; 496 s with ROSE, "
-    "1.31 times as fast; Qwen3-32B 70.5 %, 960 s, 1.46) give some 680 s (FrozenLake) and 1,740 s "
-    "(ALFWorld)"
-)
-ROLL = "ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL)"
-SEARCH_R1 = (
-    "Search-R1's training script (arXiv 2503.09516): 500 response and 500 observation tokens, 4 "
-    "turns"
-)
-DAPO = (
-    "DAPO (arXiv 2503.14476), from memory: 20,480 tokens at most, lengths and accuracy of figures "
-    "6 and 7"
-)
-DEEPSWE = (
-    "DeepSWE (together.ai/blog/deepswe): Qwen3-32B, 23 % to 42 % in 200 steps, 50 turns in training"
-)
-OURS = "ours"
-OURS_ALL = dict.fromkeys(
-    (
-        "prompt",
-        "observation",
-        "output",
-        "output_factor",
-        "turns",
-        "turns_factor",
-        "failed_turns",
-        "success",
-        "hardness",
-        "tool_s",
-        "tool_fails",
-        "failed_output",
-        "reset_s",
-        "crash",
-        "group_share",
-        "trajectory_share",
-    ),
-    OURS,
-)
+# Where lines say
+#
+# - "the paper's rollout": tokens a turn such that a rollout without borrowed GPUs takes what it
+#   took in ROSE (arXiv 2605.06534): figure 1a, table 1 and its gains (as a public reading note has
+#   them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; Qwen3-32B 70.5 %, 960 s, 1.46)
+#   give some 680 s (FrozenLake) and 1,740 s (ALFWorld);
+# - "traj_envs.yaml": ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL),
+#   max_actions_per_traj, of every environment;
+# - "from memory": the paper was not looked up again.
 
 FROZEN_LAKE = Domain(
     name="frozen_lake",
-    max_turns=10,
-    max_new_tokens=8192,
-    prompt=Heavy(350, 0.05),
-    observation=Heavy(110, 0.1),
-    output=Heavy(2000, 0.8, tail=0.05),
-    output_factor=Drift(1.0, 1.2, 40),
-    turns=Heavy(6, 0.25),
-    turns_factor=Drift(1.1, 1.0, 30),
-    failed_turns=Heavy(6, 0.6),
-    success=Drift(0.25, 0.75, 25),
-    hardness=1.2,
-    tool_s=Heavy(0.01, 0.5, tail=0.01),
-    tool_fails=Drift(0.10, 0.02, 15),
-    failed_output=1.5,
-    reset_s=Heavy(0.05, 0.5, tail=0.01),
+    max_turns=10,  # ROLL's traj_envs.yaml
+    max_new_tokens=8192,  # ours: longer than most turns
+    prompt=Heavy(350, 0.05),  # ours: rules and a map; all prompts are nearly alike
+    observation=Heavy(110, 0.1),  # ours: a map of 4 x 4 and a sentence
+    output=Heavy(2000, 0.8, tail=0.05),  # arXiv 2605.06534, the paper's rollout; spread: ours
+    output_factor=Drift(1.0, 1.2, 40),  # ours: thoughts grow as the policy learns
+    turns=Heavy(6, 0.25),  # ours: a shortest path on the 4 x 4 map takes 6
+    turns_factor=Drift(1.1, 1.0, 30),  # ours: detours get fewer
+    failed_turns=Heavy(6, 0.6),  # ours: a hole ends it soon, wandering late
+    success=Drift(0.25, 0.75, 25),  # docs/measured.md: 20-28 to 68-74 % in 30 steps, tiny model
+    hardness=1.2,  # ours: maps differ less than maths problems
+    tool_s=Heavy(0.01, 0.5, tail=0.01),  # ours: a step of a small program
+    tool_fails=Drift(0.10, 0.02, 15),  # ours: moves that can't be read, which is learnt first
+    failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
+    reset_s=Heavy(0.05, 0.5, tail=0.01),  # ours: a map is drawn
     crash=0.0,
-    group_share=0.3,
-    trajectory_share=0.4,
-    source=OURS_ALL
-    | {
-        "max_turns": ROLL,
-        "max_new_tokens": OURS,
-        "output": ROSE_TOKENS,
-        "turns": "a shortest path on the 4x4 map takes 6",
-        "success": "docs/measured.md: 20-28 % to 68-74 % in 30 steps (the tiny model)",
-    },
+    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    trajectory_share=0.4,  # ours: who thinks long does so in every turn
 )
 
 ALFWORLD = Domain(
     name="alfworld",
-    max_turns=10,
-    max_new_tokens=8192,
-    prompt=Heavy(700, 0.15),
-    observation=Heavy(90, 0.5),
-    output=Heavy(1600, 0.6, tail=0.05),
-    output_factor=Drift(1.0, 1.0, 50),
-    turns=Heavy(8, 0.3),
+    # with 10 turns 82 % of the requests' tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 97 %
+    max_turns=10,  # ROLL's traj_envs.yaml
+    max_new_tokens=8192,  # ours: longer than most turns
+    prompt=Heavy(700, 0.15),  # ours: the task, a room and its possible actions
+    observation=Heavy(90, 0.5),  # ours: what is seen after an action
+    output=Heavy(1600, 0.6, tail=0.05),  # arXiv 2605.06534, the paper's rollout; spread: ours
+    output_factor=constant(1.0),
+    turns=Heavy(8, 0.3),  # ours: most of the 10
     turns_factor=constant(1.0),
-    failed_turns=Heavy(10, 0.15),
-    success=Drift(0.148, 0.776, 50),
-    hardness=1.5,
-    tool_s=Heavy(0.1, 0.7, tail=0.03),
-    tool_fails=Drift(0.15, 0.03, 30),
-    failed_output=1.5,
-    reset_s=Heavy(1.5, 0.6, tail=0.03),
-    crash=0.002,
-    group_share=0.3,
-    trajectory_share=0.3,
-    source=OURS_ALL
-    | {
-        "max_turns": f"{ROLL}: max_actions_per_traj, of every environment; with it 82 % of the "
-        "requests' tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 turns 97 %",
-        "max_new_tokens": OURS,
-        "output": ROSE_TOKENS,
-        "success": "GiGPO (arXiv 2505.10978), table 1, from memory: Qwen2.5-7B prompted 14.8 %, "
-        "GRPO 77.6 %; its 150 steps are three time constants",
-    },
+    failed_turns=Heavy(10, 0.15),  # ours: who fails uses all turns
+    success=Drift(0.148, 0.776, 50),  # GiGPO (arXiv 2505.10978), table 1, from memory; 3 x 50 steps
+    hardness=1.5,  # ours: six kinds of tasks
+    tool_s=Heavy(0.1, 0.7, tail=0.03),  # ours: a text simulator's step
+    tool_fails=Drift(0.15, 0.03, 30),  # ours: actions that the room doesn't allow
+    failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
+    reset_s=Heavy(1.5, 0.6, tail=0.03),  # ours: a game file is loaded
+    crash=0.002,  # ours: rare
+    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    trajectory_share=0.3,  # ours: who thinks long does so in every turn
 )
 
 SWE = Domain(
     name="swe",
-    max_turns=50,
-    max_new_tokens=4096,
-    prompt=Heavy(2500, 0.5),
-    observation=Heavy(350, 0.9, tail=0.02),
-    output=Heavy(300, 0.8, tail=0.05),
-    output_factor=Drift(1.0, 1.2, 100),
-    turns=Heavy(28, 0.4),
-    turns_factor=Drift(1.0, 1.1, 100),
-    failed_turns=Heavy(38, 0.5),
-    success=Drift(0.23, 0.42, 70),
-    hardness=2.0,
-    tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1),
-    tool_fails=Drift(0.15, 0.08, 70),
-    failed_output=1.5,
-    reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2),
-    crash=0.01,
-    group_share=0.3,
-    trajectory_share=0.2,
-    source=OURS_ALL | {"max_turns": DEEPSWE, "success": DEEPSWE, "max_new_tokens": OURS},
+    max_turns=50,  # DeepSWE (together.ai/blog/deepswe), in training
+    max_new_tokens=4096,  # ours: longer than most turns
+    prompt=Heavy(2500, 0.5),  # ours: an issue and instructions
+    observation=Heavy(350, 0.9, tail=0.02),  # ours: files and tests' output
+    output=Heavy(300, 0.8, tail=0.05),  # ours: a command and its reason
+    output_factor=Drift(1.0, 1.2, 100),  # ours: thoughts grow as the policy learns
+    turns=Heavy(28, 0.4),  # ours: half of what is allowed
+    turns_factor=Drift(1.0, 1.1, 100),  # ours: it learns to test more
+    failed_turns=Heavy(38, 0.5),  # ours: who fails tries for longer
+    success=Drift(0.23, 0.42, 70),  # DeepSWE (together.ai/blog/deepswe): 23 to 42 % in 200 steps
+    hardness=2.0,  # ours: issues differ as much as maths problems
+    tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1),  # ours: most are quick, test suites are not
+    tool_fails=Drift(0.15, 0.08, 70),  # ours: commands that fail
+    failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
+    reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2),  # ours: a container and a repository
+    crash=0.01,  # ours: containers die now and then
+    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    trajectory_share=0.2,  # ours: less, as turns are many and of many kinds
 )
 
 SEARCH = Domain(
     name="search",
-    max_turns=4,
-    max_new_tokens=500,
-    prompt=Heavy(250, 0.3),
-    observation=Heavy(480, 0.1),
-    output=Heavy(120, 0.6, tail=0.02),
-    output_factor=Drift(1.0, 1.2, 80),
-    turns=Heavy(2.4, 0.35),
-    turns_factor=Drift(0.8, 1.2, 80),
-    failed_turns=Heavy(3.2, 0.4),
-    success=Drift(0.25, 0.43, 100),
-    hardness=2.0,
-    tool_s=Heavy(0.4, 0.6, tail=0.03),
-    tool_fails=constant(0.03),
-    failed_output=1.2,
-    reset_s=Heavy(0.01, 0.1),
+    max_turns=4,  # Search-R1's training script (arXiv 2503.09516)
+    max_new_tokens=500,  # Search-R1's training script (arXiv 2503.09516)
+    prompt=Heavy(250, 0.3),  # ours: a question and instructions
+    observation=Heavy(480, 0.1),  # Search-R1's training script (arXiv 2503.09516): at most 500
+    output=Heavy(120, 0.6, tail=0.02),  # ours: a thought and a query
+    output_factor=Drift(1.0, 1.2, 80),  # ours: thoughts grow as the policy learns
+    turns=Heavy(2.4, 0.35),  # ours: most questions take two or three searches
+    turns_factor=Drift(0.8, 1.2, 80),  # ours: it learns to search more
+    failed_turns=Heavy(3.2, 0.4),  # ours: who fails searches for longer
+    success=Drift(0.25, 0.43, 100),  # Search-R1 (arXiv 2503.09516), table 2, from memory: 0.431
+    hardness=2.0,  # ours: known or not
+    tool_s=Heavy(0.4, 0.6, tail=0.03),  # ours: a retrieval server under load
+    tool_fails=constant(0.03),  # ours: timeouts
+    failed_output=1.2,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
+    reset_s=Heavy(0.01, 0.1),  # ours: nothing to set up
     crash=0.0,
-    group_share=0.3,
-    trajectory_share=0.3,
-    source=OURS_ALL
-    | {
-        "max_turns": SEARCH_R1,
-        "max_new_tokens": SEARCH_R1,
-        "observation": SEARCH_R1,
-        "success": "Search-R1, table 2, from memory: Qwen2.5-7B 0.431 on average after training",
-    },
+    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    trajectory_share=0.3,  # ours: who thinks long does so in every turn
 )
 
 MATHS = Domain(
     name="maths",
     max_turns=1,
-    max_new_tokens=20480,
-    prompt=Heavy(120, 0.5),
+    max_new_tokens=20480,  # DAPO (arXiv 2503.14476), from memory
+    prompt=Heavy(120, 0.5),  # ours: a problem
     observation=Heavy(1, 0.0),
-    output=Heavy(1200, 0.8, tail=0.05),
-    output_factor=Drift(1.0, 4.0, 120),
+    output=Heavy(1200, 0.8, tail=0.05),  # ours: short before training, with DAPO's growth after
+    output_factor=Drift(1.0, 4.0, 120),  # DAPO (arXiv 2503.14476), figures 6 and 7, from memory
     turns=Heavy(1, 0.0),
     turns_factor=constant(1.0),
     failed_turns=Heavy(1, 0.0),
-    success=Drift(0.10, 0.50, 150),
-    hardness=2.0,
-    tool_s=Heavy(0.1, 0.5, tail=0.01),
+    success=Drift(0.10, 0.50, 150),  # DAPO (arXiv 2503.14476), figures 6 and 7, from memory
+    hardness=2.0,  # ours: many prompts are solved always or never, as DAPO's filter says
+    tool_s=Heavy(0.1, 0.5, tail=0.01),  # ours: a checker of answers
     tool_fails=constant(0.0),
     failed_output=1.0,
-    reset_s=Heavy(0.001, 0.1),
+    reset_s=Heavy(0.001, 0.1),  # ours: nothing to set up
     crash=0.0,
-    group_share=0.4,
+    group_share=0.4,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
     trajectory_share=0.0,
-    source=OURS_ALL | {"max_new_tokens": DAPO, "success": DAPO, "output_factor": DAPO},
 )
 
 DOMAINS = {domain.name: domain for domain in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH, MATHS)}

@@ -69,6 +69,7 @@ class Group:
         "rewards",
         "tokens",
         "context",
+        "pairs",
         "draw",
         "index",
         "replaced",
@@ -81,6 +82,7 @@ class Group:
         self.rewards: list[float] = []
         self.tokens = 0  # generated, of those that are in
         self.context = 0  # prompts, observations and generated tokens of those that are in
+        self.pairs = 0.0  # of their tokens that attend to each other
         self.replaced = 0
 
 
@@ -116,6 +118,7 @@ class Groups:
         group.rewards.append(trajectory.episode.reward)
         group.tokens += trajectory.generated
         group.context += trajectory.base
+        group.pairs += trajectory.base**2 / 2
         if len(group.rewards) < self._batch.group_size:
             return None
         self.finished[group.name] = self.open.pop(group.name)

@@ -147,11 +147,10 @@ EFFICIENCY = Efficiency(
 )
 EFFICIENCY_SOURCE = {
     "compute": "ours; of the H100's peak FlashAttention-3 reaches 0.75 (arXiv 2407.08608) and "
-    "training 0.38 to 0.43 "
-    "(Llama 3, arXiv 2407.21783, table 4)",
-    "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of "
-    "its bandwidth all in all "
-    "(johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides is ours",
+    "training 0.38 to 0.43 (Llama 3, arXiv 2407.21783, table 4)",
+    "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of its "
+    "bandwidth all in all (johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides "
+    "is ours",
     "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
     "step_s": "see memory",
     "sequence_s": "ours; sampling and output handling of a sequence",
@@ -164,19 +163,17 @@ MFU_SOURCE = (
     "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven "
     "lengths"
 )
-# forward passes besides the update's: log-probabilities by the trainer (veRL, ROLL); no reference
-# model
-PASSES = 1
+PASSES = 0  # forward passes besides the update's: none, as our trainer (sim.trainer.forward_passes)
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
 DELTA_SOURCE = (
     "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on "
     "the link"
 )
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
-# of the model, per core: docs/measured.md, 269 MB published in about 1 s of CPU
+# of the model, per core: docs/measured.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
 ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # of each trainer rank; ours
-# of the model, per device: docs/measured.md, an engine stands still for 26 ms per 269 MB
+# of the model, per device: docs/measured.md, an engine on a CPU stands still for 26 ms per 269 MB
 APPLY_BYTES_S = 10.3 * GB
 
 
@@ -273,7 +270,8 @@ def kv_tokens(
     if tokens < 1:
         raise ValueError(
             f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB "
-            f"besides leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
+            "besides "
+            f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
         )
     return tokens
 
@@ -295,14 +293,12 @@ def trainer(
     gpus: int,
     recompute: bool,
     mfu: float = MFU,
-    passes: int = PASSES,
-    context: float = 0.0,
+    passes: float = PASSES,
 ) -> Trainer:
     """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each
-    other forward pass; likewise of attention to `context` / 2 tokens on average (4 x layers x width
-    each, forward)."""
-    active = model("", shape).active_parameters
-    forward = 2 * active + 4 * shape.layers * shape.heads * shape.head_dim * context / 2
+    other forward pass; likewise of attention, 4 x layers x width for each pair of a token and one
+    before it."""
+    forwards = 3 + recompute + passes
     # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, shared by the ranks (ZeRO)
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)
     publish_s = BF16 * shape.parameters / gpus / (ENCODE_BYTES_S * ENCODE_CORES)
@@ -310,7 +306,8 @@ def trainer(
         gpus=gpus,
         gpu=gpu,
         mfu=mfu,
-        flops_per_token=forward * (3 + recompute + passes),
+        flops_per_token=2 * model("", shape).active_parameters * forwards,
+        flops_per_pair=4 * shape.layers * shape.heads * shape.head_dim * forwards,
         step_s=step_s,
         publish_s=publish_s,
     )

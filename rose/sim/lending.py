@@ -16,11 +16,12 @@ import numpy as np
 
 from rose.lending.rules.budget import HALF_LIFE_S, LOW
 from rose.sim import spec
+from rose.sim.online import P99
 from rose.sim.result import Latency, ServingUse
 
 # (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
 Latencies = tuple[np.ndarray, np.ndarray]
-MINUTE_S = 60.0
+MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
@@ -151,8 +152,10 @@ class Observer:
     def __init__(self, pool: str, serving: spec.Serving, seconds: float) -> None:
         self._pool, self._serving, self._seconds = pool, serving, seconds
         self._minutes = max(1, math.ceil(seconds / MINUTE_S))
-        self._requests, self._attained, self._busy = (np.zeros(self._minutes) for _ in range(3))
+        self._requests = np.zeros(self._minutes)
+        self._attained, self._busy = np.zeros(self._minutes), np.zeros(self._minutes)
         self._devices = 0
+        self._lent = 0.0  # sum over the devices
         self._weights: dict[
             int, tuple[spec.Load, np.ndarray]
         ] = {}  # (2, pieces): times alone, times beside
@@ -180,12 +183,14 @@ class Observer:
             self._attained += np.bincount(minute, met[piece] * times * weights, self._minutes)
         self._busy += np.bincount(minute, load.busy[piece] * widths, self._minutes)
         self._devices += 1
+        self._lent += float(rates(self._serving, load) @ _widths(load)) / load.period_s
 
     def result(self) -> ServingUse:
         length = np.minimum(MINUTE_S, self._seconds - MINUTE_S * np.arange(self._minutes))
         with np.errstate(invalid="ignore", divide="ignore"):
             attained = self._attained / self._requests
-            busy = self._busy / np.maximum(length, 1e-9) / max(1, self._devices)
+            shortest = 1e-9  # numerics: a last minute of no length divides nothing by zero
+            busy = self._busy / np.maximum(length, shortest) / max(1, self._devices)
         apart, weights = [], []
         for load, (never, always) in self._weights.values():
             apart += [_latencies(load), _latencies(beside(load))]
@@ -201,6 +206,7 @@ class Observer:
             self._requests,
             attained,
             busy,
+            self._lent / max(1, self._devices),
             self._serving.gap_p99_s,
         )
 
@@ -224,7 +230,7 @@ def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tup
         return math.nan, math.nan
     order = np.argsort(values)
     upto = np.cumsum(weights[order])
-    place = min(int(np.searchsorted(upto, 0.99 * upto[-1])), len(values) - 1)
+    place = min(int(np.searchsorted(upto, P99 * upto[-1])), len(values) - 1)
     return float(weights @ (values <= limit) / upto[-1]), float(values[order][place])
 
 

@@ -20,9 +20,9 @@ from rose.sim import spec
 from rose.sim.driver import simulate
 from rose.sim.result import Result
 
-TOKEN_S = 0.001  # of one sequence alone
-GPU = spec.Gpu("probe", 1e15, 3e12, 80 * 2**30, "made up")
-FREE = spec.Link(0.0, 1e12, 0.0, True, 0.0, 0.0)
+TOKEN_S = 0.001  # made up: of one sequence alone
+GPU = spec.Gpu("probe", 1e15, 3e12, 80 * 2**30, "made up")  # made up: a device of round figures
+FREE = spec.Link(0.0, 1e12, 0.0, True, 0.0, 0.0)  # made up: a link that costs nothing
 
 
 class _Arrivals:
@@ -47,7 +47,7 @@ class _Arrivals:
 class _Agents:
     """Lognormal turns with short tool calls; the lengths of one kind of agent, made up."""
 
-    max_new_tokens = 1024
+    max_new_tokens = 1024  # made up: an agent's turn
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -56,21 +56,23 @@ class _Agents:
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[spec.Episode]:
         shape = size, self._turns
-        output = (
-            np.clip(draw.lognormal(4.5, 0.6, shape), 1, self.max_new_tokens).astype(int).tolist()
-        )
-        observation, tool = (
-            draw.integers(20, 60, shape).tolist(),
-            draw.exponential(1.0, shape).tolist(),
-        )
+        made = draw.lognormal(4.5, 0.6, shape)  # made up: some 90 tokens a turn
+        output = np.clip(made, 1, self.max_new_tokens).astype(int).tolist()
+        observation = draw.integers(20, 60, shape).tolist()  # made up: tokens
+        tool = draw.exponential(1.0, shape).tolist()
+        prompt = 300  # made up: tokens
         reward = (draw.random(size) < 0.5).tolist()
         return [
-            spec.Episode(300, tuple(o), tuple(b), tuple(t), (False,) * self._turns, float(r))
+            spec.Episode(prompt, tuple(o), tuple(b), tuple(t), (False,) * self._turns, float(r))
             for o, b, t, r in zip(output, observation, tool, reward, strict=False)
         ]
 
 
-def scheduler(routing: str = "least_loaded", turn_timeout_s: float = 1e9, **args) -> Scheduler:
+def scheduler(
+    routing: str = "least_loaded",
+    turn_timeout_s: float = 1e9,  # made up: none
+    **args,
+) -> Scheduler:
     """A fixed cluster, synchronous steps, first come first served."""
     return build(
         SchedulerConfig(
@@ -99,9 +101,9 @@ def queue(
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)
     at = np.sort(draw.random(count)) * seconds
-    engine = spec.Engine(
-        spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0), sequences, 1 << 20, 1 << 40, False
-    )
+    batched, kv = 1 << 20, 1 << 40  # made up: tokens, so many that they bound nothing
+    step = spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0)
+    engine = spec.Engine(step, sequences, batched, kv, False)
     what = spec.Spec(
         "queue",
         1,
@@ -126,17 +128,21 @@ def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
     """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of
     16."""
-    engine = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8), 64, 8192, 400_000, True)
+    step = spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8)  # made up: like 8B parameters on an H800
+    engine = spec.Engine(step, 64, 8192, 400_000, True)  # made up: likewise
+    group_size = 16  # made up: as ROSE's evaluation has it
+    tick_s, progress_s = 0.5, 30.0  # made up: as conf/sim has them
     what = spec.Spec(
         "scale",
         1,
-        spec.Batch(trajectories // 16, 16, False),
+        spec.Batch(trajectories // group_size, group_size, False),
         _Agents(turns),
-        spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0),
+        spec.Trainer(0, GPU, 1.0, 0.0, 5.0, 1.0),  # made up: training takes 5 s
         (dedicated(gpus, engine),),
-        0.5,
-        30.0,
+        tick_s,
+        progress_s,
         0.0,
         0.0,
     )
-    return simulate(what, scheduler("cache_affine", imbalance=0.1), seed)
+    imbalance = 0.1  # made up: of routing
+    return simulate(what, scheduler("cache_affine", imbalance=imbalance), seed)

@@ -86,6 +86,7 @@ class ServingUse:
     minute_requests: np.ndarray
     minute_attained: np.ndarray  # share within both targets; nan without requests
     minute_busy: np.ndarray  # share of the time in which serving computes, mean of the devices
+    lent: float  # share of the devices' compute that rollouts get while they have work
     # between two tokens of a request: alone, and while rollouts compute; nan: unknown
     gap_p99_s: tuple[float, float]
 

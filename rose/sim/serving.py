@@ -20,7 +20,11 @@ from rose.sim.spec import Engine, Load, StepTime
 from rose.sim.traces import Trace
 
 PIECE_S = 1.0
-ATTAINED = 0.99  # of the requests: a P99 target
+# of the search for the rate that a device bears
+STRIDE = 4.0  # numerics: factor of its first, coarse steps
+SLOWEST, FASTEST = STRIDE**6, STRIDE**-12  # numerics: factors of time beyond which it ends
+ROUNDS = 7  # numerics: bisections of a stride in the logarithm, to 1.1 %
+ATTAINED = 0.99  # definition: share of the requests within a P99 target
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def devices(
 
 
 def provisioned(
-    trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = 7
+    trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = ROUNDS
 ) -> float:
     """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99
     targets: what an operator who sizes the service by its peaks would give it. Bisected in the
@@ -130,8 +134,8 @@ def provisioned(
 
     slow = 1.0
     while not meets(slow):
-        slow *= 4
-        if slow > 4**6:
+        slow *= STRIDE
+        if slow > SLOWEST:
             raise ValueError(
                 f"{ATTAINED:.0%} of the requests can't be within TTFT {ttft_slo_s:g} s and TPOT "
                 f"{tpot_slo_s:g} s even at {1 / slow:.2g} of the rate; loosen the targets, or clip "
@@ -139,13 +143,13 @@ def provisioned(
             )
     fast = slow
     while meets(fast):
-        fast /= 4
-        if fast < 4**-12:
+        fast /= STRIDE
+        if fast < FASTEST:
             raise ValueError(
                 f"{len(trace)} requests keep the targets however fast they come: too few to find "
                 "the most that a device serves; give a rate (sim.serving.rate) or a longer trace"
             )
-    slow = min(slow, fast * 4)
+    slow = min(slow, fast * STRIDE)
     for _ in range(rounds):
         middle = math.sqrt(fast * slow)
         fast, slow = (fast, middle) if meets(middle) else (middle, slow)

@@ -232,8 +232,8 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Trainer:
-    """step_s + tokens x flops_per_token / (gpus x gpu.flops x mfu). `gpus` 0: step_s is all
-    (calibrated runs)."""
+    """step_s + (tokens x flops_per_token + pairs x flops_per_pair) / (gpus x gpu.flops x mfu).
+    `gpus` 0: step_s is all (calibrated runs)."""
 
     gpus: int
     gpu: Gpu
@@ -244,6 +244,8 @@ class Trainer:
     step_s: float  # whatever its tokens: optimizer, data
     publish_s: float  # from the step's end until the first byte of the version can leave
     token_s: float = 0.0  # besides, per token (calibrated runs)
+    # of attention: a trajectory of n tokens has n x n / 2 pairs of a token and one before it
+    flops_per_pair: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,8 @@ class Spec:
     in_flight: Literal["recompute", "keep", "finish"] = (
         "recompute"  # what runs when weights come (transfer.in_flight)
     )
-    max_failures_in_row: int = 1000  # environments (env.max_failures_in_row)
+    # environments (live: env.max_failures_in_row)
+    max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
     horizon_s: float = math.inf  # a run that takes longer is an error
     # field -> where its number is from, for reports
     source: dict[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from rose import config as configuration
 from rose import front
+from rose.config import ConfigError
 from rose.coordinator import replay
 from rose.launch import plan, resume, supervise
 
@@ -273,6 +275,17 @@ def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(
     c.run_dir.mkdir(parents=True)
     assert front._run(c, plan.make(c, None), Console()) == 1
     assert capsys.readouterr().err == f"frozenlake failed: {words}\n"
+
+
+def test_a_run_whose_job_nobody_can_tell_of_is_not_launched_a_second_time(make_config, monkeypatch):
+    def unknown(job):
+        raise RuntimeError("squeue failed: Unable to contact slurm controller")
+
+    c = make_config("cluster=slurm")
+    monkeypatch.setattr(front.state, "submitted", lambda run_dir: "7")
+    monkeypatch.setattr(front.state, "is_active", unknown)
+    with pytest.raises(ConfigError, match="can't be told: squeue failed.*try again"):
+        front.launch(SimpleNamespace(config=c), Console())
 
 
 @pytest.mark.slow

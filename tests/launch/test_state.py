@@ -43,13 +43,109 @@ def test_the_controller_is_believed_before_the_accounting(monkeypatch):
     assert state.components("7") == []
 
 
-def test_a_slurm_that_does_not_answer_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+def test_a_slurm_that_does_not_answer_in_time_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     def silent(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     state.remember(tmp_path, "7")
     monkeypatch.setattr(state.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(state.subprocess, "run", silent)
+    assert told(tmp_path, monkeypatch, capsys) == (1, "sacct did not answer within 30 s")
+
+
+def told(run_dir, monkeypatch, capsys):
+    """(exit code, what it complains about on its one line) of `python -m rose.launch.state`."""
+    monkeypatch.setattr("sys.argv", ["state", str(run_dir)])
+    code = state.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{run_dir}: ")
+    return code, line.removeprefix(f"{run_dir}: ")
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Makes programs that stand in for Slurm's: what each does is a line of shell."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))  # without this machine's own
+
+    def make(**lines):
+        for name, line in lines.items():
+            program = folder / name
+            program.write_text(line if line.startswith("#!") else f"#!/bin/sh\n{line}\n")
+            program.chmod(0o755)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("squeue", "said"),
+    [
+        (
+            "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+            "squeue failed: slurm_load_jobs error: Unable to contact slurm controller",
+        ),
+        ("exit 3", "squeue failed: exit code 3, without a word"),
+        ("echo hello", "squeue printed 'hello', which is no state of a job"),
+        (r"printf '\377\376 garbage\n'", "squeue printed '\ufffd\ufffd garbage', which is no"),
+        ("#!/no/such/shell", "squeue can't be run: No such file or directory"),
+    ],
+)
+def test_a_slurm_that_fails_or_prints_garbage_is_told_in_a_line_and_ends_no_run(
+    commands, tmp_path, monkeypatch, capsys, squeue, said
+):
+    commands(squeue=squeue, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    state.remember(tmp_path, "7")
+    code, line = told(tmp_path, monkeypatch, capsys)
+    assert code == 1 and line.startswith(said)
+    with pytest.raises(RuntimeError, match="squeue"):
+        state.is_active("7")
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(commands, tmp_path, monkeypatch, capsys):
+    commands(
+        squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1",
+    )
+    state.remember(tmp_path, "7")
+    assert not state.is_active("7")
     monkeypatch.setattr("sys.argv", ["state", str(tmp_path)])
-    assert state.main() == 1
-    assert capsys.readouterr().err == f"{tmp_path}: sacct did not answer within 30 s\n"
+    assert state.main() == 0
+    assert "job 7: Slurm knows nothing of it any more" in capsys.readouterr().out
+
+
+def test_names_of_nodes_are_printed_as_they_are(commands, tmp_path, monkeypatch, capsys):
+    commands(squeue="echo '7|RUNNING||None|gpu[a-b]|0:01'", sacct="exit 1")
+    state.remember(tmp_path, "7")
+    monkeypatch.setattr("sys.argv", ["state", str(tmp_path)])
+    assert state.main() == 0 and "gpu[a-b]" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, monkeypatch, capsys):
+    commands()
+    no_run = "no run that was submitted to Slurm (it has no status/job)"
+    (tmp_path / "file").write_text("")
+    for place in ("nowhere", "bin", "file"):
+        assert told(tmp_path / place, monkeypatch, capsys) == (2, no_run)
+    run = tmp_path / "run"
+    state.remember(run, "7; rm")
+    assert told(run, monkeypatch, capsys)[1].endswith("'7; rm' is no id of a Slurm job")
+    (run / "status" / "job").write_bytes(b"\xff\xfe")
+    assert "which names the run's Slurm job" in told(run, monkeypatch, capsys)[1]
+    (run / "status" / "job").unlink()
+    (run / "status" / "job").mkdir()
+    assert "Is a directory" in told(run, monkeypatch, capsys)[1]
+
+
+def test_what_stands_in_a_runs_folder_besides_its_attempts_does_not_matter(
+    commands, tmp_path, monkeypatch, capsys
+):
+    commands(squeue="echo '7|RUNNING||None|n1|0:01'", sacct="exit 1")
+    state.remember(tmp_path, "7")
+    (tmp_path / "status" / "attempt-old").mkdir()
+    (tmp_path / "status" / "attempt-002").mkdir()
+    monkeypatch.setattr("sys.argv", ["state", str(tmp_path)])
+    assert state.main() == 0 and "attempt 2: 0 ranks" in capsys.readouterr().out
+    (tmp_path / "status" / "attempt-002" / "rank-0.json").write_text("{")
+    code, line = told(tmp_path, monkeypatch, capsys)
+    assert code == 1 and "attempt-002" in line

@@ -202,6 +202,28 @@ def test_what_can_be_said_before_a_start_is(make, tmp_path):
     make().check()
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "{speculative_config: {method: ngram, num_speculative_tokens: 4}}",
+        """{speculative-config: '{"method": "ngram"}'}""",
+        "{speculative_config.method: ngram}",
+        "{speculative_conf: {method: ngram}}",
+        "{spec_method: ngram}",
+    ],
+)
+def test_an_online_server_on_a_cpu_decodes_no_drafts(make, argument):
+    made = make(f"serving.online.engine_args={argument}")
+    with pytest.raises(ConfigError, match="engine_args.spec.*wrong tokens"):
+        made.check()
+    made.gpus = True
+    made.check()
+
+
+def test_an_argument_that_is_null_asks_for_nothing(make):
+    make("serving.online.engine_args={speculative_config: null}").check()
+
+
 def test_vllms_arguments():
     made = [
         _option(*pair)

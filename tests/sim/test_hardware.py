@@ -119,18 +119,34 @@ def test_what_is_unknown_or_impossible_is_named(make, said):
         make()
 
 
+@pytest.mark.parametrize(
+    "overrides, passes",
+    [
+        ([], 0.0),
+        (["trainer.updates_per_step=4"], 0.75),
+        (["trainer.updates_per_step=4", "sim.trainer.forward_passes=1"], 1.0),
+    ],
+)
+def test_old_log_probabilities_cost_what_the_live_trainer_spends_on_them(
+    make_config, overrides, passes
+):
+    """Of its first update the update's own forward pass gives them."""
+    c = make_config("mode=simulate", "+experiment=rose_8b", *overrides)
+    trainer = build.make_spec(c, "rose", build.ours(c), 1).trainer
+    bare = hardware.trainer(c.model.shape, GPUS["H800"], 8, c.trainer.gradient_checkpointing)
+    assert c.trainer.gradient_checkpointing
+    assert trainer.flops_per_token / bare.flops_per_token == pytest.approx((4 + passes) / 4)
+
+
 def test_training_costs_six_flop_a_parameter_and_token_and_the_passes_besides():
     shape = SHAPES["qwen3_8b"]
     bare = hardware.trainer(shape, GPUS["H800"], 8, recompute=False, passes=0)
     active = shape.parameters - shape.vocab * shape.hidden
     assert bare.flops_per_token == pytest.approx(6 * active)
-    assert hardware.trainer(
-        shape, GPUS["H800"], 8, recompute=True
-    ).flops_per_token == pytest.approx(10 * active)
-    assert (
-        hardware.trainer(shape, GPUS["H800"], 8, False, context=8192).flops_per_token
-        > bare.flops_per_token
-    )
+    more = hardware.trainer(shape, GPUS["H800"], 8, recompute=True, passes=1)
+    assert more.flops_per_token == pytest.approx(10 * active)
+    assert bare.flops_per_pair == 3 * 4 * 36 * 32 * 128  # layers, heads and their size
+    assert more.flops_per_pair == 5 * 4 * 36 * 32 * 128
 
 
 def test_differences_are_smaller_on_the_link_than_whole_versions_but_a_late_joiner_needs_a_whole_one():

@@ -85,6 +85,14 @@ def observed(what, spans, seconds=100.0):
     return observer.result()
 
 
+@pytest.mark.parametrize(
+    ("executor", "lent"), [("gate", 0.6 * 0.9), ("memory_only", 0.6 + 0.4 / 2), ("none", 1.0)]
+)
+def test_what_is_lent_is_what_serving_leaves_under_each_executor(executor, lent):
+    what = serving(steady_load(busy=0.4), executor, overhead=0.1)
+    assert observed(what, []).lent == pytest.approx(lent)
+
+
 def test_requests_are_counted_and_attained_as_their_latencies_say():
     what = serving(load([0.3] * 10))
     use = observed(what, [])

@@ -309,6 +309,29 @@ def test_hybrid_workers_roll_out_only_between_training_phases():
         assert not ((spans[:, 0] < step.trained_at) & (spans[:, 1] > step.training_at + 1e-6)).any()
 
 
+def test_each_trained_token_attends_to_those_before_it_in_its_trajectory():
+    """n tokens make n x n / 2 pairs: a batch's attention is no function of its tokens alone."""
+
+    class Remembered(Agents):
+        def group(self, *args):
+            made = super().group(*args)
+            episodes.extend(made)
+            return made
+
+    episodes, seconds = [], {}
+    for flops_per_pair in (0.0, 1e8):
+        episodes.clear()
+        trainer = dataclasses.replace(clusters.TRAINER, flops_per_pair=flops_per_pair)
+        result, _ = run(cluster(steps=1, env=Remembered(), trainer=trainer))
+        seconds[flops_per_pair] = result.steps[0].trained_at - result.steps[0].training_at
+    lengths = [e.prompt_tokens + sum(e.output_tokens + e.observation_tokens) for e in episodes]
+    assert sum(lengths) == result.steps[0].trained_tokens
+    rate = trainer.gpus * trainer.gpu.flops * trainer.mfu
+    attention_s = sum(n * n / 2 for n in lengths) * 1e8 / rate
+    assert seconds[1e8] - seconds[0.0] == pytest.approx(attention_s)
+    assert attention_s > 0.01
+
+
 def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
     """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on
     the other side."""

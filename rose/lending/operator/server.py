@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from rose import processes
-from rose.config import ConfigError, Serving
+from rose.config import ConfigError, Serving, checks
 from rose.config.tree import Online
 from rose.engine import names, start
 
@@ -94,6 +94,11 @@ class OnlineServer:
                 f"serving.online.model={model!r}: no such folder here; give the folder of a "
                 "Hugging Face model or a hub id"
             )
+        for name, value in self.online.engine_args.items():
+            if not self.gpus and checks.drafts(name, value):
+                raise ConfigError(
+                    f"serving.online.engine_args.{name}={value!r}: {checks.NO_DRAFTS}"
+                )
         try:
             self._bind(self.online.port)
         except OSError as error:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+from rose.engine import plugin
 from rose.engine.blocks import Layout
 from rose.lending import board
 from rose.lending.board import Peer
@@ -126,9 +127,10 @@ def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
 
 def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:
     """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps
-    overlap."""
+    overlap. Raises `ValueError` as `plugin.refuse_drafts` does."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    plugin.refuse_drafts(vllm_config)
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return type(mixin.__name__, (mixin, base), {})(vllm_config=vllm_config, **rest)

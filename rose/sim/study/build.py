@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
@@ -20,10 +19,10 @@ from rose.sim import environments, hardware, spec
 from rose.sim.study import devices
 from rose.sim.traces import spot
 
-BITS = 8
-EPISODES_SEEN = 64  # of which the mean context is taken, for the trainer's attention
+BITS = 8  # definition: of a byte
 RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
-SPOT_S = 24 * 3600.0  # of availability; after that nothing changes any more
+# of availability; after that nothing changes any more
+SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def ours(c: Config) -> SimSystem:
@@ -61,6 +60,12 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
             )
     if not system.pools or len(set(system.pools)) < len(system.pools):
         raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
+    if system.dynamic_sampling and c.rollout.group_size < 2:
+        where = "algorithm" if name == s.label else f"sim.systems.{name}"
+        raise ConfigError(
+            f"rollout.group_size={c.rollout.group_size}: at least 2 with "
+            f"{where}.dynamic_sampling=true, which refuses groups whose rewards are all equal"
+        )
     environment = _environment(c)
     _check_affinity(c, name, system)
     trainer_gpu = _known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
@@ -70,8 +75,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         c.trainer.ranks,
         c.trainer.gradient_checkpointing,
         s.trainer.mfu,
-        s.trainer.forward_passes,
-        _mean_context(environment),
+        _forward_passes(c),
     )
     return spec.Spec(
         name=name,
@@ -90,6 +94,13 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         answer_s=s.dispatch_s,
         in_flight=system.in_flight,
     )
+
+
+def _forward_passes(c: Config) -> float:
+    """Over the batch, beside those of the update: as many as are configured, or as the trainer of a
+    live run makes for old log-probabilities (rose/trainer/trainer.py)."""
+    configured = c.sim.trainer.forward_passes
+    return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
@@ -157,15 +168,6 @@ def _environment(c: Config) -> environments.Environments:
     except ValueError as error:
         scaled = f" with factors {e.factors}" if e.factors else ""
         raise ConfigError(f"sim.environment{scaled}: {error}") from None
-
-
-def _mean_context(environment: environments.Environments) -> float:
-    """Tokens of a trajectory, mean."""
-    draw = np.random.default_rng(0)
-    episodes = [environment.group(index, 1, 0, draw)[0] for index in range(EPISODES_SEEN)]
-    return fmean(
-        e.prompt_tokens + sum(e.output_tokens) + sum(e.observation_tokens) for e in episodes
-    )
 
 
 def _efficiency(c: Config) -> hardware.Efficiency:

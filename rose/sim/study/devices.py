@@ -16,11 +16,12 @@ from rose.config import ConfigError, SimServing
 from rose.sim import serving, spec, traces
 from rose.sim.traces.trace import LARGEST
 
-VARIANTS = 4  # devices that are computed; the others do as they do
+# devices that are computed; the others do as these, shifted in time
+VARIANTS = 4  # ours: as many as cost little; each is an equal share of one trace
 # of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
-ROUNDS = 2
-FIRST_RATE = 4.0  # requests/s, where that search begins
-FIRST_S = 600.0  # of the trace that it is made on
+ROUNDS = 2  # ours: once more on a trace made at about that rate
+FIRST_RATE = 4.0  # ours: requests/s, where that search begins
+FIRST_S = 600.0  # ours: seconds of the trace that it is made on
 GENERATED = tuple(inspect.signature(traces.generate).parameters)
 
 
@@ -87,7 +88,8 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
     found = traces.read(Path(path)).clipped(
         **{"max_prompt": LARGEST, "max_output": LARGEST} | limits
     )
-    return found.scaled(len(found) / max(found.seconds, 1e-9) / rate)
+    shortest = 1e-9  # numerics: a trace of one instant divides nothing by zero
+    return found.scaled(len(found) / max(found.seconds, shortest) / rate)
 
 
 @functools.lru_cache(maxsize=8)

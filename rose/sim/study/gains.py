@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-# 97.5% quantile of Student's t with 1, 2, ... 30 degrees of freedom
-T_975 = (
+T_975 = (  # definition: 97.5% quantile of Student's t with 1, 2, ... 30 degrees of freedom
     12.7062,
     4.3027,
     3.1824,
@@ -45,7 +44,7 @@ T_975 = (
     2.0452,
     2.0423,
 )
-NORMAL_975 = 1.95996
+NORMAL_975 = 1.95996  # definition: 97.5% quantile of the normal distribution
 
 
 class Interval(NamedTuple):
@@ -64,7 +63,9 @@ def quantile(degrees: int) -> float:
     if degrees <= len(T_975):
         return T_975[degrees - 1]
     z = NORMAL_975
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    first = (z**3 + z) / (4 * degrees)  # definition: of the expansion
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)  # definition: of the expansion
+    return z + first + second
 
 
 def interval(values: Sequence[float]) -> Interval:

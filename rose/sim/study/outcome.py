@@ -15,9 +15,9 @@ import numpy as np
 
 from rose.sim.result import Result, ServingUse, Step
 
-BINS = 400  # of the timeline, over the run
-MOST_ROWS = 64  # of the timeline: of more workers every nth
-MINUTE_S = 60.0
+BINS = 400  # ours: of the timeline, over the run, as many as a screen shows
+MOST_ROWS = 64  # ours: of the timeline, as many as a screen shows; of more workers every nth
+MINUTE_S = 60.0  # definition: seconds of a minute
 BORROWED = ("cooperative", "spot", "serverless", "hybrid")
 
 
@@ -63,6 +63,8 @@ class Outcome(msgspec.Struct, frozen=True):
     )
     migrations: float  # turns a step that went on elsewhere
     wall_s: float  # that the simulation took
+    serving_busy: float = math.nan  # share of the time in which online serving alone computes
+    serving_lent: float = math.nan  # share of its devices' compute that rollouts get
     picture: Picture | None = None
 
 
@@ -126,7 +128,8 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
 
 
 def _tail(seconds: np.ndarray) -> float:
-    return float(np.percentile(seconds, 99) / np.median(seconds)) if len(seconds) else math.nan
+    late = 99  # definition: the column p99/p50
+    return float(np.percentile(seconds, late) / np.median(seconds)) if len(seconds) else math.nan
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:
@@ -139,7 +142,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Of the first pool."""
+    """Of the first pool, and how much of its devices serving takes and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan
@@ -154,6 +157,8 @@ def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
         "alone_ttft_p99_s": alone.ttft_p99_s,
         "alone_tpot_p99_s": alone.tpot_p99_s,
         "alone_gap_p99_s": gaps[0],
+        "serving_busy": float(np.mean(serving[0].minute_busy)),
+        "serving_lent": serving[0].lent,
     }
 
 
@@ -215,7 +220,7 @@ def _serving(result: Result, end: float) -> dict[str, list[Any]]:
 
 def _numbers(values: np.ndarray) -> list[float | None]:
     return [
-        None if math.isnan(value) else round(value, 4)
+        None if math.isnan(value) else round(value, 4)  # ours: digits in a drawing
         for value in np.asarray(values, float).tolist()
     ]
 

@@ -211,6 +211,7 @@ def _blocks(field: Any, place: Place) -> tuple[int, ...]:
     return tuple(field)
 
 
-AZURE = Format("Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date, 1e-9)
+NS, MS = 1e-9, 1e-3  # definition: seconds
+AZURE = Format("Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date, NS)
 BURSTGPT = Format("BurstGPT", ("Timestamp", "Request tokens", "Response tokens"), _number, 1.0)
-MOONCAKE = Format("Mooncake", ("timestamp", "input_length", "output_length"), _number, 1e-3)
+MOONCAKE = Format("Mooncake", ("timestamp", "input_length", "output_length"), _number, MS)

@@ -9,18 +9,18 @@ import numpy as np
 
 from rose.sim.traces.trace import LARGEST, Trace
 
-MINUTE_S, HOUR_S = 60, 3600
-SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
-# name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: Azure public dataset,
-# CC-BY 4.0
+MINUTE_S, HOUR_S = 60, 3600  # definition: seconds
+SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)  # definition: quantiles
+# name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: the Azure public
+# dataset (github.com/Azure/AzurePublicDataset), CC-BY 4.0
 LENGTHS = {
     "azure_conv": (
-        (2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
-        (7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000),
+        (2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),  # github.com/Azure
+        (7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000),  # github.com/Azure
     ),
     "azure_code": (
-        (3, 17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7437),
-        (6, 6, 6, 7, 9, 13, 24, 55, 90, 251, 1899),
+        (3, 17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7437),  # github.com/Azure
+        (6, 6, 6, 7, 9, 13, 24, 55, 90, 251, 1899),  # github.com/Azure
     ),
 }
 Lengths = tuple[float, float] | str
@@ -29,11 +29,11 @@ Lengths = tuple[float, float] | str
 def generate(
     seed: int,
     seconds: float = HOUR_S,
-    rate: float = 5.5,
-    minute_peak: float = 1.7,
-    second_peak: float = 4.2,
-    prompt: Lengths = (1020.0, 0.99),
-    output: Lengths = (129.0, 0.85),
+    rate: float = 5.5,  # github.com/Azure: 19,366 conversations in an hour
+    minute_peak: float = 1.7,  # ROSE (arXiv 2605.06534)
+    second_peak: float = 4.2,  # ROSE (arXiv 2605.06534)
+    prompt: Lengths = (1020.0, 0.99),  # ours: fitted to azure_conv
+    output: Lengths = (129.0, 0.85),  # ours: fitted to azure_conv
 ) -> Trace:
     """A trace of `seconds` with about `rate` requests/s: a Poisson process whose rate is modulated
     per minute and per second by lognormal factors of mean 1, such that the rate's highest minute
@@ -90,7 +90,7 @@ def _sigma(peak: float, windows: int) -> float:
     """Of a lognormal factor of mean 1 whose largest of `windows` draws is expected near `peak`:
     exp(z s - s^2/2) = peak, with z the normal quantile of Blom's (windows - 0.375) / (windows +
     0.25)."""
-    z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))
+    z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))  # definition: Blom's
     if not 1 <= peak <= math.exp(z * z / 2):
         raise ValueError(
             f"a peak of {peak} times the mean; from 1 to {math.exp(z * z / 2):.3g} can be made"

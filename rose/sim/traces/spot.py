@@ -17,9 +17,9 @@ import numpy as np
 
 from rose.sim.traces.trace import TraceError
 
-HOUR_S = 3600.0
-LATEST_MS = 10**15  # 30,000 years: beyond, it is no time
-MOST = 10**6  # instances at once: each is a record
+HOUR_S = 3600.0  # definition: seconds of an hour
+LATEST_MS = 10**15  # ours: 30,000 years; beyond, it is no time
+MOST = 10**6  # ours: instances at once; each is a record
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
                 f"{path}, line {line}, column 2: {row[0]} {row[1]} is before the time of the line "
                 "above"
             )
-        last, count = at, _natural(row[2], path, line, 3, MOST)
+        last, count = at, _natural(row[2], path, line, len(row), MOST)
         while len(there) > count:
             changes.append((at - first, line, there.pop(draw.integers(len(there))), False))
         while len(there) < count:
@@ -227,11 +227,11 @@ def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
 def generate(
     seed: int,
     seconds: float,
-    most: int = 32,
-    life_s: float = 1.65 * HOUR_S,
-    removed_at_once: float = 2.1,
-    added_at_once: float = 2.1,
-    restore_s: float = 0.5 * HOUR_S,
+    most: int = 32,  # github.com/uclasystem/bamboo, its p3 trace
+    life_s: float = 1.65 * HOUR_S,  # github.com/uclasystem/bamboo, its p3 trace
+    removed_at_once: float = 2.1,  # github.com/uclasystem/bamboo, its p3 trace
+    added_at_once: float = 2.1,  # github.com/uclasystem/bamboo, its p3 trace
+    restore_s: float = 0.5 * HOUR_S,  # github.com/uclasystem/bamboo, its p3 trace
 ) -> Availability:
     """A pool that wants `most` instances: each is taken after `life_s` on average, with others (a
     geometric number of mean `removed_at_once`, drawn evenly), and each missing one comes back after

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-BLOCK = 512  # tokens of a prefix block in Mooncake's traces
+BLOCK = 512  # github.com/kvcache-ai/Mooncake: tokens of a prefix block in its traces
 LARGEST = np.iinfo(np.int32).max
 
 
