@@ -403,7 +403,73 @@ MATHS = Domain(
     trajectory_share=0.0,
 )
 
-DOMAINS = {domain.name: domain for domain in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH, MATHS)}
+# Single responses (one turn) and R2E-Gym as other papers' evaluations have them (conf/experiment/
+# papers): lengths where the paper says them, else ours, and every field that is not named as MATHS
+# or SWE has it.
+
+ROLLPACKER = replace(
+    MATHS,
+    name="rollpacker",
+    max_new_tokens=32768,  # arXiv 2509.21009, section 6: the longest of its settings
+    # P75 is 755 to 1,100 tokens, the longest reach 16k; the shape between them is ours.
+    output=Heavy(450, 1.0, tail=0.05),  # arXiv 2509.21009, section 2.2
+    output_factor=constant(1.0),
+)
+
+OPENR1 = replace(
+    MATHS,
+    name="openr1",
+    max_new_tokens=14336,  # github.com/Terra-Flux/PolyRL, run_async_grpo8b_pipeline.sh
+    output=Heavy(5000, 0.7),  # ours: Qwen3 thinks for some thousands of tokens
+    output_factor=constant(1.0),
+    success=constant(0.6),  # ours: no policy here depends on it
+)
+
+AREAL_MATHS = replace(
+    MATHS,
+    name="areal_maths",
+    max_new_tokens=27648,  # arXiv 2505.24298, from memory
+    output=Heavy(5000, 0.8),  # ours: distilled reasoning models think for some thousands of tokens
+    output_factor=constant(1.0),
+    success=constant(0.6),  # ours: no policy here depends on it
+)
+
+SEER_VL = replace(
+    MATHS,
+    name="seer_vl",
+    max_new_tokens=40960,  # arXiv 2511.14617, from memory
+    output=Heavy(4600, 1.0),  # arXiv 2511.14617, from memory: 7,615 on average; spread: ours
+    output_factor=constant(1.0),
+    success=constant(0.5),  # ours: no policy here depends on it
+    group_share=0.6,  # ours: the paper's figures show groups as far more alike than prompts
+)
+
+R2E = replace(
+    SWE,
+    name="r2e",
+    max_turns=12,  # github.com/NetX-lab/Libra: r2e_max_turns
+    max_new_tokens=8192,  # ours: of 30,000 for a trajectory
+    prompt=Heavy(1500, 0.3),  # ours: r2e_max_prompt_tokens is 2,048
+    output=Heavy(500, 0.9, tail=0.05),  # ours: a thought, then an edit or a command
+    turns=Heavy(8, 0.4),  # ours: two thirds of the most
+    failed_turns=Heavy(11, 0.3),  # ours: most use all turns
+)
+
+DOMAINS = {
+    domain.name: domain
+    for domain in (
+        FROZEN_LAKE,
+        ALFWORLD,
+        SWE,
+        SEARCH,
+        MATHS,
+        ROLLPACKER,
+        OPENR1,
+        AREAL_MATHS,
+        SEER_VL,
+        R2E,
+    )
+}
 
 
 def domain(name: str) -> Domain:

@@ -1,0 +1,194 @@
+"""Each rival's own evaluation, next to the simulator's: what its paper gained, and what ours gains.
+
+    python scripts/reproduce_papers.py                            every row; half an hour on two cores
+    python scripts/reproduce_papers.py only=seer_72b,rlboost_8b seeds=1,2
+    python scripts/reproduce_papers.py draw=true                  the table again, from the CSV file
+
+Writes docs/results/papers.csv (out=FOLDER: there), and into docs/simulator.md what stands between
+its marks. A setting is conf/experiment/papers/NAME.yaml, `mode=simulate +experiment=papers/NAME` for
+users; its numbers have their sources there and in rose/sim/environments.py. Nothing is set for one
+row, and nothing was fitted to one. Left out: rungs of mechanisms that the simulator has not (reward
+scheduling, elastic parallelism, stream training, drafts, engines of several sizes), mixtures of
+experts, and learning curves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from reproduce_rose import CONSOLE, REPOSITORY, composed, put, read_csv, shown, write_csv
+
+from rose.sim.study import runs
+from rose.sim.study.gains import Interval, gain, interval
+from rose.sim.study.outcome import Outcome, by_system, values
+
+RESULTS = REPOSITORY / "docs" / "results"
+
+
+class Row(NamedTuple):
+    """`system` of `setting`, over `rival` of `rival_setting` ("" is the same) where it is a ratio;
+    `paper`: (low, high) of its number. `overrides` hold for both."""
+
+    setting: str
+    what: str  # "throughput over", "rollout time under", or "tokens/s" of `system` itself
+    system: str
+    rival: str
+    paper: tuple[float, float]
+    source: str
+    remark: str
+    rival_setting: str = ""
+    overrides: tuple[str, ...] = ()
+
+
+TAIL = "rollouts are a larger share of our steps; of lengths the paper gives P75 and the longest"
+STREAM = "its trainer takes micro-batches while rollouts go on; ours waits for all groups"
+ROWS = (
+    *(
+        Row(f"rollpacker_{size}", "throughput over", "verl_tail_batching", "verl", (paper, paper),
+            "table 2, tail batching alone", TAIL)
+        for size, paper in (("7b", 1.30), ("14b", 1.48), ("32b", 2.21))
+    ),
+    Row("seer_72b", "rollout time under", "seer", "verl_dedicated", (1.27, 1.56),
+        "table 4, divided and context-aware, of three models",
+        "the paper divides over a pool of KV caches, ours computes a prefix again where it moves"),
+    Row("rlboost_8b", "tokens/s", "verl", "", (10_000, 10_000), "its artifact's REPRODUCE.md",
+        "lengths are ours"),
+    *(
+        Row("rlboost_8b", "throughput over", "rlboost", "verl", (paper, paper),
+            f"its artifact's REPRODUCE.md, {count} preemptible engines", STREAM,
+            overrides=(f"sim.n_serving={count}",))
+        for count, paper in ((1, 1.2), (2, 1.4), (3, 1.6), (4, 1.8))
+    ),
+    Row("areal_7b", "throughput over", "areal", "verl", (2.27, 2.27),
+        "table 1, from memory: 57.7 and 25.4 hours",
+        "a quarter of the GPUs keeps our trainer longer than the rollouts",
+        rival_setting="areal_7b_sync"),
+    Row("libra_14b", "throughput over", "libra", "balanced", (763 / 423, 763 / 423),
+        "its ladder, all of it", "engines of 1, 2 and 4 GPUs (its buckets) are one size here"),
+    Row("libra_14b", "throughput over", "libra", "libra_queue", (763 / 666, 763 / 666),
+        "its ladder, the elastic pool alone", "the authors' values: at most one plan in 20 steps"),
+)  # fmt: skip
+
+
+def settings_of(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
+    """Every (setting, overrides) that these rows need, once."""
+    wanted = [(row.setting, row.overrides) for row in rows]
+    wanted += [(row.rival_setting, row.overrides) for row in rows if row.rival_setting]
+    return list(dict.fromkeys(wanted))
+
+
+def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> list[Outcome]:
+    """An outcome's point is "SETTING,OVERRIDES"."""
+    configs = []
+    for setting, own in settings_of(rows):
+        name = ",".join([setting, *own])
+        configs.append(composed(f"papers/{setting}", [*own, *overrides, f"name='{name}'"]))
+    jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in _systems(rows)]
+    return runs.carry_out(jobs, processes, CONSOLE)
+
+
+def _systems(rows: Sequence[Row]) -> set[str]:
+    return {row.system for row in rows} | {row.rival for row in rows}
+
+
+def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
+    """Our number for a row; throughput is of trained trajectories."""
+
+    def found(setting: str, system: str) -> list[Outcome]:
+        point = ",".join([setting, *row.overrides])
+        return by_system([o for o in outcomes if o.point == point])[system]
+
+    mine = found(row.setting, row.system)
+    if row.what == "tokens/s":
+        return interval(values(mine, "tokens_s"))
+    rival = found(row.rival_setting or row.setting, row.rival)
+    if row.what == "rollout time under":
+        return gain(values(rival, "rollout_s"), values(mine, "rollout_s"))
+    return gain(values(mine, "trajectories_s"), values(rival, "trajectories_s"))
+
+
+def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    found = []
+    for row in rows:
+        number = ours(row, outcomes)
+        middle = (row.paper[0] * row.paper[1]) ** 0.5
+        found.append(
+            {
+                "setting": " ".join([row.setting, *row.overrides]),
+                "system": row.system,
+                "what": f"{row.what} {row.rival}".strip(),
+                "paper_low": row.paper[0],
+                "paper_high": row.paper[1],
+                "ours": number.mean,
+                "ours_low": number.low,
+                "ours_high": number.high,
+                "ratio": number.mean / middle,
+                "source": row.source,
+                "remark": row.remark,
+            }
+        )
+    return found
+
+
+def words(rows: Sequence[dict[str, str]]) -> str:
+    """papers.csv as a table of Markdown."""
+    lines = [
+        "| setting | system, its | paper | ours [95%] | ours / paper | paper's number; what else "
+        "differs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        form = "{:,.0f}" if row["what"] == "tokens/s" else "{:.2f}"
+        low, high = form.format(float(row["paper_low"])), form.format(float(row["paper_high"]))
+        bounds = ""
+        if row["ours_low"]:
+            ends = (form.format(float(row[f"ours_{end}"])) for end in ("low", "high"))
+            bounds = f" [{', '.join(ends)}]"
+        lines.append(
+            f"| {row['setting']} | {row['system']}, {row['what']} | "
+            f"{low if low == high else f'{low} to {high}'} | "
+            f"{form.format(float(row['ours']))}{bounds} | {float(row['ratio']):.2f} | "
+            f"{row['source']}; {row['remark']} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    known = {"only", "seeds", "processes", "out", "draw", "steps"}
+    only = [name for name in given.get("only", "").split(",") if name]
+    unknown = [a for a in arguments if a.partition("=")[0] not in known or "=" not in a]
+    unknown += sorted(set(only) - {row.setting for row in ROWS})
+    if unknown:
+        print(
+            f"{', '.join(unknown)}: unknown; {', '.join(sorted(known))} are known, and of settings "
+            f"{', '.join(dict.fromkeys(row.setting for row in ROWS))}",
+            file=sys.stderr,
+        )
+        return 2
+    out = Path(given.get("out", RESULTS))
+    path = out / "papers.csv"
+    if given.get("draw") != "true":
+        rows = [row for row in ROWS if not only or row.setting in only]
+        overrides = [f"sim.seeds=[{given.get('seeds', '1,2,3')}]"]
+        if "steps" in given:  # all of them count but the first
+            overrides += [f"sim.steps={given['steps']}", "sim.warmup=1"]
+        processes = runs.cores(int(given.get("processes", 0)) or None)
+        found = compared(rows, simulated(rows, overrides, processes))
+        short = [{key: row[key] for key in row if key not in ("source", "remark")} for row in found]
+        CONSOLE.print(shown(short, "Each paper and ours"))
+        kept = read_csv(path) if only and path.exists() else []
+        new = {row["setting"] for row in found}
+        write_csv(path, [row for row in kept if row["setting"] not in new] + found)
+    if out == RESULTS:
+        put(REPOSITORY / "docs" / "simulator.md", "papers", words(read_csv(path)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""Other papers beside the simulator: their settings compose, and each row is measured as it says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import reproduce_papers as papers
+
+from rose.sim.study import build
+from rose.sim.study.outcome import EVERY, Outcome
+
+
+def test_every_row_has_its_setting_and_systems_and_every_setting_a_row():
+    files = {path.stem for path in (REPOSITORY / "conf/experiment/papers").glob("*.yaml")}
+    assert files == {setting for setting, _ in papers.settings_of(papers.ROWS)}
+    for row in papers.ROWS:
+        names = set(build.systems(papers.composed(f"papers/{row.setting}", row.overrides)))
+        other = row.rival_setting or row.setting
+        names_there = set(build.systems(papers.composed(f"papers/{other}", row.overrides)))
+        assert row.system in names and (not row.rival or row.rival in names_there)
+
+
+def test_the_same_gpus_are_compared_though_the_rival_has_a_setting_of_its_own():
+    for row in papers.ROWS:
+        if row.rival_setting:
+            mine, rival = (
+                papers.composed(f"papers/{name}", []) for name in (row.setting, row.rival_setting)
+            )
+            # of the rival's pool, the trainer's own GPUs, its configuration's engine is no part
+            engines = mine.rollout.workers * mine.rollout.tensor_parallel
+            assert rival.sim.pools == ["hybrid"]
+            assert mine.trainer.ranks + engines == rival.trainer.ranks
+            assert mine.trainer.batch_size == rival.trainer.batch_size
+
+
+def outcome(point: str, system: str, seed: int, **numbers: float) -> Outcome:
+    return Outcome(point=point, system=system, seed=seed, **(dict.fromkeys(EVERY, 1.0) | numbers))
+
+
+def test_ratios_are_paired_by_seed_and_a_rival_may_have_a_setting_of_its_own():
+    row = next(row for row in papers.ROWS if row.rival_setting)
+    made = [
+        outcome(point, system, seed, trajectories_s=speed * seed)
+        for seed in (1, 2)
+        for point, system, speed in (
+            (row.setting, row.system, 3.0),
+            (row.rival_setting, row.rival, 2.0),
+        )
+    ]
+    [found] = papers.compared([row], made)
+    assert found["ours"] == pytest.approx(1.5) and found["ours_low"] == pytest.approx(1.5)
+    assert found["ratio"] == pytest.approx(1.5 / row.paper[0])
+
+
+def test_a_rollout_is_under_the_rivals_by_their_quotient_and_overrides_name_the_point():
+    row = next(row for row in papers.ROWS if row.what == "rollout time under")
+    row = row._replace(overrides=("a=1",))
+    made = [
+        outcome(f"{row.setting},a=1", row.system, 1, rollout_s=50.0),
+        outcome(f"{row.setting},a=1", row.rival, 1, rollout_s=75.0),
+        outcome(row.setting, row.rival, 1, rollout_s=500.0),  # without the override: not this row's
+    ]
+    assert papers.ours(row, made).mean == pytest.approx(1.5)
+
+
+def test_a_setting_is_simulated_and_written_and_the_page_gets_a_line_for_it(tmp_path):
+    code = papers.main(["only=libra_14b", "seeds=1", "steps=2", "processes=1", f"out={tmp_path}"])
+    assert code == 0
+    rows = papers.read_csv(tmp_path / "papers.csv")
+    assert {row["setting"] for row in rows} == {"libra_14b"}
+    assert all(float(row["ours"]) > 0 for row in rows)
+    words = papers.words(rows)
+    assert (
+        words.count("\n") == 1 + len(rows) and "| libra, throughput over balanced | 1.80 |" in words
+    )
+
+
+@pytest.mark.parametrize("argument", ["only=seer_7b", "seed=1", "fast"])
+def test_what_is_unknown_is_named_beside_what_is_known(argument, capsys):
+    assert papers.main([argument]) == 2
+    said = capsys.readouterr().err
+    assert argument.removeprefix("only=") in said and "seer_72b" in said and "draw" in said
