@@ -448,8 +448,29 @@ class Coordinator:
         while True:
             source, message = await self.mailbox.receive()
             if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
-                getattr(self, f"_on_{type(message).__name__}")(source, message)
+                self._take(source, message)
             self._changed.set()
+
+    def _take(self, source: int, message: p.Message) -> None:
+        """What is about neither trajectories nor turns."""
+        match message:
+            case p.Hello():
+                self.ranks[message.role][message.index] = source
+            case p.TrainerReady():
+                self.trainers[message.index] = message
+            case p.TrainDone():
+                self.trained[message.index] = message
+            case p.DeviceChanged():
+                self.device.heard(message)
+            case p.Goodbye():
+                self.gone.add(message.rank)
+            case p.RankFailed():
+                self.gone.add(message.rank)
+                raise RunFailed(f"rank {message.rank}: {message.error}")
+            case _:
+                raise RunFailed(
+                    f"rank {source} sent a {type(message).__name__}, which is not for a coordinator"
+                )
 
     async def _tick(self) -> None:
         while True:
@@ -488,25 +509,6 @@ class Coordinator:
                 self.provisioner.do(action)
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
-
-    def _on_Hello(self, source: int, m: p.Hello) -> None:
-        self.ranks[m.role][m.index] = source
-
-    def _on_TrainerReady(self, source: int, m: p.TrainerReady) -> None:
-        self.trainers[m.index] = m
-
-    def _on_TrainDone(self, source: int, m: p.TrainDone) -> None:
-        self.trained[m.index] = m
-
-    def _on_DeviceChanged(self, source: int, m: p.DeviceChanged) -> None:
-        self.device.heard(m)
-
-    def _on_Goodbye(self, source: int, m: p.Goodbye) -> None:
-        self.gone.add(m.rank)
-
-    def _on_RankFailed(self, source: int, m: p.RankFailed) -> None:
-        self.gone.add(m.rank)
-        raise RunFailed(f"rank {m.rank}: {m.error}")
 
     def _change(self, what: str, detail: str) -> None:
         """A borrowed rank came or went in order."""

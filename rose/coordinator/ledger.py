@@ -1,4 +1,5 @@
-"""The ledger of turns: what has been received of each turn, over all its attempts, exactly once.
+"""The ledger of turns: who works on each, and what has been received of it, over all its attempts,
+exactly once.
 
 Tokens stream in as they are made. When a worker is lost the turn goes on elsewhere from the tokens
 received; words of an earlier attempt that arrive late are recognised by their number and dropped.
@@ -17,6 +18,7 @@ from rose import protocol as p
 class _Entry:
     request: p.TurnRequest
     host: int  # rank of the environment host
+    worker: str | None = None  # that works on it; None: it waits for one
     attempt: int = 0
     chunk_ends: int = 0  # at so many tokens made; 0: the attempt goes on to the turn's own limit
     chunks: int = 0  # that ended as they should
@@ -35,10 +37,11 @@ class Ledger:
     def open(self, request: p.TurnRequest, host: int) -> None:
         self._turns[request.turn] = _Entry(request, host)
 
-    def dispatch(self, turn: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
+    def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
         """The message for the worker that takes attempt `attempt`: context, then the tokens
         received. `max_tokens`: new ones of this attempt, 0 for all that are left."""
         entry = self._turns[turn]
+        entry.worker = worker
         chunk_ended = 0 < entry.chunk_ends <= entry.made
         entry.chunks += chunk_ended
         self.migrations += attempt > 1 and not chunk_ended
@@ -57,6 +60,27 @@ class Ledger:
         return p.GenerateTurn(
             turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling
         )
+
+    def take_back(self, turn: str) -> None:
+        """Nobody works on it any more: it waits, and late words about it are dropped."""
+        self._turns[turn].worker = None
+
+    def worker_of(self, turn: str) -> str | None:
+        """None for a turn that waits, and for one that is not open."""
+        entry = self._turns.get(turn)
+        return entry.worker if entry is not None else None
+
+    def attempt_of(self, turn: str) -> int:
+        return self._turns[turn].attempt
+
+    def trajectory_of(self, turn: str) -> str:
+        return self._turns[turn].request.trajectory
+
+    def of_worker(self, worker: str) -> list[str]:
+        return [turn for turn, entry in self._turns.items() if entry.worker == worker]
+
+    def __contains__(self, turn: str) -> bool:
+        return turn in self._turns
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
         """Take the tokens of a word on the current attempt; how many, or None for a late word.

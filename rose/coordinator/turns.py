@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rose import protocol as p
 from rose.coordinator.journal import Journal
@@ -18,6 +19,7 @@ from rose.coordinator.ledger import Ledger
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
+from rose.scheduler.actions import ActionQueue
 from rose.scheduler.events import Kind
 
 
@@ -79,13 +81,9 @@ class TurnHub:
         world_size: int,
     ) -> None:
         self._world_size = world_size  # workers beyond it are borrowed
-        self._scheduler, self._send, self._journal, self._recorder = (
-            scheduler,
-            send,
-            journal,
-            recorder,
-        )
+        self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
+        self._queue = ActionQueue(scheduler, self._carry_out, journal)
         self.ledger = Ledger()
         self.workers: dict[str, Worker] = {}
         self.store = ""  # where versions are
@@ -101,6 +99,21 @@ class TurnHub:
             0.0  # the last `begin_step`, and the last token since then
         )
         self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
+        self._resting: set[str] = set()  # workers that provisioning lets rest
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            p.TurnRequest: self._turn_requested,
+            p.TurnProgress: self._count,
+            p.TurnFinished: self._turn_finished,
+            p.TurnReturned: self._turn_returned,
+            p.WorkerReady: self._worker_ready,
+            p.WorkerDown: self._worker_down,
+            p.WorkerLeaving: self._worker_leaving,
+            p.WorkerLeft: self._worker_left,
+            p.WorkerLoad: self._worker_load,
+            p.WorkerCapacity: self._worker_capacity,
+            p.VersionLoaded: self._version_loaded,
+            p.VersionFailed: self._version_failed,
+        }
 
     # ----------------------------------------------------------------- what the step loop asks
 
@@ -133,11 +146,10 @@ class TurnHub:
     def stale_workers(self) -> list[str]:
         """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a
         borrowed one, nor for one that rests."""
-        resting = {w.worker for w in self._scheduler.cluster.workers.values() if w.resting}
         return [
             name
             for name, w in self.dedicated()
-            if w.alive and w.version != self.version and name not in resting
+            if w.alive and w.version != self.version and name not in self._resting
         ]
 
     def dedicated(self) -> list[tuple[str, Worker]]:
@@ -157,10 +169,10 @@ class TurnHub:
         """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
         had."""
         for turn in self.ledger.of_trajectory(trajectory):
-            state = self._scheduler.cluster.turns[turn]
-            if state.worker is not None:
-                self.workers[state.worker].turn_closed(time.time())
-                self._send(self.workers[state.worker].rank, p.AbortTurn(turn, state.attempt))
+            if (name := self.ledger.worker_of(turn)) is not None:
+                worker = self.workers[name]
+                worker.turn_closed(time.time())
+                self._send(worker.rank, p.AbortTurn(turn, self.ledger.attempt_of(turn)))
             made = self.ledger.made(turn)
             self.ledger.drop(turn)
             self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
@@ -169,44 +181,47 @@ class TurnHub:
         return tokens
 
     def feed(self, event: ev.Event) -> None:
-        """Tell the scheduler; do what it says."""
-        actions = self._scheduler.handle(event)
-        self._journal.write(event, actions)
-        resting = [action.worker for action in actions if isinstance(action, ev.RestWorker)]
-        # Assignments first: what drops a group must find its turns where the scheduler believes
-        # them.
-        for action in sorted(actions, key=lambda a: not isinstance(a, ev.AssignTurn)):
-            match action:
-                case ev.AssignTurn(turn, worker, attempt, max_tokens):
-                    self.workers[worker].turn_opened(event.at)
-                    self._send(
-                        self.workers[worker].rank, self.ledger.dispatch(turn, attempt, max_tokens)
-                    )
-                case ev.AbortTurn(turn, worker, attempt, slow):
-                    if worker not in resting and not slow:
-                        self._on_fault(
-                            "stalled turn", f"{turn} on {worker}, attempt {attempt}: moved"
-                        )
-                    self.workers[worker].turn_closed(event.at)
-                    self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))
-                case ev.LoadWeights(worker, version):
-                    self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
-                case ev.UseWorker() | ev.RestWorker():
-                    pass  # what follows from it are other actions
-                case _:
-                    self._on_action(action)
+        """Tell the scheduler; do what it says. Called while an action is carried out, it returns at
+        once, and the event is handled after the actions that are left."""
+        self._queue.feed(event)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.AssignTurn(turn, worker, attempt, max_tokens):
+                if turn in self.ledger:  # else an action before this one has cancelled it
+                    self.workers[worker].turn_opened(time.time())
+                    message = self.ledger.dispatch(turn, worker, attempt, max_tokens)
+                    self._send(self.workers[worker].rank, message)
+            case ev.AbortTurn(turn, worker, attempt, why):
+                if self.ledger.worker_of(turn) == worker:
+                    self._abort(turn, worker, attempt, why)
+            case ev.LoadWeights(worker, version):
+                self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
+            case ev.UseWorker(worker):
+                self._resting.discard(worker)
+            case ev.RestWorker(worker):
+                self._resting.add(worker)
+            case _:
+                self._on_action(action)
+
+    def _abort(self, turn: str, worker: str, attempt: int, why: str) -> None:
+        if why == "stalled":
+            self._on_fault("stalled turn", f"{turn} on {worker}, attempt {attempt}: moved")
+        self.ledger.take_back(turn)
+        self.workers[worker].turn_closed(time.time())
+        self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))
 
     # ----------------------------------------------------------------- messages
 
     def handle(self, source: int, message: p.Message) -> bool:
         """True when the message was about turns or workers."""
-        handler = getattr(self, f"_on_{type(message).__name__}", None)
+        handler = self._handlers.get(type(message))
         if handler is None:
             return False
         handler(source, message)
         return True
 
-    def _on_TurnRequest(self, source: int, m: p.TurnRequest) -> None:
+    def _turn_requested(self, source: int, m: p.TurnRequest) -> None:
         self.ledger.open(m, source)
         self.feed(
             ev.TurnRequested(
@@ -221,46 +236,45 @@ class TurnHub:
             )
         )
 
-    def _on_TurnProgress(self, source: int, m: p.TurnProgress) -> None:
-        self._count(source, m)
-
-    def _on_TurnFinished(self, source: int, m: p.TurnFinished) -> None:
+    def _turn_finished(self, source: int, m: p.TurnFinished) -> None:
         if self._count(source, m) is None:
             return
-        worker = self.workers[self._scheduler.cluster.turns[m.turn].worker]
-        worker.turn_closed(time.time())
+        self._leaves_worker(m.turn)
         if m.finish is p.FinishReason.LENGTH and self.ledger.chunk_ended(m.turn):
             self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt, chunk=True))
         else:
             self._close_turn(m.turn, m.finish)
 
-    def _on_TurnReturned(self, source: int, m: p.TurnReturned) -> None:
+    def _turn_returned(self, source: int, m: p.TurnReturned) -> None:
         if self._count(source, m) is None:
             return
-        now = time.time()
-        self.workers[self._scheduler.cluster.turns[m.turn].worker].turn_closed(now)
+        self._leaves_worker(m.turn)
         if self.ledger.complete(m.turn):
             self._close_turn(m.turn, p.FinishReason.LENGTH)
             return
         self.returned += 1
-        self.feed(ev.TurnReturned(at=now, turn=m.turn, attempt=m.attempt))
+        self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt))
+
+    def _leaves_worker(self, turn: str) -> None:
+        """Its attempt is over."""
+        self.workers[self.ledger.worker_of(turn)].turn_closed(time.time())
+        self.ledger.take_back(turn)
 
     def _count(
         self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
     ) -> int | None:
         """Take the tokens of a word; None if it is about an attempt that was given up."""
-        state = self._scheduler.cluster.turns.get(m.turn)
-        if state is not None and (
-            state.worker is None or self.workers[state.worker].rank != source
-        ):
+        name = self.ledger.worker_of(m.turn)
+        if m.turn in self.ledger and (name is None or self.workers[name].rank != source):
             return None  # taken back and waiting in the queue, or with another by now
         count = self.ledger.add(m)
         if count:
             now = self.heard_at = self._token_at = time.time()
-            worker = self.workers[state.worker]
+            worker = self.workers[name]
             worker.tokens += count
             worker.total_tokens += count
-            self._made[state.trajectory] = self._made.get(state.trajectory, 0) + count
+            trajectory = self.ledger.trajectory_of(m.turn)
+            self._made[trajectory] = self._made.get(trajectory, 0) + count
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
@@ -269,10 +283,11 @@ class TurnHub:
         self._send(*self.ledger.close(turn, finish))
         self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
 
-    def _on_WorkerReady(self, source: int, m: p.WorkerReady) -> None:
+    def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
         kind = "dedicated" if source < self._world_size else m.kind
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
+        self._resting.discard(m.worker)
         if before is not None:
             self.workers[m.worker].restarts(before)
         print(
@@ -292,7 +307,7 @@ class TurnHub:
             )
         )
 
-    def _on_WorkerDown(self, source: int, m: p.WorkerDown) -> None:
+    def _worker_down(self, source: int, m: p.WorkerDown) -> None:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
@@ -310,11 +325,11 @@ class TurnHub:
                     ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
                 )
 
-    def _on_WorkerLeaving(self, source: int, m: p.WorkerLeaving) -> None:
+    def _worker_leaving(self, source: int, m: p.WorkerLeaving) -> None:
         if m.worker in self.workers:
             self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
 
-    def _on_WorkerLeft(self, source: int, m: p.WorkerLeft) -> None:
+    def _worker_left(self, source: int, m: p.WorkerLeft) -> None:
         self.lose(m.worker, m.reason)
 
     def lose(self, name: str, why: str) -> int:
@@ -334,20 +349,22 @@ class TurnHub:
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False
-        held = [t.turn for t in self._scheduler.cluster.turns.values() if t.worker == name]
+        held = self.ledger.of_worker(name)
         ended = [turn for turn in held if self.ledger.complete(turn)]
+        for turn in held:
+            self.ledger.take_back(turn)
         for turn in ended:
             self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
         self.feed(ev.WorkerLost(at=time.time(), worker=name, reason=why, ended=ended))
         return len(held)
 
-    def _on_WorkerLoad(self, source: int, m: p.WorkerLoad) -> None:
+    def _worker_load(self, source: int, m: p.WorkerLoad) -> None:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.incarnation == m.incarnation:
             worker.running, worker.waiting = m.running, m.waiting
             self._recorder.counter(f"{m.worker}/kv_usage", m.kv_usage)
 
-    def _on_WorkerCapacity(self, source: int, m: p.WorkerCapacity) -> None:
+    def _worker_capacity(self, source: int, m: p.WorkerCapacity) -> None:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.alive and worker.incarnation == m.incarnation:
             self._recorder.counter(f"{m.worker}/kv_tokens", m.kv_tokens)
@@ -362,7 +379,7 @@ class TurnHub:
                 )
             )
 
-    def _on_VersionLoaded(self, source: int, m: p.VersionLoaded) -> None:
+    def _version_loaded(self, source: int, m: p.VersionLoaded) -> None:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
@@ -372,7 +389,7 @@ class TurnHub:
         self.sync_pause_s = max(self.sync_pause_s, m.pause_s)
         self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=m.version))
 
-    def _on_VersionFailed(self, source: int, m: p.VersionFailed) -> None:
+    def _version_failed(self, source: int, m: p.VersionFailed) -> None:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.borrowed:  # it was too slow: the next version, then
             self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))

@@ -48,9 +48,30 @@ class Scheduler:
         self._deadlines: list[
             tuple[float, int, str, int]
         ] = []  # heap: (heard at, sequence, turn, attempt)
+        handlers: dict[type[Event], Callable[[Any], list[Action]]] = {
+            ev.WorkerJoined: self._worker_joined,
+            ev.WorkerLost: self._worker_lost,
+            ev.WorkerDraining: self._worker_draining,
+            ev.WorkerCapacity: self._worker_capacity,
+            ev.WorkerLoaded: self._worker_loaded,
+            ev.VersionPublished: self._version_published,
+            ev.CapacityQueued: self._capacity_queued,
+            ev.CapacityGranted: self._capacity_granted,
+            ev.CapacityRefused: self._capacity_refused,
+            ev.CapacityEnded: self._capacity_ended,
+            ev.TurnRequested: self._turn_requested,
+            ev.TurnProgressed: self._turn_progressed,
+            ev.TurnEnded: self._turn_ended,
+            ev.TurnReturned: self._turn_returned,
+            ev.TrajectoryEnded: self._trajectory_ended,
+            ev.StepBegun: self._step_begun,
+            ev.GroupFinished: self._group_finished,
+            ev.Tick: self._tick,
+        }
+        # the handler of each event, and whether policies hear of it before, or after
         self._handlers = {
-            kind: (getattr(self, f"_on_{kind.__name__}"), kind in HEARD_BEFORE, kind in HEARD)
-            for kind in ev.AnyEvent.__args__
+            kind: (handler, kind in HEARD_BEFORE, kind in HEARD)
+            for kind, handler in handlers.items()
         }
         self._listeners: list[Callable] = [
             policy.heard
@@ -59,15 +80,16 @@ class Scheduler:
         ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
         self._published = optional(batching, "published", lambda version: [])
-        self._trajectory_ended = optional(
-            batching, "trajectory_ended", lambda trajectory, group: []
-        )
+        self._hears_of_ends = optional(batching, "trajectory_ended", lambda trajectory, group: [])
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event; return what must be done now, in order."""
+        """Take one event; return what must be done now, in this order (`ActionQueue`): what follows
+        from the event, what policies that hear of it say, then the turns that find a worker. So an
+        action comes after those that make room for it: a turn is aborted before another takes its
+        place, a worker is told to load before it is given turns."""
         kind = type(event)
         if kind is ev.TurnProgressed:  # frees nothing, and comes most often
-            self._on_TurnProgressed(event)
+            self._turn_progressed(event)
             return []
         handler, before, after = self._handlers[kind]
         heard = self._hear(event) if before else []
@@ -142,7 +164,7 @@ class Scheduler:
 
     # ----------------------------------------------------------------- workers
 
-    def _on_WorkerJoined(self, e: ev.WorkerJoined) -> list[Action]:
+    def _worker_joined(self, e: ev.WorkerJoined) -> list[Action]:
         self._forget_worker(e.worker)
         worker = WorkerState(
             e.worker,
@@ -159,7 +181,7 @@ class Scheduler:
         self.fleet.changed(e.worker)
         return self._load_if_stale(worker)
 
-    def _on_WorkerLost(self, e: ev.WorkerLost) -> list[Action]:
+    def _worker_lost(self, e: ev.WorkerLost) -> list[Action]:
         actions: list[Action] = []
         for name in e.ended:
             if turn := self.cluster.turns.get(name):
@@ -168,13 +190,13 @@ class Scheduler:
         self._forget_worker(e.worker)
         return actions
 
-    def _on_WorkerDraining(self, e: ev.WorkerDraining) -> list[Action]:
+    def _worker_draining(self, e: ev.WorkerDraining) -> list[Action]:
         if e.worker in self.cluster.workers:
             self.cluster.workers[e.worker].draining = True
             self.fleet.changed(e.worker)
         return []
 
-    def _on_WorkerCapacity(self, e: ev.WorkerCapacity) -> list[Action]:
+    def _worker_capacity(self, e: ev.WorkerCapacity) -> list[Action]:
         worker = self.cluster.workers.get(e.worker)
         if worker is None:
             return []
@@ -183,7 +205,7 @@ class Scheduler:
         self.fleet.changed(e.worker)
         return []
 
-    def _on_WorkerLoaded(self, e: ev.WorkerLoaded) -> list[Action]:
+    def _worker_loaded(self, e: ev.WorkerLoaded) -> list[Action]:
         worker = self.cluster.workers.get(e.worker)
         if worker is None:
             return []
@@ -191,7 +213,7 @@ class Scheduler:
         self.fleet.changed(e.worker)
         return self._load_if_stale(worker)
 
-    def _on_VersionPublished(self, e: ev.VersionPublished) -> list[Action]:
+    def _version_published(self, e: ev.VersionPublished) -> list[Action]:
         self.cluster.version, self.cluster.training = e.version, False
         self.cluster.home.clear()  # cached prefixes belong to the old weights
         self.cluster.group_home.clear()
@@ -224,7 +246,7 @@ class Scheduler:
             return []
         worker.resting = True
         turns = [self.cluster.turns[turn] for turn in worker.turns]
-        aborts = [ev.AbortTurn(turn.turn, name, turn.attempt) for turn in turns]
+        aborts = [ev.AbortTurn(turn.turn, name, turn.attempt, "rest") for turn in turns]
         for turn in turns:
             self._take_back(turn)
         self._empty_cache(worker)
@@ -250,28 +272,28 @@ class Scheduler:
 
     # ----------------------------------------------------------------- capacity
 
-    def _on_CapacityQueued(self, e: ev.CapacityQueued) -> list[Action]:
+    def _capacity_queued(self, e: ev.CapacityQueued) -> list[Action]:
         self.cluster.requests.setdefault(e.request, False)
         return []
 
-    def _on_CapacityGranted(self, e: ev.CapacityGranted) -> list[Action]:
+    def _capacity_granted(self, e: ev.CapacityGranted) -> list[Action]:
         self.cluster.requests[e.request] = True
         self.cluster.refusals = 0
         return []
 
-    def _on_CapacityRefused(self, e: ev.CapacityRefused) -> list[Action]:
+    def _capacity_refused(self, e: ev.CapacityRefused) -> list[Action]:
         self.cluster.requests.pop(e.request, None)
         self.cluster.refusals += 1
         self.cluster.refused_at = e.at
         return []
 
-    def _on_CapacityEnded(self, e: ev.CapacityEnded) -> list[Action]:
+    def _capacity_ended(self, e: ev.CapacityEnded) -> list[Action]:
         self.cluster.requests.pop(e.request, None)
         return []
 
     # ----------------------------------------------------------------- turns
 
-    def _on_TurnRequested(self, e: ev.TurnRequested) -> list[Action]:
+    def _turn_requested(self, e: ev.TurnRequested) -> list[Action]:
         if e.turn in self.cluster.turns:
             raise ValueError(f"turn {e.turn} was requested twice; a turn is one unit of work")
         self._sequence += 1
@@ -291,18 +313,18 @@ class Scheduler:
         self._queue.add(turn)
         return []
 
-    def _on_TurnProgressed(self, e: ev.TurnProgressed) -> list[Action]:
+    def _turn_progressed(self, e: ev.TurnProgressed) -> list[Action]:
         turn = self.cluster.turns.get(e.turn)
         if turn is not None and turn.worker is not None and turn.attempt == e.attempt:
             turn.made_tokens += e.tokens
             turn.heard_at = e.at
         return []
 
-    def _on_TurnEnded(self, e: ev.TurnEnded) -> list[Action]:
+    def _turn_ended(self, e: ev.TurnEnded) -> list[Action]:
         self._end(e.turn)
         return []
 
-    def _on_TurnReturned(self, e: ev.TurnReturned) -> list[Action]:
+    def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
         """No stall: however often that happens, the run goes on. The worker gets nothing before it
         has said what it can take now, or it would give the next turn back at once; and this one
         only if no other worker has room. None of that after a chunk."""
@@ -316,10 +338,10 @@ class Scheduler:
             self._take_away(turn)
         return []
 
-    def _on_TrajectoryEnded(self, e: ev.TrajectoryEnded) -> list[Action]:
+    def _trajectory_ended(self, e: ev.TrajectoryEnded) -> list[Action]:
         self._leave_home(e.trajectory)
         group = self.cluster.group_of.pop(e.trajectory, "")
-        return self._carry_out(self._trajectory_ended(e.trajectory, group))
+        return self._carry_out(self._hears_of_ends(e.trajectory, group))
 
     def _end(self, name: str) -> None:
         turn = self.cluster.turns.pop(name, None)
@@ -353,17 +375,17 @@ class Scheduler:
 
     # ----------------------------------------------------------------- batches, time
 
-    def _on_StepBegun(self, e: ev.StepBegun) -> list[Action]:
+    def _step_begun(self, e: ev.StepBegun) -> list[Action]:
         self.cluster.step = e.step
         return self._carry_out(self._batching.begin(e.step, e.groups))
 
-    def _on_GroupFinished(self, e: ev.GroupFinished) -> list[Action]:
+    def _group_finished(self, e: ev.GroupFinished) -> list[Action]:
         home = self.cluster.group_home.pop(e.group, None)
         if home in self.cluster.workers:
             self.cluster.workers[home].cached.pop(e.group, None)
         return self._carry_out(self._batching.finished(e.group, e.accepted))
 
-    def _on_Tick(self, e: ev.Tick) -> list[Action]:
+    def _tick(self, e: ev.Tick) -> list[Action]:
         return self._unstick(e.at) + self._carry_out(self._provisioning.decide(e.at, self.cluster))
 
     def _unstick(self, at: float) -> list[Action]:
@@ -382,7 +404,7 @@ class Scheduler:
                 heappush(self._deadlines, (turn.heard_at, sequence, name, attempt))
                 continue
             turn.stalls += 1
-            actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt))
+            actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt, "stalled"))
             if turn.stalls >= MAX_STALLS:
                 actions.append(
                     ev.GiveUp(

@@ -131,7 +131,7 @@ class Dispatch:
         if worker is None:
             return []
         old = self._cluster.workers[turn.worker]
-        abort = AbortTurn(turn.turn, old.worker, turn.attempt, slow=True)
+        abort = AbortTurn(turn.turn, old.worker, turn.attempt, "slow")
         self._watched.remove(turn)
         old.free(turn)
         self._fleet.changed(old.worker)

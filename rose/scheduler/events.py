@@ -186,13 +186,13 @@ class AssignTurn(Action):
 
 
 class AbortTurn(Action):
-    """`slow`: nothing is wrong with it there; it ends sooner elsewhere (the `AssignTurn` that
-    follows)."""
+    """`why`: it made no token for `turn_timeout_s`; it ends sooner elsewhere (the `AssignTurn` that
+    follows); or its worker rests from now on."""
 
     turn: str
     worker: str
     attempt: int
-    slow: bool = False
+    why: Literal["stalled", "slow", "rest"]
 
 
 class LoadWeights(Action):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import gc
 import math
 from array import array
-from typing import Protocol
 
 import numpy as np
 
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
+from rose.scheduler.actions import ActionQueue, Journal
 from rose.sim import result, spec
 from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
@@ -24,18 +24,10 @@ from rose.sim.workers import SimWorker, Workers
 
 # no turn has run for so long while some waited: no worker will come
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
-# turns where the scheduler believes them, before what drops groups
-RANK = {ev.AbortTurn: 0, ev.AssignTurn: 1}
-
-
-class Writer(Protocol):
-    """Such as rose.coordinator.journal.Journal."""
-
-    def write(self, event: ev.Event, actions: list[ev.Action]) -> None: ...
 
 
 def simulate(
-    what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None = None
+    what: spec.Spec, scheduler: Scheduler, seed: int, journal: Journal | None = None
 ) -> result.Result:
     """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed.
     Raises `RuntimeError` with the simulated time when the run can't go on: no worker can ever take
@@ -51,9 +43,10 @@ def simulate(
 
 class Simulation:
     def __init__(
-        self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Writer | None
+        self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Journal | None
     ) -> None:
-        self._spec, self._scheduler, self._seed, self._journal = what, scheduler, seed, journal
+        self._spec, self._scheduler, self._seed = what, scheduler, seed
+        self._queue = ActionQueue(scheduler, self._carry_out, journal)
         self._loop = Loop()
         self._groups = Groups(what, seed)
         stream = 1 << 32  # numerics: no group has this index
@@ -117,14 +110,11 @@ class Simulation:
         )
 
     def feed(self, event: ev.Event) -> None:
-        actions = self._scheduler.handle(event)
         self._counts.decisions += 1
-        if self._journal is not None:
-            self._journal.write(event, actions)
-        if len(actions) > 1:
-            actions = sorted(actions, key=lambda action: RANK.get(type(action), 2))
-        for action in actions:
-            self._do[type(action)](action)
+        self._queue.feed(event)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        self._do[type(action)](action)
 
     def rests(self, worker: str) -> bool:
         return self._scheduler.cluster.workers[worker].resting

@@ -3,8 +3,9 @@
 import time
 
 from rose import protocol as p
+from rose.coordinator.journal import read, replay
 from rose.scheduler import events as ev
-from tests.coordinator.conftest import HOST, TURN_TIMEOUT_S, World
+from tests.coordinator.conftest import HOST, TURN_TIMEOUT_S, World, scheduler
 
 
 def tokens(message):
@@ -299,3 +300,51 @@ def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
 
 def test_messages_of_others_are_left_to_others(world):
     assert not world.hub.handle(0, p.Goodbye(3))
+
+
+def test_a_turn_that_is_cancelled_before_its_assignment_is_carried_out_is_not_sent(world):
+    """One event drops a group and finds a worker for one of its turns: the drop comes first, and
+    what it causes is heard after the assignment, which is passed over."""
+    world.request("g0.0.t0")
+    world.request("g1.0.t0")
+    open_turns = sum(worker.open_turns for worker in world.hub.workers.values())
+    handle = world.scheduler.handle
+
+    def drops_and_assigns(event):
+        said = handle(event)
+        if isinstance(event, ev.Tick):
+            said = [ev.DropGroup("g0"), ev.AssignTurn("g0.0.t0", "rollout-0", 2), *said]
+        return said
+
+    world.scheduler.handle = drops_and_assigns
+    world.hub._on_action = lambda action: world.hub.cancel("g0.0")
+    world.taken(p.GenerateTurn)
+    world.hub.feed(ev.Tick(at=time.time()))
+    assert [m.turn for _, m in world.taken(p.AbortTurn)] == ["g0.0.t0"]
+    assert world.taken(p.GenerateTurn) == []
+    left = sum(worker.open_turns for worker in world.hub.workers.values())
+    assert (open_turns, left) == (2, 1) and list(world.scheduler.cluster.turns) == ["g1.0.t0"]
+
+
+def test_what_is_carried_out_is_what_the_journal_has_in_its_order(tmp_path, monkeypatch):
+    made, done = World(tmp_path), []
+    carry_out = made.hub._carry_out
+
+    def noted(action):
+        done.append(action)
+        carry_out(action)
+
+    monkeypatch.setattr(made.hub._queue, "_carry_out", noted)
+    made.hub._on_action = lambda action: made.hub.cancel("g0.0")
+    made.hub.feed(ev.VersionPublished(at=time.time(), version=0))
+    made.ready("rollout-0", sequences=1)
+    made.hub.feed(ev.StepBegun(at=time.time(), step=1, groups=1))  # admits, which cancels nothing
+    made.request("g0.0.t0")
+    made.request("g1.0.t0")
+    made.hub.cancel("g0.0")  # frees the place that the other turn gets
+    made.finish([7], turn="g1.0.t0")
+    made.journal.close()
+    entries = list(read(made.journal_path))[1:]
+    assert [action for entry in entries for action in entry.actions] == done
+    assert ev.AssignTurn("g1.0.t0", "rollout-0", 1) in done
+    assert replay(made.journal_path, scheduler()) == len(entries)

@@ -7,6 +7,7 @@ import msgspec
 
 from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
+from rose.scheduler.actions import ActionQueue
 from rose.scheduler.groups import group_index
 
 MEMBERS = 2  # of a group
@@ -61,14 +62,6 @@ class Group:
     state: str = "running"  # then finished, trained or dropped
 
 
-FIRST = (ev.UseWorker, ev.RestWorker, ev.AbortTurn, ev.AssignTurn)
-
-
-def urgency(action):
-    """As the hub: what drops a group must find its turns where the scheduler believes them."""
-    return FIRST.index(type(action)) if type(action) in FIRST else len(FIRST)
-
-
 class Driver:
     def __init__(self, scheduler, queue_depth, staleness, lengths):
         self.s, self.queue_depth, self.staleness, self.lengths = (
@@ -77,6 +70,7 @@ class Driver:
             staleness,
             lengths,
         )
+        self.queue = ActionQueue(scheduler, self.carry_out, self)
         self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
         self.journal: list[Entry] = []
         self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
@@ -92,13 +86,17 @@ class Driver:
     # ----------------------------------------------------------------- what it hears
 
     def feed(self, kind, /, **fields):
-        event = kind(at=self.at, **fields)
-        actions = self.s.handle(event)
+        self.queue.feed(kind(at=self.at, **fields))
+
+    def write(self, event, actions):
         self.journal.append(Entry(event, actions))
-        for action in sorted(actions, key=urgency):
-            getattr(self, f"do_{type(action).__name__}")(action)
+
+    def carry_out(self, action):
+        getattr(self, f"do_{type(action).__name__}")(action)
 
     def do_AssignTurn(self, a):
+        if a.turn not in self.turns:
+            return  # an action before this one has dropped its group
         turn, worker = self.turns[a.turn], self.workers[a.worker]
         assert turn.worker is None and a.attempt == turn.attempt + 1, (
             "a turn is with one worker at a time"
@@ -116,6 +114,8 @@ class Driver:
         worker.held[a.turn] = need
 
     def do_AbortTurn(self, a):
+        if a.turn not in self.turns:
+            return  # an action before this one has dropped its group
         assert self.turns[a.turn].worker == a.worker and self.turns[a.turn].attempt == a.attempt
         self.take(a.turn)
 

@@ -140,7 +140,7 @@ def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_o
     assert s.handle(ev.Tick(at=34.0)) == []  # nowhere to go
     said = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
     assert said == [
-        ev.AbortTurn(slow, "c", 1, slow=True),
+        ev.AbortTurn(slow, "c", 1, "slow"),
         ev.AssignTurn(slow, "a", 2),
         ev.AssignTurn("g0.2.t0", "c", 1),
     ]

@@ -142,7 +142,7 @@ def test_a_turn_without_a_token_until_the_deadline_moves_to_another_worker():
     request(s, "g0.0.t0", at=0.0)
     assert s.handle(ev.Tick(at=TIMEOUT_S)) == []
     assert s.handle(ev.Tick(at=TIMEOUT_S + 1)) == [
-        ev.AbortTurn("g0.0.t0", "a", 1),
+        ev.AbortTurn("g0.0.t0", "a", 1, "stalled"),
         ev.AssignTurn("g0.0.t0", "b", 2),
     ]
     s.handle(ev.TurnProgressed(at=TIMEOUT_S * 2, turn="g0.0.t0", attempt=2, tokens=1))
@@ -232,7 +232,7 @@ def test_turns_that_are_given_back_are_no_stalls_however_often():
         give_back(s, "g0.0.t0", attempt)
         assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", attempt + 1)]
     said = s.handle(ev.Tick(at=TIMEOUT_S + 1))
-    assert said == [ev.AbortTurn("g0.0.t0", "a", 20), ev.AssignTurn("g0.0.t0", "a", 21)]
+    assert said == [ev.AbortTurn("g0.0.t0", "a", 20, "stalled"), ev.AssignTurn("g0.0.t0", "a", 21)]
 
 
 def test_a_trajectory_whose_turn_was_given_back_has_no_home_there_any_more():
@@ -330,7 +330,7 @@ def test_the_turns_of_a_worker_that_is_to_rest_go_elsewhere_without_a_stall():
     request(s, "g0.0.t0")
     assert say(s, policy, ev.RestWorker("a")) == [
         ev.RestWorker("a"),
-        ev.AbortTurn("g0.0.t0", "a", 1),
+        ev.AbortTurn("g0.0.t0", "a", 1, "rest"),
     ]
     assert (s.waiting, s.cluster.home, s.cluster.turns["g0.0.t0"].stalls) == (1, {}, 0)
     assert assigned(join(s, "b")) == [("g0.0.t0", "b", 2)]

@@ -7,9 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator import journal
+from rose.scheduler import build
 from rose.scheduler import events as ev
-from rose.sim import probes, spec
+from rose.sim import driver, probes, spec
 from rose.sim.driver import simulate
 from tests.sim import clusters
 from tests.sim.clusters import (
@@ -360,3 +363,27 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
         "changing sides costs switch_s"
     )
     assert result.seconds < 0.9 * never.seconds
+
+
+def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatch):
+    done, carry_out = [], driver.Simulation._carry_out
+
+    def noted(self, action):
+        done.append(action)
+        carry_out(self, action)
+
+    monkeypatch.setattr(driver.Simulation, "_carry_out", noted)
+    oversampled = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="dapo", args={"oversample": 1.5, "max_admitted": 8.0}),
+            queue_depth=0.0,
+        ),
+        600.0,
+    )
+    memory = clusters.Memory()
+    simulate(cluster(), oversampled, 1, memory)
+    said = [action for _, actions in memory.entries for action in actions]
+    assert said == done and any(isinstance(action, ev.DropGroup) for action in done)

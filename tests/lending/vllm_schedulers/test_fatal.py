@@ -80,7 +80,7 @@ def pair(boards, make_scheduler, monkeypatch):
         gpu, layout = Device(pages + 2), Layout(BLOCKS * BLOCK_BYTES, BLOCKS, (0,), (BLOCK_BYTES,))
         memories = [BlockMemory(FatalPages(gpu, layout.nbytes), layout) for _ in range(2)]
         return gpu, *(
-            Running(make_scheduler(f"rose.lending.{side}", memory=memory), gpu)
+            Running(make_scheduler(f"rose.lending.vllm.{side}", memory=memory), gpu)
             for side, memory in zip(("online", "rollout"), memories, strict=False)
         )
 
