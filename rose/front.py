@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from rose import config as configuration
-from rose import processes, scheduler
+from rose import policies, processes
 from rose.agent import envs
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
@@ -167,7 +167,7 @@ def check(tree: dict) -> plan.Plan:
 
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
-    staleness = scheduler.build(c.scheduler, c.rollout.turn_timeout_s).staleness
+    staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
     if c.rollout.replay is not None:

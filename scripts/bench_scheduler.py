@@ -45,9 +45,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import Scheduler, build
+from rose.policies import build
+from rose.policies.registry import POLICIES
+from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
-from rose.scheduler.registry import POLICIES
 from rose.sim import probes
 
 SEQUENCES, KV_TOKENS, GROUP, TURNS, STEP_GROUPS = 4, 40_000, 16, 8, 16

@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg
-from rose import scheduler
+from rose import policies
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
 from rose.protocol import unpack_tokens
@@ -275,7 +275,7 @@ def check(run_dir: Path) -> list[str]:
                 )
     for path in attempts:
         try:
-            events = journal.replay(path, scheduler.build(c.scheduler, c.rollout.turn_timeout_s))
+            events = journal.replay(path, policies.build(c.scheduler, c.rollout.turn_timeout_s))
             print(f"{path.name}: {events:,} events replayed to the same decisions")
         except ValueError as error:
             wrong.append(str(error))

@@ -45,7 +45,7 @@ from rose.coordinator import replay
 from rose.coordinator.coordinator import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.observe.recorder import read_events
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 from rose.sim import calibrate, spec
 from rose.sim.driver import simulate

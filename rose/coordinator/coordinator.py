@@ -34,7 +34,7 @@ from rose.launch.layout import layout
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 from rose.storage import close_all
 from rose.trainer import checkpoint

@@ -15,7 +15,8 @@ import numpy as np
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import Scheduler, build
+from rose.policies import build
+from rose.scheduler import Scheduler
 from rose.sim import spec
 from rose.sim.driver import simulate
 from rose.sim.result import Result

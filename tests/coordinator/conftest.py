@@ -9,7 +9,7 @@ from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator.journal import Journal
 from rose.coordinator.turns import TurnHub
 from rose.observe.recorder import NullRecorder
-from rose.scheduler import build
+from rose.policies import build
 
 TURN_TIMEOUT_S = 60.0
 HOST = 1

@@ -9,7 +9,7 @@ from rose.coordinator import journal
 from rose.coordinator.control import train_task
 from rose.coordinator.coordinator import Stopped
 from rose.observe.metrics import read_metrics, rows_of
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 from rose.scheduler.groups import group_index
 from rose.trainer import checkpoint

@@ -13,7 +13,7 @@ from job import Job
 from rose import config as cfg
 from rose import protocol as p
 from rose.coordinator import journal, replay
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler.groups import group_index
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from job import Job
 from rose import config as cfg
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
-from rose.scheduler import build
+from rose.policies import build
 from rose.trainer import checkpoint
 
 pytestmark = pytest.mark.slow

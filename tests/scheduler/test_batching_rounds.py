@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.policies.dapo import Dapo
+from rose.policies.rollpacker import TailBatching
+from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler import events as ev
-from rose.scheduler.batching.dapo import Dapo
-from rose.scheduler.batching.one_step_off import OneStepOff
-from rose.scheduler.batching.synchronous import Synchronous
-from rose.scheduler.batching.tail_batching import TailBatching
 from tests.scheduler.batches import Trainer
 
 POLICIES = {

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.policies.areal import BoundedStaleness
+from rose.policies.carry_over import CarryOver
 from rose.scheduler import events as ev
-from rose.scheduler.batching.bounded_staleness import BoundedStaleness
-from rose.scheduler.batching.carry_over import CarryOver
 
 G = 4
 
@@ -132,7 +132,7 @@ def test_numbers_that_make_no_policy_are_refused(numbers):
 
 
 def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come():
-    from rose.scheduler.order.due_first import DueFirst
+    from rose.policies.ours import DueFirst
     from rose.scheduler.state import Cluster, TurnState
 
     order, cluster = DueFirst(), Cluster(version=3)

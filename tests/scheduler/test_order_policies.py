@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.policies.causal_tree import GENERATION, WINDOW, CausalTree
+from rose.policies.libra import Mlfq
+from rose.policies.ours import Progressive
+from rose.policies.plain import Fixed, LeastLoaded
+from rose.policies.seer import LongestFirst
+from rose.policies.verl import Synchronous
 from rose.scheduler import events as ev
-from rose.scheduler.batching.synchronous import Synchronous
-from rose.scheduler.causal_tree import GENERATION, WINDOW, CausalTree
 from rose.scheduler.core import Scheduler
-from rose.scheduler.order.longest_first import LongestFirst
-from rose.scheduler.order.mlfq import Mlfq
-from rose.scheduler.order.progressive import Progressive
-from rose.scheduler.provisioning.fixed import Fixed
-from rose.scheduler.routing.least_loaded import LeastLoaded
 
 ORDERS = {
     "longest_first": LongestFirst,

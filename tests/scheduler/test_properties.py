@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
-from rose.scheduler.registry import POLICIES
+from rose.policies import build
+from rose.policies.registry import POLICIES
 from tests.scheduler.driver import KINDS, WHOLE_KV, Driver
 
 CONF = Path(__file__).parents[2] / "conf" / "scheduler"

@@ -4,7 +4,7 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 
 TIMES = {"patience_s": 5.0, "idle_s": 100.0, "cool_down_s": 10.0, "back_off_s": 60.0}

@@ -7,9 +7,9 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
+from rose.policies.libra import Measured, makespan
 from rose.scheduler import events as ev
-from rose.scheduler.provisioning.libra import Measured, makespan
 
 ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
 

@@ -4,7 +4,7 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 
 
@@ -439,7 +439,7 @@ def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room
 
 
 def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
-    from rose.scheduler.routing.speeds import LeastSquares
+    from rose.policies.speeds import LeastSquares
 
     fit = LeastSquares(0.995)
     for i in range(5000):

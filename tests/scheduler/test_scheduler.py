@@ -5,12 +5,11 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import Scheduler, build
+from rose.policies import build
+from rose.policies.plain import Fifo, Fixed, LeastLoaded
+from rose.policies.verl import Synchronous
+from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
-from rose.scheduler.batching.synchronous import Synchronous
-from rose.scheduler.order.fifo import Fifo
-from rose.scheduler.provisioning.fixed import Fixed
-from rose.scheduler.routing.least_loaded import LeastLoaded
 
 TIMEOUT_S = 60.0
 ROUTING = pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rose.scheduler.routing.speeds import LeastSquares, project
+from rose.policies.speeds import LeastSquares, project
 
 
 def test_a_fit_has_no_negative_coefficients():

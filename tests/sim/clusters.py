@@ -7,7 +7,7 @@ import numpy as np
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
 from rose.sim import probes, spec
 from rose.sim.driver import simulate
 

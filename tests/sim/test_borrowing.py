@@ -12,7 +12,7 @@ import pytest
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
 from rose.sim import environments, spec
 from rose.sim.driver import simulate
 from tests.sim.clusters import cluster, made_load, pool, serving

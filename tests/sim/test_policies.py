@@ -9,7 +9,7 @@ import yaml
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 from rose.sim import spec
 from rose.sim.driver import simulate

@@ -10,7 +10,7 @@ import pytest
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator import journal
-from rose.scheduler import build
+from rose.policies import build
 from rose.scheduler import events as ev
 from rose.sim import driver, probes, spec
 from rose.sim.driver import simulate

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rose import scheduler
+from rose import policies
 from rose.config import Config, ConfigError, ModelShape, SimPool, SimSystem
 from rose.scheduler import Scheduler
 from rose.sim import environments, hardware, spec
@@ -46,7 +46,7 @@ def systems(c: Config) -> dict[str, SimSystem]:
 
 def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
     """A new one. Raises `ConfigError`."""
-    return scheduler.build(system.scheduler, c.rollout.turn_timeout_s)
+    return policies.build(system.scheduler, c.rollout.turn_timeout_s)
 
 
 def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:

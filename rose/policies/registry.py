@@ -8,35 +8,21 @@ from typing import Any, get_type_hints
 import msgspec
 
 from rose import config as cfg
-from rose.scheduler.batching.bounded_staleness import BoundedStaleness
-from rose.scheduler.batching.carry_over import CarryOver
-from rose.scheduler.batching.dapo import Dapo
-from rose.scheduler.batching.one_step_off import OneStepOff
-from rose.scheduler.batching.synchronous import Synchronous
-from rose.scheduler.batching.tail_batching import TailBatching
-from rose.scheduler.batching.trajectory_async import TrajectoryAsync
+from rose.policies.areal import BoundedStaleness
+from rose.policies.carry_over import CarryOver
+from rose.policies.dapo import Dapo
+from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
+from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand, Progressive
+from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
+from rose.policies.prism import Static
+from rose.policies.rlboost import RlBoost
+from rose.policies.rollart import RollArt, TrajectoryAsync
+from rose.policies.rollpacker import TailBatching
+from rose.policies.rose import RoseProvisioning, RoseRouting
+from rose.policies.seer import LongestFirst, Seer
+from rose.policies.serverless import Serverless
+from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler.core import Scheduler
-from rose.scheduler.order.due_first import DueFirst
-from rose.scheduler.order.fifo import Fifo
-from rose.scheduler.order.longest_first import LongestFirst
-from rose.scheduler.order.mlfq import Mlfq
-from rose.scheduler.order.progressive import Progressive
-from rose.scheduler.provisioning.all_idle import AllIdle
-from rose.scheduler.provisioning.fixed import Fixed
-from rose.scheduler.provisioning.libra import Libra as LibraPlanner
-from rose.scheduler.provisioning.on_demand import OnDemand
-from rose.scheduler.provisioning.rlboost import RlBoost
-from rose.scheduler.provisioning.rose import Rose as RoseProvisioning
-from rose.scheduler.provisioning.serverless import Serverless
-from rose.scheduler.provisioning.static import Static
-from rose.scheduler.routing.cache_affine import CacheAffine
-from rose.scheduler.routing.earliest_finish import EarliestFinish
-from rose.scheduler.routing.least_loaded import LeastLoaded
-from rose.scheduler.routing.libra import Libra as LibraRouting
-from rose.scheduler.routing.rollart import RollArt
-from rose.scheduler.routing.rose import Rose as RoseRouting
-from rose.scheduler.routing.round_robin import RoundRobin
-from rose.scheduler.routing.seer import Seer
 
 POLICIES: dict[str, dict[str, type]] = {
     "provisioning": {

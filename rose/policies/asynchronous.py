@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rose.scheduler.batching.round import check
-from rose.scheduler.batching.stream import Stream
+from rose.policies.batches import Stream, check
 from rose.scheduler.events import Action, DropGroup, StartTraining
 from rose.scheduler.groups import group_index
 

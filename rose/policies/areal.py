@@ -1,8 +1,8 @@
-"""AReaL's admission rule."""
+"""AReaL (arXiv 2505.24298): asynchronous, with staleness bounded by what is admitted."""
 
 from __future__ import annotations
 
-from rose.scheduler.batching.asynchronous import Asynchronous
+from rose.policies.asynchronous import Asynchronous
 
 
 class BoundedStaleness(Asynchronous):

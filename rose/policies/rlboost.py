@@ -1,4 +1,4 @@
-"""RLBoost's seed window."""
+"""RLBoost (arXiv 2510.19225): spot workers, and the trainer's GPUs in a seed window."""
 
 from __future__ import annotations
 

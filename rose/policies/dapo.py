@@ -1,9 +1,9 @@
-"""Over-sampling: the first that finish make the batch."""
+"""DAPO (arXiv 2503.14476): dynamic sampling with over-sampling, as ROLL runs it."""
 
 from __future__ import annotations
 
-from rose.scheduler.batching.round import check
-from rose.scheduler.batching.synchronous import Synchronous
+from rose.policies.batches import check
+from rose.policies.verl import Synchronous
 
 
 class Dapo(Synchronous):

@@ -1,9 +1,45 @@
-"""Where the prefix is cached, else the least loaded worker."""
+"""What most frameworks do: the job's own ranks, first come first served, the least loaded or the
+next worker, or where the prefix is cached."""
 
 from __future__ import annotations
 
+from rose.scheduler.events import Action
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
+
+
+class Fixed:
+    """Never asks for capacity and never rests any."""
+
+    def decide(self, at: float, cluster: Cluster) -> list[Action]:
+        return []
+
+
+class Fifo:
+    """In order of arrival; a turn that lost its worker keeps its place."""
+
+    def key(self, turn: TurnState, cluster: Cluster) -> int:
+        return turn.sequence
+
+
+class RoundRobin:
+    """The next worker by name that has room, whatever its load; the baseline of most frameworks."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        worker = fleet.after(self._last, turn)
+        if worker is not None:
+            self._last = worker.worker
+        return worker
+
+
+class LeastLoaded:
+    """The worker with the smallest share of its capacity assigned."""
+
+    def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        return fleet.least(turn)
 
 
 class CacheAffine:

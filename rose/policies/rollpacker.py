@@ -1,11 +1,11 @@
-"""Long trajectories have rounds of their own."""
+"""RollPacker (arXiv 2509.21009): tail batching. Long trajectories have rounds of their own."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from rose.scheduler.batching.round import Round, check
-from rose.scheduler.batching.synchronous import Synchronous
+from rose.policies.batches import Round, check
+from rose.policies.verl import Synchronous
 from rose.scheduler.events import Action
 
 

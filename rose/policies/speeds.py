@@ -1,4 +1,4 @@
-"""How fast workers are, as measured: what routing policies that compare seconds share."""
+"""What routing policies that look ahead share: how fast workers are, and how long turns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,53 @@ from dataclasses import dataclass
 from rose.scheduler.events import (
     Event,
     StepBegun,
+    TrajectoryEnded,
     TurnEnded,
     TurnReturned,
     WorkerJoined,
     WorkerLost,
 )
 from rose.scheduler.state import Cluster, TurnState, WorkerState
+
+RECENT_TURNS = 200  # turns of a domain, or trajectories, over which a mean is taken
+# of a domain: mean output, and turns that it was taken over; all domains together
+UNKNOWN, ALL = ((0.0, 0), None)
+
+
+class Lengths:
+    """`final`: mean context of a trajectory at its end, tokens; 0: none has ended."""
+
+    def __init__(self) -> None:
+        self.final = 0.0
+        self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
+        self._output: dict[
+            str | None, tuple[float, int]
+        ] = {}  # domain -> mean output of a turn, and their number
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case TurnEnded(turn=name, tokens=tokens) if tokens:
+                turn = cluster.turns[name]
+                self._context[turn.trajectory] = turn.context_tokens + tokens
+                for domain in (turn.domain, ALL):
+                    mean, count = self._output.get(domain, UNKNOWN)
+                    self._output[domain] = (
+                        mean + (tokens - mean) / min(count + 1, RECENT_TURNS),
+                        count + 1,
+                    )
+            case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
+                final = self._context.pop(trajectory, 0)
+                if tokens and final:
+                    self.final += (final - self.final) / (RECENT_TURNS if self.final else 1)
+
+    def of_domain(self, turn: TurnState) -> float:
+        """Mean output of its domain's turns, tokens; 0 before one has ended."""
+        return self._output.get(turn.domain, UNKNOWN)[0]
+
+    def of_any(self, turn: TurnState) -> float:
+        """The same, or that of all domains before one of its own has ended."""
+        return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
+
 
 # weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred
 # count

@@ -1,4 +1,4 @@
-"""Serverless capacity."""
+"""Serverless capacity, as in λRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every cooperative worker, always."""
+"""Prism: every cooperative worker, always."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+"""No paper's: capacity as the queue demands, every idle GPU, the worker on which a turn ends first,
+and two orders."""
+
+from __future__ import annotations
+
+from rose.policies.rose import RoseProvisioning
+from rose.policies.speeds import Lengths, Speeds
+from rose.scheduler.events import (
+    Action,
+    Event,
+    GroupFinished,
+    ReleaseCapacity,
+    RequestCapacity,
+    RestWorker,
+    StepBegun,
+    TrajectoryEnded,
+    TurnEnded,
+    UseWorker,
+)
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.state import Cluster, TurnState, WorkerState
+
+MAX_BACK_OFF = 64  # times `back_off_s`
+
+
+class OnDemand:
+    """Low-priority jobs, one worker each, as the queue of turns demands.
+
+    From `min` to `max` of them: one more when turns have waited without a break for `patience_s`;
+    one less when none has waited for `idle_s` (longer than a training phase, in which none does),
+    the last asked for first. At least `cool_down_s` lie between two decisions. After a refusal
+    nothing is asked for `back_off_s`, twice that after the next in a row, up to MAX_BACK_OFF times.
+    All in seconds.
+    """
+
+    def __init__(
+        self,
+        min: int,
+        max: int,
+        patience_s: float,
+        idle_s: float,
+        cool_down_s: float,
+        back_off_s: float,
+    ) -> None:
+        if not 0 <= min <= max or max < 1:
+            raise ValueError(f"min={min}, max={max}: 0 <= min <= max, and max at least 1")
+        for name, value in (
+            ("patience_s", patience_s),
+            ("idle_s", idle_s),
+            ("cool_down_s", cool_down_s),
+            ("back_off_s", back_off_s),
+        ):
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: must not be negative")
+        self.min, self.max, self.patience_s, self.idle_s = min, max, patience_s, idle_s
+        self.cool_down_s, self.back_off_s = cool_down_s, back_off_s
+        self._waiting_since: float | None = None
+        self._idle_since: float | None = None
+        self._decided_at = float("-inf")
+        self._asked = 0
+
+    def decide(self, at: float, cluster: Cluster) -> list[Action]:
+        self._look(at, cluster.waiting > 0)
+        have = len(cluster.requests)
+        if have >= self.min and at - self._decided_at < self.cool_down_s:
+            return []
+        if self._wants_more(at, have) and not self._backs_off(at, cluster):
+            self._decided_at = at
+            return [RequestCapacity(self._new_name(cluster))]
+        if (
+            have > self.min
+            and self._idle_since is not None
+            and at - self._idle_since >= self.idle_s
+        ):
+            self._decided_at = at
+            return [ReleaseCapacity(list(cluster.requests)[-1])]
+        return []
+
+    def _look(self, at: float, waiting: bool) -> None:
+        if waiting:
+            self._idle_since = None
+            self._waiting_since = at if self._waiting_since is None else self._waiting_since
+        else:
+            self._waiting_since = None
+            self._idle_since = at if self._idle_since is None else self._idle_since
+
+    def _new_name(self, cluster: Cluster) -> str:
+        self._asked += 1
+        while (name := f"lend-{self._asked}") in cluster.requests:  # an earlier attempt's
+            self._asked += 1
+        return name
+
+    def _wants_more(self, at: float, have: int) -> bool:
+        waited = self._waiting_since is not None and at - self._waiting_since >= self.patience_s
+        return have < self.min or have < self.max and waited
+
+    def _backs_off(self, at: float, cluster: Cluster) -> bool:
+        if not cluster.refusals:
+            return False
+        return at - cluster.refused_at < self.back_off_s * min(
+            2 ** (cluster.refusals - 1), MAX_BACK_OFF
+        )
+
+
+class AllIdle(RoseProvisioning):
+    """ROSE's cooperative provisioning, and beside it the trainer's GPUs (hybrid workers) from each
+    step's begin until its batch is complete. Ours: RLBoost (arXiv 2510.19225) lets the trainer's
+    GPUs roll out beside spot machines, ROSE leaves them idle; borrowed ones and they go together,
+    and with an asynchronous batching they shorten just the time for which the trainer waits. Only
+    while that is long: they roll out if the trainer waited for longer than `hybrid_wait_s` (waking
+    up, weights, and going to sleep again) in the last step; in the first one they do. The other
+    arguments are those of `rose`.
+    """
+
+    def __init__(
+        self,
+        n_serving: int,
+        recent_s: float,
+        hysteresis: float,
+        activation_s: float,
+        idle_s: float,
+        hybrid_wait_s: float,
+    ) -> None:
+        super().__init__(n_serving, recent_s, hysteresis, activation_s, idle_s)
+        if not hybrid_wait_s >= 0:
+            raise ValueError(f"hybrid_wait_s={hybrid_wait_s} must not be negative")
+        self.hybrid_wait_s = hybrid_wait_s
+        self._waits_since = 0.0
+        self._waited_s = float("inf")
+
+    def joins_resting(self, kind: str) -> bool:
+        return kind in ("cooperative", "hybrid")
+
+    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
+        actions = super().heard(event, cluster)
+        match event:
+            case StepBegun(at=at) if not cluster.training:
+                waited, self._waits_since = self._waited_s, at
+                return actions + (
+                    self._hybrid(cluster, UseWorker) if waited > self.hybrid_wait_s else []
+                )
+            case StepBegun():
+                self._waited_s = 0.0
+            case GroupFinished(at=at) if cluster.training:
+                if self._waits_since >= 0:
+                    self._waited_s, self._waits_since = at - self._waits_since, -1.0
+                return actions + self._hybrid(cluster, RestWorker)
+        return actions
+
+    def _hybrid(self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]) -> list[Action]:
+        return [
+            change(name)
+            for name, worker in sorted(cluster.workers.items())
+            if worker.kind == "hybrid" and worker.resting == (change is UseWorker)
+        ]
+
+
+class DueFirst:
+    """By the version that was the newest at the group's first turn, then by arrival. Ours, for
+    batching policies that carry groups over (`carry_over`, `bounded_staleness`): what the next step
+    waits for is not held up by what a later one may take. Nothing starves: only finitely many
+    groups are older. With synchronous batching it is `fifo`."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}  # group -> version
+
+    def key(self, turn: TurnState, cluster: Cluster) -> int:
+        return self._versions.setdefault(turn.group, cluster.version)
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case GroupFinished(group=group):
+                self._versions.pop(group, None)
+            case StepBegun():  # those of dropped groups
+                alive = set(cluster.group_of.values())
+                self._versions = {
+                    group: version for group, version in self._versions.items() if group in alive
+                }
+
+
+ARRIVALS = 1 << 48  # turns of a run, at most
+
+
+class Progressive:
+    """Trajectories, not turns, are scheduled: a trajectory's priority grows with each turn that it
+    has finished, equal ones go by the arrival of their first turn (Heddle, arXiv 2603.28101,
+    progressive priority).
+
+    In order of turns, a long trajectory waits behind everyone else once per turn, and its waits add
+    up to the tail. Here those that are nearest to their end go on, on engines that still hold their
+    prefix, and new ones fill up the rest. Heddle refines a learnt prediction of the length after
+    each step; that is left out: turns finished stand for it. Nothing starves: those ahead of a
+    trajectory are finitely many, and each has finitely many turns. Live: nothing is missing; a turn
+    that an engine has is not preempted for one that waits.
+    """
+
+    def __init__(self) -> None:
+        self._progress: dict[
+            str, list[int]
+        ] = {}  # trajectory -> [turns finished, arrival of its first]
+
+    def key(self, turn: TurnState, cluster: Cluster) -> int:
+        finished, arrival = self._progress.setdefault(turn.trajectory, [0, turn.sequence])
+        # one number: it is compared some thirty times per turn
+        return arrival - finished * ARRIVALS
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case TurnEnded(turn=name):
+                if progress := self._progress.get(cluster.turns[name].trajectory):
+                    progress[0] += 1
+            case TrajectoryEnded(trajectory=name):
+                self._progress.pop(name, None)
+
+
+class EarliestFinish:
+    """Cached prefix, load, hardware and interference have one unit: the seconds until the turn ends
+    (`Speeds`). Ours.
+
+    Compared are the worker that has the prefix cached and the least loaded one of each pool of like
+    workers, for the mean output of the turn's domain (at most a chunk); the smallest time wins,
+    delay of the turns there included. After each `chunk_tokens` a turn is placed anew (Seer's
+    divided rollout, arXiv 2511.14617; most stay). So a trajectory leaves its cached prefix when
+    waiting costs more than prefill, and the last trajectories of a step, which alone decide its
+    end, gather on the fastest engines. Until a pool has been measured it comes first, where the
+    prefix is cached, else where least is to do. A trajectory begins only where its prefix can stay:
+    while the mean context at the end of a trajectory, times those that have begun and not ended,
+    fits in what all workers have now. More of them would evict each other's prefixes while their
+    tools run, and be prefilled whole at every turn. `chunk_tokens` is ours: well above what prefill
+    of a context costs.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+        self.chunk_tokens = chunk_tokens
+        self._speeds, self._lengths = Speeds(), Lengths()
+        self._begun: dict[str, None] = {}  # trajectories that have begun and not ended
+        # KV tokens of all ready workers, and decisions until it is summed anew
+        self._kv, self._look_in = (0, 0)
+
+    def heard(self, event: Event, cluster: Cluster) -> None:
+        self._speeds.heard(event, cluster)
+        self._lengths.heard(event, cluster)
+        if isinstance(event, TrajectoryEnded):
+            self._begun.pop(event.trajectory, None)
+
+    def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
+        if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
+            return None
+        home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
+        candidates = (
+            fleet.least_of_each(turn) if home is None else [home, *fleet.least_of_each(turn)]
+        )
+        if not candidates:
+            return None
+        if len(candidates) == 1:  # mostly, where turns wait: nothing is to be compared
+            worker = candidates[0]
+        else:
+            worker = min(candidates, key=lambda w: self._score(turn, w, w is home))
+        self._speeds.sent(turn, worker, worker is home)
+        self._begun[turn.trajectory] = None
+        return worker
+
+    def lane(self, turn: TurnState) -> bool:
+        """A trajectory that can't begin yet holds up none that has."""
+        return turn.trajectory in self._begun
+
+    def _fits_one_more(self, fleet: Fleet) -> bool:
+        self._look_in -= 1
+        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
+            self._look_in, self._kv = len(fleet), sum(w.kv_tokens for w in fleet)
+        return not self._begun or (len(self._begun) + 1) * self._lengths.final <= self._kv
+
+    def chunk(self, turn: TurnState, worker: WorkerState) -> int:
+        return self.chunk_tokens
+
+    def _score(
+        self, turn: TurnState, worker: WorkerState, cached: bool
+    ) -> tuple[float, float, str]:
+        output = self._lengths.of_domain(turn)
+        seconds = self._speeds.seconds(turn, worker, min(output, self.chunk_tokens), cached)
+        if seconds is None:
+            return 0.0, 0.0 if cached else 1 + worker.load, worker.worker
+        return seconds, worker.load, worker.worker

@@ -1,2 +1,0 @@
-"""Which waiting turn goes first: a file per policy. Policies read the cluster and change
-nothing."""
