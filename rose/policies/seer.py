@@ -19,8 +19,7 @@ class Seer:
     engine here shares its KV: live, the next worker prefills what its own prefix cache lacks, and
     the simulator charges for it in the same way. A turn that may make no more than a chunk is not
     divided. Its order is `longest_first` (context-aware scheduling); its speculative decoding is no
-    matter of a scheduler. Of the paper the abstract was at hand, not the text: the choice of the
-    least loaded worker and 8,192 tokens a chunk (an eighth of an output of 64k) are ours.
+    matter of a scheduler. 8,192 tokens a chunk (an eighth of an output of 64k) is ours.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
