@@ -35,9 +35,9 @@ def progress(attempt, tokens, version=0):
 
 def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
     ledger = opened()
-    assert p.unpack_tokens(ledger.dispatch("g0.0.t0", 1).tokens).tolist() == CONTEXT
+    assert p.unpack_tokens(ledger.dispatch("g0.0.t0", "a", 1).tokens).tolist() == CONTEXT
     assert ledger.add(progress(1, [4, 5])) == 2
-    again = ledger.dispatch("g0.0.t0", 2)
+    again = ledger.dispatch("g0.0.t0", "a", 2)
     assert p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 4, 5]
     assert again.sampling.max_new_tokens == 8
     assert ledger.add(progress(1, [6])) is None and ledger.stale_words == 1
@@ -51,7 +51,7 @@ def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
 
 def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
     ledger = opened(new=2)
-    ledger.dispatch("g0.0.t0", 1)
+    ledger.dispatch("g0.0.t0", "a", 1)
     ledger.add(progress(1, [4]))
     assert not ledger.complete("g0.0.t0")
     ledger.add(progress(1, [5]))
@@ -60,14 +60,14 @@ def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
 
 def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
     ledger = opened(new=5)
-    assert ledger.dispatch("g0.0.t0", 1, max_tokens=2).sampling.max_new_tokens == 2
+    assert ledger.dispatch("g0.0.t0", "a", 1, max_tokens=2).sampling.max_new_tokens == 2
     ledger.add(progress(1, [4]))
     assert not ledger.chunk_ended("g0.0.t0")
     ledger.add(progress(1, [5]))
     assert ledger.chunk_ended("g0.0.t0") and not ledger.complete("g0.0.t0")
-    assert ledger.dispatch("g0.0.t0", 2, max_tokens=8).sampling.max_new_tokens == 3
+    assert ledger.dispatch("g0.0.t0", "a", 2, max_tokens=8).sampling.max_new_tokens == 3
     ledger.add(progress(2, [6]))
-    ledger.dispatch("g0.0.t0", 3)  # lost before its end: that is one
+    ledger.dispatch("g0.0.t0", "a", 3)  # lost before its end: that is one
     ledger.add(progress(3, [7, 8]))
     assert not ledger.chunk_ended("g0.0.t0") and ledger.complete("g0.0.t0")
     assert (ledger.made("g0.0.t0"), ledger.migrations) == (5, 1)
@@ -76,7 +76,7 @@ def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
 
 def test_tokens_without_their_logprobs_are_refused():
     ledger = opened()
-    ledger.dispatch("g0.0.t0", 1)
+    ledger.dispatch("g0.0.t0", "a", 1)
     with pytest.raises(ValueError, match="g0.0.t0: 8 bytes of tokens with 4 of log-prob"):
         ledger.add(p.TurnProgress("g0.0.t0", 1, p.pack_tokens([1, 2]), p.pack_floats([0.0]), 0))
 
@@ -86,11 +86,11 @@ def test_whatever_arrives_only_the_current_attempts_tokens_count(words):
     """Words of attempts 1..3 in any order; a new attempt starts when a higher number first shows
     up."""
     ledger, current, expected, serial = opened(new=1000), 1, [], 0
-    ledger.dispatch("g0.0.t0", 1)
+    ledger.dispatch("g0.0.t0", "a", 1)
     for attempt, count in words:
         if attempt > current:
             current = attempt
-            sent = ledger.dispatch("g0.0.t0", attempt)
+            sent = ledger.dispatch("g0.0.t0", "a", attempt)
             assert p.unpack_tokens(sent.tokens).tolist() == CONTEXT + expected
         tokens = list(range(serial, serial + count))
         serial += count
