@@ -1,7 +1,7 @@
 """Drives the scheduler through simulated time: feeds its events, carries out its actions.
 `simulate` is the whole.
 
-What rose.coordinator.coordinator and turn_hub do in a live run, in the same order: step begun,
+What rose.coordinator.coordinator and turns do in a live run, in the same order: step begun,
 rollout, training, version published, dedicated workers loaded, next step. Like them it tells of
 tokens now and then, not of each.
 """
