@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose import hub, locks, processes
+from rose import files, hub, processes
 from rose.config import ConfigError, Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -167,7 +167,7 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """One maker at a time. Raises `ConfigError` when another one takes too long."""
     try:
-        with locks.held(path, BUILD_DEADLINE_S):
+        with files.held(path, BUILD_DEADLINE_S):
             yield
     except TimeoutError as error:
         raise ConfigError(f"{error}; end the other launch, or wait and start again") from None

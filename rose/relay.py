@@ -24,6 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rose.files import write_whole
 from rose.transfer import TransferError
 from rose.transfer.relay import serve
 from rose.transfer.relay_cache import Cache
@@ -134,11 +135,8 @@ def _default_cache(upstream: str) -> Path:
 
 def _made(path: Path, content: str) -> Path:
     """`path`, with this content (mode 0600) if it was not there."""
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(content + "\n")
-    except FileExistsError:
-        pass
+    if not path.exists():
+        write_whole(path, f"{content}\n".encode(), private=True)
     return path
 
 

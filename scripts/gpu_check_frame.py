@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import psutil
 
+from rose.files import write_whole
 from rose.sim.hardware import GPUS
-from rose.storage import write_whole
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"

@@ -33,12 +33,12 @@ from rose import config as configuration
 from rose import front
 from rose.config import Config
 from rose.config.errors import value_at
+from rose.files import write_whole
 from rose.launch import model
 from rose.sim.hardware import EFFICIENCY
 from rose.sim.study import runs, table
 from rose.sim.study.gains import Interval, gain, interval
 from rose.sim.study.outcome import Outcome, by_system, values
-from rose.storage import write_whole
 
 SYSTEMS = (
     "roll_grpo",

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose.files import write_whole
 from rose.protocol import PROTOCOL_VERSION
 
 CONNECT_S = 10  # the porter waits already
@@ -69,11 +70,8 @@ def folder(run_dir: Path) -> Path:
 
 def _write(path: Path, record: msgspec.Struct | str) -> None:
     """Atomic and private: a reader sees the whole file, and only the same user does."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(record.encode() if isinstance(record, str) else msgspec.json.encode(record))
-    part.replace(path)
+    data = record.encode() if isinstance(record, str) else msgspec.json.encode(record)
+    write_whole(path, data, private=True)
 
 
 def _read(path: Path) -> bytes:

@@ -44,7 +44,7 @@ from rose.config.tree import (
     cpus_of,
     nodes_of,
 )
-from rose.storage import write_whole
+from rose.files import write_whole
 
 __all__ = [
     "Algorithm",

@@ -29,6 +29,7 @@ from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
+from rose.files import close_all
 from rose.launch import resume
 from rose.launch.layout import layout
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
@@ -36,7 +37,6 @@ from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.policies import build
 from rose.scheduler import events as ev
-from rose.storage import close_all
 from rose.trainer import checkpoint
 from rose.trainer.batching import plan_batch
 from rose.trainer.messages import train_messages

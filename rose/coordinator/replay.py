@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from rose.config import ConfigError
+from rose.files import write_whole
 from rose.protocol import BatchSummary, Trajectory
-from rose.storage import write_whole
 
 _decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
 

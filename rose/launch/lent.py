@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+from rose.files import write_whole
+
 COMMAND_DEADLINE_S = 60.0
 
 
@@ -13,9 +15,7 @@ def note(run_dir: Path, jobs: dict[str, str]) -> None:
     """Remember the run's jobs, request -> id, for its next attempt and its end."""
     path = _path(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(jobs) + "\n")
-    part.replace(path)
+    write_whole(path, (json.dumps(jobs) + "\n").encode())
 
 
 def noted(run_dir: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ Left out: other machines (Slurm) and what ranks do (rose/main.py).
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import hub, processes, storage
+from rose import files, hub, processes
 from rose.config import Config, ConfigError
 from rose.launch import gpus, logs
 from rose.launch.layout import Rank
@@ -104,7 +103,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     when it can't be made, locked or written."""
     with _lock_file(run_dir) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock_now(file)
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(
@@ -113,7 +112,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             ) from None
         except OSError as error:  # a file system without locks
             raise _unusable(run_dir, error) from None
-        if refused := storage.refusal(run_dir):
+        if refused := files.refusal(run_dir):
             raise _unusable(run_dir, refused)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -139,7 +138,7 @@ def _unusable(run_dir: Path, error: OSError) -> ConfigError:
 
 def write_config(c: Config, run_dir: Path) -> None:
     configuration.save(c, run_dir / "config.json")
-    storage.write_whole(
+    files.write_whole(
         run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode()
     )
 

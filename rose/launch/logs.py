@@ -8,8 +8,8 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from rose.files import Lossy
 from rose.protocol import Role
-from rose.storage import Lossy
 
 
 def attempt_folder(run_dir: Path, attempt: int) -> Path:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from rose import storage
+from rose import files
 from rose.protocol import Role
 
 
@@ -51,9 +51,7 @@ def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
     full disk."""
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(
-        path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time()))
-    )
+    files.write_whole(path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
 
 
 def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:

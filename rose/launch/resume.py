@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
-from rose import models, storage
+from rose import files, models
 from rose.config import Cluster, Config, ConfigError, Slurm
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to
@@ -90,7 +90,7 @@ def mark_finished(run_dir: Path, steps: int) -> None:
     saved."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(path, json.dumps({"steps": steps}).encode() + b"\n", sync=True)
+    files.write_whole(path, json.dumps({"steps": steps}).encode() + b"\n", sync=True)
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:
@@ -103,7 +103,7 @@ def note_save(run_dir: Path, seconds: float) -> None:
     """How long the last checkpoint took, from the order to the disk."""
     path = Path(run_dir) / "status" / "save.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(path, json.dumps({"seconds": seconds}).encode() + b"\n")
+    files.write_whole(path, json.dumps({"seconds": seconds}).encode() + b"\n")
 
 
 def last_save_s(run_dir: Path) -> float:

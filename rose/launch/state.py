@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rose.files import write_whole
 from rose.launch import rank_status
 
 COMMAND_DEADLINE_S = 30.0
@@ -56,9 +57,7 @@ def remember(run_dir: Path, job: str) -> None:
     """Note the job that a run was submitted as."""
     path = _note(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(job + "\n")
-    part.replace(path)
+    write_whole(path, f"{job}\n".encode())
 
 
 def submitted(run_dir: Path) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rose import storage
+from rose import files
 from rose.config import Cluster
 from rose.launch import logs, rank_status, resume
 from rose.launch.layout import Rank
@@ -153,7 +153,7 @@ class Job:
             )
         if now > self.probed + PROBE_S:
             self.probed = now
-            if storage.refusal(self.run_dir):
+            if files.refusal(self.run_dir):
                 return "the launcher could not write there"
         return ""
 
@@ -184,13 +184,13 @@ class Job:
     def _explained(self, failure: str) -> Outcome:
         """A rank that dies of a disk that takes no more may not be able to say so: it then looks
         lost, and isn't."""
-        refused = storage.refusal(self.run_dir)
+        refused = files.refusal(self.run_dir)
         if refused and self.lost:
             failure = (
                 "what the ranks could still write is in "
                 f"{logs.attempt_folder(self.run_dir, self.attempt)}"
             )
-        text = "\n".join(filter(None, [storage.advice(refused, failure), failure]))
+        text = "\n".join(filter(None, [files.advice(refused, failure), failure]))
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:

@@ -32,11 +32,11 @@ from rose import models
 from rose.config import Config, ConfigError
 from rose.engine import names, start
 from rose.engine.start import EngineError
+from rose.files import write_whole
 from rose.lending import settings
 from rose.lending.device_profile import AGAIN, FORMAT, fingerprint
 from rose.lending.operator import operate, server
 from rose.lending.rules.predictor import Predictor
-from rose.storage import write_whole
 
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0

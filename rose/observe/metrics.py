@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from rose.files import write_whole
 from rose.observe.recorder import read_lines
-from rose.storage import write_whole
 
 FILE = "metrics.jsonl"
 EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and `detail`

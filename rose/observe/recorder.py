@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rose.storage import Lossy
+from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
 

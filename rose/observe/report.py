@@ -10,12 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rose.files import write_whole
 from rose.observe import lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.shell import figure, figures, section
 from rose.observe.stats import difference_interval
 from rose.observe.timeline import build_timeline
-from rose.storage import write_whole
 
 FILE = "report.html"
 MAX_TABLE_ROWS = 200

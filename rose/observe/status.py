@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rose.storage import write_whole
+from rose.files import write_whole
 
 FILE = "live.json"
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rose.files import whole
 from rose.observe.recorder import RankEvents, read_events
-from rose.storage import whole
 
 FILE = "trace.json.gz"
 

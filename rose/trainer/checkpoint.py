@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.storage import write_whole
+from rose.files import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE = "coordinator.json"

@@ -22,7 +22,7 @@ import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from rose import storage
+from rose.files import refusal
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
@@ -103,7 +103,7 @@ class CheckpointWriter(CheckpointEngine):
         except Exception as error:  # whatever it was: the coordinator is told, and ends the run
             why = f"{type(error).__name__}: {error}"
             if (
-                refused := storage.refusal(folder)
+                refused := refusal(folder)
             ) is not None:  # torch.save does not say so of a full disk
                 why += f"; {refused}"
             checkpoint.mark(folder, self._rank, why)

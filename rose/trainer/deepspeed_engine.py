@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from rose import config as configuration
-from rose import locks
+from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
-from rose.storage import write_whole
+from rose.files import write_whole
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
@@ -377,7 +377,7 @@ def _build_lock() -> Iterator[None]:
 
     build = Path(_get_build_directory("cpu_adam", verbose=False))
     try:
-        with locks.held(build.parent / "rose.lock", BUILD_DEADLINE_S):
+        with files.held(build.parent / "rose.lock", BUILD_DEADLINE_S):
             (build / "lock").unlink(missing_ok=True)
             yield
     except TimeoutError as error:

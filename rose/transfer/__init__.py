@@ -7,7 +7,7 @@ bytes (docs/format.md).
     receive, stage, changes, live                   the reader's side
     broadcast, mirror, relay                        other ways for the same bytes than a shared folder
 
-May import `rose.protocol`, `rose.config` and `rose.storage`; knows nothing of vLLM, DeepSpeed or
+May import `rose.protocol`, `rose.config` and `rose.files`; knows nothing of vLLM, DeepSpeed or
 the roles.
 """  # noqa: E501
 

@@ -10,14 +10,13 @@ out: checksums; readers have their own, and ask for a fresh copy of what they fi
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rose.storage import write_whole
+from rose.files import lock_now, write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
@@ -56,7 +55,7 @@ class Cache:
                     f"cache {folder}: belongs to user {folder.stat().st_uid}; give another --cache"
                 )
             self._lock = (folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(self._lock)
             self._find()
         except BlockingIOError:
             raise TransferError(

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rose.storage import write_whole
+from rose.files import write_whole
 from rose.transfer.errors import Missing, TransferError
 
 LEASES = "leases"  # folder of the root

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rose.storage import write_whole
+from rose.files import write_whole
 from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, TransferError
 

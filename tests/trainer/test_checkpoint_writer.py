@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose import storage
+from rose import files
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint, checkpoint_writer
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
@@ -138,7 +138,7 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
     monkeypatch.setattr(
-        checkpoint_writer.storage,
+        checkpoint_writer,
         "refusal",
         lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)),
     )
@@ -150,7 +150,7 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
         checkpoint.SaveFailed, match=f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
     ) as met:
         checkpoint.saved(tmp_path)
-    assert "free some space" in storage.advice(None, str(met.value))
+    assert "free some space" in files.advice(None, str(met.value))
 
 
 def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):

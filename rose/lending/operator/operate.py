@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ import aiohttp
 
 from rose.comm.tasks import Tasks
 from rose.config import ConfigError, Serving
+from rose.files import lock_now, write_whole
 from rose.launch import gpus
 from rose.lending import board
 from rose.lending.operator import metrics, report
@@ -45,7 +45,6 @@ from rose.lending.rules.slo import Typical, why_not_alone
 from rose.lending.settings import of_run, parse
 from rose.lending.vllm import device
 from rose.observe.lenders import LENT
-from rose.storage import write_whole
 
 SCHEDULER = "rose.lending.vllm.rollout.scheduler"
 SHORT = 256  # tokens of a prompt by which it is judged whether the targets can be met at all
@@ -385,7 +384,7 @@ def claim(name: str) -> tuple[Path, TextIO]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(folder / LOCK, "w")  # noqa: SIM115 (held while the process lives)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(lock)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):  # somebody's, or its owner is just removing it

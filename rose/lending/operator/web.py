@@ -14,7 +14,6 @@ from where an operator sits). What only reads shows the numbers that the online 
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from rose.config import ConfigError, Serving
+from rose.files import write_whole
 from rose.lending.operator.control import ControlBoard
 from rose.lending.operator.metrics import BoardCollector
 
@@ -34,10 +34,8 @@ MAX_BODY = 4096
 
 def make_token(path: Path) -> str:
     """A new one, in this file."""
-    path.unlink(missing_ok=True)
     token = secrets.token_hex(32)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token + "\n")
+    write_whole(path, f"{token}\n".encode(), private=True)
     return token
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from rose.config.tree import Serving
 from rose.engine import names
+from rose.files import write_whole
 
 
 class Device(NamedTuple):
@@ -29,9 +30,8 @@ def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> 
     """Write what both engines must know into `folder`; returns the environment that leads them
     there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = folder / f"{names.CONFIG}.part"
-    part.write_text(json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile}))
-    part.replace(folder / names.CONFIG)
+    words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
+    write_whole(folder / names.CONFIG, words.encode())
     return {names.FOLDER: str(folder)}
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from rose.config import Config
+from rose.files import write_whole
 from rose.observe import shell
 from rose.observe.shell import figure, figures, section
 from rose.sim.study import build
 from rose.sim.study.gains import Interval
 from rose.sim.study.outcome import METRICS, Outcome, by_system, mean, shown
 from rose.sim.study.table import gains, words
-from rose.storage import write_whole
 
 GAIN_WORDS = (
     "of {ours} over each system: ratio of the step times, geometric mean and 95% interval over {n} "

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from rose.files import write_whole
 from rose.sim.study.gains import Interval, gain
 from rose.sim.study.outcome import EVERY, METRICS, Outcome, by_system, mean, shown, values
-from rose.storage import write_whole
 
 CSV_COLUMNS = ("point", "system", "seed", *EVERY)
 

@@ -2,23 +2,24 @@
 remedy."""
 
 import errno
+import os
 
 import pytest
 
-from rose import storage
+from rose import files
 
 
 def test_a_folder_with_room_refuses_nothing_and_keeps_nothing_of_the_question(tmp_path):
-    assert storage.refusal(tmp_path) is None and list(tmp_path.iterdir()) == []
-    assert storage.advice(None, "ValueError: no such thing") == ""
+    assert files.refusal(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert files.advice(None, "ValueError: no such thing") == ""
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
     path = disk.path / "state.json"
-    storage.write_whole(path, b"old")
+    files.write_whole(path, b"old")
     disk.fill()
     with pytest.raises(OSError, match=f"No space left on device: '{path}'") as full:
-        storage.write_whole(path, bytes(100_000), sync=True)
+        files.write_whole(path, bytes(100_000), sync=True)
     assert full.value.errno == errno.ENOSPC
     assert path.read_bytes() == b"old"
     assert {p.name for p in disk.path.iterdir()} == {"state.json", "filler", "lost+found"}
@@ -33,20 +34,20 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
 )
 def test_a_refusing_folder_is_named_with_the_remedy(disk, deed, words):
     getattr(disk, deed)()
-    assert storage.advice(storage.refusal(disk.path)).startswith(
+    assert files.advice(files.refusal(disk.path)).startswith(
         f"{disk.path}: {words}; the same launch.py command"
     )
 
 
 def test_a_folder_that_is_gone_refuses_too(tmp_path):
-    assert storage.advice(storage.refusal(tmp_path / "gone")).startswith(
+    assert files.advice(files.refusal(tmp_path / "gone")).startswith(
         f"{tmp_path / 'gone'}: No such file"
     )
 
 
 def test_an_error_about_another_disk_gets_its_remedy():
     words = "rank 2 exited with code 1: OSError: [Errno 28] No space left on device: '/other/file'"
-    assert storage.advice(None, words).startswith(
+    assert files.advice(None, words).startswith(
         "No space left on device, see below where; free some space"
     )
 
@@ -54,6 +55,32 @@ def test_an_error_about_another_disk_gets_its_remedy():
 def test_words_that_find_no_room_are_lost_without_an_error(disk):
     with open(disk.path / "log", "wb"):
         disk.fill()
-    with storage.Lossy(disk.path / "log", "ab") as log:
+    with files.Lossy(disk.path / "log", "ab") as log:
         assert log.write(bytes(50_000)) > 0
         assert log.write(bytes(50_000)) == 50_000, "the second finds no block at all"
+
+
+def test_a_private_file_is_its_owners_alone_whatever_lay_there_and_whatever_the_mask(tmp_path):
+    path = tmp_path / "token"
+    (tmp_path / "token.part").write_text("left by a killed process, for everybody to read")
+    before = os.umask(0)
+    try:
+        files.write_whole(path, b"secret\n", private=True)
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"secret\n" and path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_lock_is_for_one_and_waiting_for_it_has_a_deadline(tmp_path):
+    path = tmp_path / "lock"
+    with files.held(path, 1.0), path.open("w") as second:
+        with pytest.raises(BlockingIOError):
+            files.lock_now(second)
+        with (
+            pytest.raises(TimeoutError, match=f"{path}: held by another process for over 0 s"),
+            files.held(path, 0.0),
+        ):
+            pass
+    with files.held(path, 0.0):
+        pass

@@ -1,23 +1,26 @@
-"""Disks that take no more: what refuses, what to do about it, and files that are written whole or
-not at all.
+"""Files that are written whole or not at all, private ones, locks that die with their holder, and
+disks that take no more: what refuses, and what to do about it.
 
 A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher says so
 once, whatever the ranks could still write about it. Imports nothing of ROSE. Left out: disks that
-lose what they took.
+lose what they took, and file systems without flock.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import IO, BinaryIO, Protocol
 
+PAUSE_S = 0.2  # between two looks at a lock that another holds
 PROBE_BYTES = 65_536  # less room than this is none: one line of metrics and the ranks' status files
 REMEDIES = {
     errno.ENOSPC: "free some space there",
@@ -66,14 +69,46 @@ def whole(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_whole(path: Path, data: bytes, sync: bool = False) -> None:
-    """`data` as the whole content of `path`; with `sync` on the disk when this returns. Raises as
-    `whole`."""
-    with whole(path) as part, part.open("wb") as file:
+def write_whole(path: Path, data: bytes, sync: bool = False, private: bool = False) -> None:
+    """`data` as the whole content of `path`; with `sync` on the disk when this returns, with
+    `private` readable by this user alone from its first byte. Raises as `whole`."""
+    with whole(path) as part, _new(part, private) as file:
         file.write(data)
         file.flush()
         if sync:
             os.fsync(file.fileno())
+
+
+def _new(path: Path, private: bool) -> BinaryIO:
+    if not private:
+        return path.open("wb")
+    path.unlink(missing_ok=True)  # whoever left it may have opened it to others
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def lock_now(file: IO) -> None:
+    """Hold this open file's lock until it is closed, or its process dies. Raises BlockingIOError
+    when another holds it, OSError on a file system without locks."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextmanager
+def held(path: Path, deadline_s: float) -> Iterator[None]:
+    """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after
+    `deadline_s` seconds."""
+    until = time.monotonic() + deadline_s
+    with path.open("w") as file:
+        while True:
+            try:
+                lock_now(file)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"{path}: held by another process for over {deadline_s:.0f} s"
+                    ) from None
+                time.sleep(PAUSE_S)
+        yield
 
 
 class Lossy(io.FileIO):
