@@ -1,5 +1,6 @@
 # make train   environment, then the default run       make test   everything that the tests need, then all tests
 # make unit    only the tests that start nothing       make lint   format, rules and imports; both of the others begin with it
+# make soak    an hour of faults: damaged weights, killed ranks, a co-serving pair
 # make clean   removes the environment; runs in outputs/ stay
 # make gpu     the environment for NVIDIA GPUs (Python 3.11 or 3.12, driver 580 or later), from requirements/gpu.txt
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --n
 UNIT := $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
-.PHONY: train test unit lint gpu clean
+.PHONY: train test unit lint soak gpu clean
 
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
@@ -21,6 +22,11 @@ test: lint
 
 unit: lint
 	$(UNIT) $(ARGS)
+
+soak: $(VENV)/.stamp-test
+	$(VENV)/bin/python tests/soak/fuzz_transfer.py
+	$(VENV)/bin/python tests/soak/storm.py 50
+	$(VENV)/bin/python tests/soak/soak_coserving.py
 
 lint: $(VENV)/.stamp-test
 	$(VENV)/bin/ruff format --check --quiet .

@@ -25,7 +25,7 @@ from rose.observe.status import read_status
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = pytest.mark.slow
-sys.path.insert(0, str(REPOSITORY / "scripts"))
+sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
 import storm
 
 
@@ -296,7 +296,7 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
 
 
 def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
-    """A short one of scripts/storm.py; what must hold of the run afterwards is checked at the
+    """A short one of tests/soak/storm.py; what must hold of the run afterwards is checked at the
     module's end."""
 
     def ended():

@@ -1,4 +1,4 @@
-"""Weight transfer under damage, briefly: scripts/fuzz_transfer.py has all of it, and says what must
+"""Weight transfer under damage, briefly: tests/soak/fuzz_transfer.py has all of it, and says what must
 hold."""
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "soak"))
 import fuzz_transfer as fuzz
 from fuzz_transfer_bytes import attempt
 from fuzz_transfer_world import History, Tally

@@ -1,4 +1,4 @@
-"""scripts/fuzz_transfer.py's part `kills`: writers and readers that end at any moment, readers
+"""tests/soak/fuzz_transfer.py's part `kills`: writers and readers that end at any moment, readers
 beside a collector. Not a command."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scripts/fuzz_transfer.py's part `bytes`: files with other bytes than were written. Not a
+"""tests/soak/fuzz_transfer.py's part `bytes`: files with other bytes than were written. Not a
 command."""
 
 from __future__ import annotations

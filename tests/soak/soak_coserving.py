@@ -1,8 +1,8 @@
 """Online server and rollout engine on one device under replayed traffic, while one thing after
 another goes wrong.
 
-    python scripts/soak_coserving.py                     # 20 minutes
-    python scripts/soak_coserving.py minutes=5 seed=3 trace=AzureLLMInferenceTrace_conv_2023.csv
+    python tests/soak/soak_coserving.py                     # 20 minutes
+    python tests/soak/soak_coserving.py minutes=5 seed=3 trace=AzureLLMInferenceTrace_conv_2023.csv
 
 Engines are killed, stopped and continued, their boards overwritten and cut, lending switched off
 and on, and clients hang up in the middle of their answers. After each fault both sides must make
@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from bench_coserving import parse, say
 from bench_coserving_bench import ALONE, DRAIN_S, Bench

@@ -1,4 +1,4 @@
-"""What scripts/fuzz_transfer.py's parts share: weights that follow from a seed, stores of them,
+"""What tests/soak/fuzz_transfer.py's parts share: weights that follow from a seed, stores of them,
 readers, and the tally. Not a command."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from rose.transfer import TransferError

@@ -1,9 +1,9 @@
 """Weight transfer under damage: a reader reaches exactly the right weights, or says what is
 missing.
 
-    python scripts/fuzz_transfer.py                                  # all parts, some minutes on one core
-    python scripts/fuzz_transfer.py --part kills --kills 500 --seed 7
-    python scripts/fuzz_transfer.py --part bytes --every 50          # each 50th byte only
+    python tests/soak/fuzz_transfer.py                                  # all parts, some minutes on one core
+    python tests/soak/fuzz_transfer.py --part kills --kills 500 --seed 7
+    python tests/soak/fuzz_transfer.py --part bytes --every 50          # each 50th byte only
 
 bytes   every byte of every file of four edges (full, from-initial, delta, squashed) flipped, one at a time; files cut,
         lengthened, exchanged, of another lineage. With other routes the reader must take one, and

@@ -1,7 +1,7 @@
 """A storm: serving ranks join a real training run and are killed at random moments; what must hold
 is checked.
 
-    python scripts/storm.py [JOINS=50] [--lenders 3] [--seed 1] [--keep FOLDER] [HYDRA OVERRIDES
+    python tests/soak/storm.py [JOINS=50] [--lenders 3] [--seed 1] [--keep FOLDER] [HYDRA OVERRIDES
     ...]
 
 The main job trains on this machine while `--lenders` serving ranks with real engines come over MPI,
@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg

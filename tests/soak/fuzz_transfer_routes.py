@@ -1,4 +1,4 @@
-"""scripts/fuzz_transfer.py's part `routes`: which edges lead from these weights to those. Not a
+"""tests/soak/fuzz_transfer.py's part `routes`: which edges lead from these weights to those. Not a
 command."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scripts/fuzz_transfer.py's part `disk`: no room for a version, or not for all of it. Not a
+"""tests/soak/fuzz_transfer.py's part `disk`: no room for a version, or not for all of it. Not a
 command."""
 
 from __future__ import annotations
