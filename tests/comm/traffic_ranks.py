@@ -16,7 +16,7 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm import shared_memory
 from rose.comm.mailbox import Mailbox
-from rose.transfer.broadcast import make_broadcast
+from rose.transfer.broadcasts import make_broadcast
 
 SECONDS, DEADLINE_S = 15.0, 30.0
 TABLE = bytes(3000)
