@@ -23,7 +23,7 @@ largest), the share of tokens that borrowed engines made, and what serving's use
 of quotas: (dedicated + borrowed x what serving leaves) / dedicated is what can be had of the
 rollout phase at most. The figures mean something on a machine that does nothing else, with (2 +
 borrowed) x quota cores and one and a half more for trainer, hosts and clients; under a quota of
-0.15 an engine of this size runs for too short a time at once (docs/measured.md).
+0.15 an engine of this size runs for too short a time at once (docs/benchmarks.md).
 """
 
 from __future__ import annotations

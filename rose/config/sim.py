@@ -64,7 +64,7 @@ class SimSlo(Section):
 
 class SimServing(Section):
     """Online traffic of each cooperative device, and what lending beside the online engine costs
-    either side (docs/measured.md measures that). `trace`: a file in the format of Azure, Mooncake
+    either side (docs/benchmarks.md measures that). `trace`: a file in the format of Azure, Mooncake
     or BurstGPT; null: made by rose.sim.traces.generate with `args`."""
 
     model: str  # one of rose.sim.hardware's shapes

@@ -11,7 +11,7 @@ CLEAR_AT = 3  # entries per name before the heap is made anew
 
 class Ranking:
     """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as
-    many as names: cheaper to change than a sorted list (docs/measured.md, "Scheduler and
+    many as names: cheaper to change than a sorted list (docs/benchmarks.md, "Scheduler and
     simulator"). Names with equal keys go by name."""
 
     def __init__(self) -> None:

@@ -303,7 +303,7 @@ FROZEN_LAKE = Domain(
     turns=Heavy(6, 0.25),  # ours: a shortest path on the 4 x 4 map takes 6
     turns_factor=Drift(1.1, 1.0, 30),  # ours: detours get fewer
     failed_turns=Heavy(6, 0.6),  # ours: a hole ends it soon, wandering late
-    success=Drift(0.25, 0.75, 25),  # docs/measured.md: 20-28 to 68-74 % in 30 steps, tiny model
+    success=Drift(0.25, 0.75, 25),  # docs/benchmarks.md: 20-28 to 68-74 % in 30 steps, tiny model
     hardness=1.2,  # ours: maps differ less than maths problems
     tool_s=Heavy(0.01, 0.5, tail=0.01),  # ours: a step of a small program
     tool_fails=Drift(0.10, 0.02, 15),  # ours: moves that can't be read, which is learnt first

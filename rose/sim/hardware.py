@@ -164,16 +164,16 @@ MFU_SOURCE = (
     "lengths"
 )
 PASSES = 0  # forward passes besides the update's: none, as our trainer (sim.trainer.forward_passes)
-DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/measured.md, "publish to flipped"
+DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/benchmarks.md, "publish to flipped"
 DELTA_SOURCE = (
-    "docs/measured.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on "
+    "docs/benchmarks.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on "
     "the link"
 )
-FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/measured.md, "the codec"
-# of the model, per core: docs/measured.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
+FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/benchmarks.md, "the codec"
+# of the model, per core: docs/benchmarks.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
 ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # of each trainer rank; ours
-# of the model, per device: docs/measured.md, an engine on a CPU stands still for 26 ms per 269 MB
+# of the model, per device: docs/benchmarks.md, an engine on a CPU stands still for 26 ms per 269 MB
 APPLY_BYTES_S = 10.3 * GB
 
 
