@@ -166,8 +166,8 @@ MFU_SOURCE = (
 PASSES = 0  # forward passes besides the update's: none, as our trainer (sim.trainer.forward_passes)
 DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/benchmarks.md, "publish to flipped"
 DELTA_SOURCE = (
-    "docs/benchmarks.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB on "
-    "the link"
+    "docs/benchmarks.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB "
+    "on the link"
 )
 FULL_RATIO = 1 / 0.669  # dense / full version without a base: docs/benchmarks.md, "the codec"
 # of the model, per core: docs/benchmarks.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
