@@ -1,15 +1,111 @@
-"""An environment host: owns trajectories, asks for one turn at a time."""
+"""An environment host: its trajectories, each an asyncio task that asks for one turn at a
+time.
+
+The host owns its trajectories to their end. Engines come and go behind `TurnResult`; the host never
+hears of them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
-from rose.agent.generate import TrajectoryHost
+from rose.agent.envs import build
+from rose.agent.loop import EnvironmentFailure, run_trajectory
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
+
+
+class TrajectoryHost:
+    """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the
+    coordinator."""
+
+    def __init__(
+        self,
+        config: Config,
+        chat: ChatFormat,
+        send: Callable[[p.Message], None],
+        spawn: Callable[[Coroutine], asyncio.Task],
+        recorder: NullRecorder,
+    ) -> None:
+        self._config, self._chat, self._send, self._spawn, self._recorder = (
+            config,
+            chat,
+            send,
+            spawn,
+            recorder,
+        )
+        self._trajectories: dict[str, asyncio.Task] = {}
+        self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
+
+    def handle(self, message: p.Message) -> None:
+        match message:
+            case p.StartTrajectory():
+                self._trajectories[message.id] = self._spawn(self._run(message))
+            case p.TurnResult():
+                future = self._turns.pop(message.turn, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case p.CancelTrajectory():
+                task = self._trajectories.pop(message.id, None)
+                if task is not None:
+                    task.cancel()
+            case _:
+                raise ValueError(f"an environment host has no use for {type(message).__name__}")
+
+    async def _run(self, start: p.StartTrajectory) -> None:
+        began, env = time.time(), self._config.env
+        member = env.members[start.domain]
+        try:
+            trajectory = await run_trajectory(
+                start,
+                build(member),
+                self._chat,
+                self._request_turn,
+                member,
+                env.key_of(start.domain),
+                self._config.model.max_context,
+                self._sampling(start.phase, member.max_new_tokens),
+                time.time,
+            )
+        except EnvironmentFailure as failure:
+            self._send(p.TrajectoryFailed(start.id, start.group, start.domain, str(failure)))
+        else:
+            self._recorder.span(
+                "trajectory",
+                began,
+                time.time(),
+                trajectory=start.id,
+                turns=trajectory.turns,
+                tokens=trajectory.response_tokens,
+                reward=trajectory.reward,
+            )
+            self._send(p.TrajectoryFinished(trajectory))
+        finally:
+            self._trajectories.pop(start.id, None)
+
+    def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
+        rollout = self._config.rollout
+        if phase is p.Phase.EVAL:
+            return p.Sampling(new, temperature=self._config.eval.temperature)
+        return p.Sampling(
+            new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
+
+    async def _request_turn(self, request: p.TurnRequest) -> p.TurnResult:
+        future = asyncio.get_running_loop().create_future()
+        self._turns[request.turn] = future
+        self._send(request)
+        try:
+            return await future  # the scheduler's stall deadline bounds it
+        finally:
+            self._turns.pop(request.turn, None)
 
 
 async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:

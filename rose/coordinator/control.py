@@ -152,3 +152,12 @@ def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
     edges = list(accumulate(weights[name] / largest for name in names))
     place = ((seed_of(seed, "domain") << 33) + index * GOLDEN) % (1 << 64)
     return names[bisect_right(edges[:-1], (place >> 11) / 2**53 * edges[-1])]
+
+
+def teaches(group: list[Trajectory], dynamic_sampling: bool) -> bool:
+    """False for a group without a response token and, with DAPO's dynamic sampling (arXiv
+    2503.14476, section 3.2), for one whose rewards are all equal: its advantages, and so its
+    gradient, are zero."""
+    if all(t.response_tokens == 0 for t in group):
+        return False
+    return not dynamic_sampling or len({t.reward for t in group}) > 1

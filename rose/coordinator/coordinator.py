@@ -38,8 +38,7 @@ from rose.observe.status import LiveStatus, WorkerStatus
 from rose.policies import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
-from rose.trainer.batching import plan_batch
-from rose.trainer.messages import train_messages
+from rose.trainer.batching import plan_batch, train_messages
 
 SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator import control
-from rose.coordinator.filter import teaches
+from rose.coordinator.control import teaches
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev

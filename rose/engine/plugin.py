@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from rose.config.checks import NO_DRAFTS
-from rose.engine import heap, mig, names
+from rose.engine import heap, names
 
 
 def register() -> None:
@@ -28,7 +28,7 @@ def register() -> None:
     if current_platform.is_cuda():
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
-        mig.find_gpus_of_slices(NvmlCudaPlatform, pynvml)
+        find_gpus_of_slices(NvmlCudaPlatform, pynvml)
     if names.FOLDER not in os.environ:
         return
     from vllm.v1.engine.core import EngineCoreProc
@@ -74,3 +74,27 @@ def ask_for_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
+
+
+def find_gpus_of_slices(platform: type, nvml) -> None:
+    """Mend `platform`, vLLM's for CUDA by NVML; `nvml`: its module pynvml. May be called any number
+    of times."""
+    original = platform.device_control_id_to_physical_device_id
+    if getattr(original, "knows_slices", False):
+        return
+
+    def device_control_id_to_physical_device_id(cls, device_id: str) -> int:
+        if not device_id.startswith("MIG-"):
+            return original(device_id)
+        nvml.nvmlInit()
+        try:
+            part = nvml.nvmlDeviceGetHandleByUUID(device_id)
+            return nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
+        finally:
+            nvml.nvmlShutdown()  # it counts: NVML stays open for whoever opened it before
+
+    device_control_id_to_physical_device_id.knows_slices = True
+    platform.device_control_id_to_physical_device_id = classmethod(
+        device_control_id_to_physical_device_id
+    )
+    platform.get_device_capability.cache_clear()  # what modules asked before this one was loaded

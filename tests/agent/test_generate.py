@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from rose import protocol as p
-from rose.agent.generate import TrajectoryHost
+from rose.agent.host import TrajectoryHost
 from rose.observe.recorder import NullRecorder
 
 

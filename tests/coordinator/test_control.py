@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.coordinator.control import Groups, Task, TooManyFailures, chosen, eval_task, train_task
-from rose.coordinator.filter import teaches
+from rose.coordinator.control import (
+    Groups,
+    Task,
+    TooManyFailures,
+    chosen,
+    eval_task,
+    teaches,
+    train_task,
+)
 from rose.protocol import Phase, Trajectory
 
 

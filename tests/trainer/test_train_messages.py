@@ -1,7 +1,7 @@
 """A step's trajectories travel in messages of bounded size, each row once."""
 
 from rose import protocol as p
-from rose.trainer import messages as tm
+from rose.trainer import batching as tm
 
 
 def trajectory(tokens: int) -> p.Trajectory:

@@ -12,8 +12,9 @@ and trainer (`rose.trainer.importance`); it is 1 where the algorithm corrects by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -62,3 +63,11 @@ def group_mean(values: Tensor, groups: Tensor) -> Tensor:
     total = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, values)
     count = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, torch.ones_like(values))
     return (total / count.clamp(min=1))[groups]
+
+
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+# a ratio is positive: 1 - clip_low must be too
+ClipLow = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0)]

@@ -12,8 +12,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.algorithms.checks import ClipLow, Count, CountOrZero, NonNegative
+from rose.trainer.algorithms.base import (
+    ClipLow,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Summary,
+    TokenBatch,
+)
 from rose.trainer.algorithms.surrogate import (
     clipped_surrogate,
     group_advantages,

@@ -14,8 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.algorithms.checks import ClipLow, NonNegative, Positive
+from rose.trainer.algorithms.base import ClipLow, NonNegative, Positive, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
     clipped_surrogate,
     group_advantages,

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
     clipped_surrogate,
     group_advantages,

@@ -13,8 +13,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
     STD_EPSILON,
     centred,

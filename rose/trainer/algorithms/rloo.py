@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.algorithms.checks import ClipLow, NonNegative
+from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import centred, clipped_surrogate, group_sizes
 from rose.trainer.importance import LOG_RATIO_LIMIT, log_ratio
 
