@@ -55,7 +55,7 @@ SYSTEMS = {
     "libra": ("libra", "libra", "mlfq", "bounded_staleness"),
     "rollart": ("serverless", "rollart", "fifo", "trajectory_async"),
     "prism": ("static", "least_loaded", "fifo", "synchronous"),
-    "best": ("rose", "earliest_finish", "progressive", "carry_over"),
+    "best": ("all_idle", "rose", "fifo", "bounded_staleness"),
 }
 KINDS = ("provisioning", "routing", "order", "batching")
 

@@ -44,6 +44,7 @@ class EnvironmentFailure(Exception):
 
     def __init__(self, trajectory: str, cause: str):
         super().__init__(f"trajectory {trajectory}: {cause}")
+        self.trajectory, self.cause = trajectory, cause
 
 
 async def run_trajectory(
