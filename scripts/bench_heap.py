@@ -1,15 +1,16 @@
-"""What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with and
-without ROSE's plugin.
+"""What glibc's heap costs an engine on a CPU: page faults and processor time of steps, with ROSE's
+plugin, without it, and with glibc's own variables instead.
 
-    python scripts/bench_heap.py                     # two minutes
+    python scripts/bench_heap.py                     # four minutes
     python scripts/bench_heap.py rounds=20 seed=3 varied=1
 
-Two vLLM servers of one model on one core, of which one is stopped while the other computes: `glibc`
-loads no plugin and gives large buffers back to the system after a step, `kept` has
-rose.engine.plugin. In turn each gets rounds of prompts that fill whole steps, or, with
-`varied=1`, of other lengths in each round. Processor time is of the engine process, and says what a
-step costs whatever else the machine does; the first round, in which either heap grows, is told
-apart.
+Four vLLM servers of one model on one core, of which all but one are stopped while that one computes:
+`glibc` loads no plugin and gives large buffers back to the system after a step; `variables` keeps
+them by MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_; `huge` has its heap in
+huge pages, too; `kept` has rose.engine.plugin. In turn each gets rounds of prompts that fill whole
+steps, or, with `varied=1`, of other lengths in each round. Processor time is of the engine process,
+and says what a step costs whatever else the machine does; the first round, in which every heap
+grows, is told apart.
 """
 
 from __future__ import annotations
@@ -38,11 +39,24 @@ from bench_coserving_bench import (
 from bench_coserving_client import replay
 from bench_coserving_engines import Failed, Guard, Server, confine, plugin_folder
 
+from rose.engine import heap
 from rose.sim import traces
 
 PROMPTS, OUTPUT = 9, 8  # a round: three and a half steps of MAX_BATCHED tokens, then decodes
 VARIED, WITHIN_S = 24, 1.5  # prompts of a varied round, and seconds within which they come
 KV_BYTES = 64 << 20
+NO_PLUGIN = {"VLLM_PLUGINS": "none"}
+KEEP = {  # what `rose.engine.heap.keep` sets
+    "MALLOC_MMAP_THRESHOLD_": str(heap.MAPPED),
+    "MALLOC_TRIM_THRESHOLD_": str(heap.KEPT),
+    "MALLOC_TOP_PAD_": str(heap.AHEAD),
+}
+HEAPS = {
+    "glibc": NO_PLUGIN,
+    "variables": NO_PLUGIN | KEEP,
+    "huge": NO_PLUGIN | KEEP | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    "kept": {},
+}
 
 
 def spent(server: Server) -> tuple[float, float, int]:
@@ -112,23 +126,23 @@ def main() -> int:
             "kv_cache_memory_bytes": KV_BYTES,
         }
         try:
-            for heap, plugins in (("glibc", {"VLLM_PLUGINS": "none"}), ("kept", {})):
+            for kind, variables in HEAPS.items():
                 env = {
                     "VLLM_RPC_BASE_PATH": name,
                     "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}",
                 }
-                servers[heap] = Server(
-                    guard, heap, model("512x2", 0), args, folder, None, env | plugins
+                servers[kind] = Server(
+                    guard, kind, model("512x2", 0), args, folder, None, env | variables
                 )
             for server in servers.values():
                 server.ready()
             confine(list(servers.values()), device, cores - device)
             for server in servers.values():
                 server.park()
-            took = {heap: [] for heap in servers}
+            took = {kind: [] for kind in servers}
             for number in range(given["rounds"]):
-                for heap, server in servers.items():
-                    took[heap].append(
+                for kind, server in servers.items():
+                    took[kind].append(
                         one_round(server, given["seed"] * 1000 + number, bool(given["varied"]))
                     )
         finally:
@@ -144,15 +158,16 @@ def main() -> int:
         f"a round: {what}, steps of {MAX_BATCHED}; means of {given['rounds'] - 1} rounds (the "
         "first)"
     )
-    for heap, rounds in took.items():
+    for kind, rounds in took.items():
         user, system, faults = (mean(column) for column in zip(*rounds[1:], strict=False))
         print(
-            f"{heap:6} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), "
+            f"{kind:9} {user + system:6.3f} s of processor time ({sum(rounds[0][:2]):.3f}), "
             f"{system:.3f} s of it the "
             f"system's; {faults:8,.0f} page faults ({rounds[0][2]:,})"
         )
-    totals = {heap: mean(sum(one[:2]) for one in rounds[1:]) for heap, rounds in took.items()}
-    print(f"glibc / kept: {totals['glibc'] / totals['kept']:.3f}")
+    totals = {kind: mean(sum(one[:2]) for one in rounds[1:]) for kind, rounds in took.items()}
+    for kind in sorted(totals.keys() - {"kept"}):
+        print(f"{kind} / kept: {totals[kind] / totals['kept']:.3f}")
     return 0
 
 

@@ -1,11 +1,9 @@
-"""What a decision of the scheduler costs, by cluster size and policy; and the simulator's speed
-beside simpy's.
+"""What a decision of the scheduler costs, by cluster size and policy.
 
     python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
     python scripts/bench_scheduler.py --sizes 100 --policies rose --csv
     docs/results/bench_scheduler.csv
     python scripts/bench_scheduler.py --profile rose                     # cProfile of the largest size
-    python scripts/bench_scheduler.py --simulator                        # rose.sim beside simpy
 
 Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a
 fifth of the turns waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed
@@ -16,11 +14,6 @@ back, workers lost and joined. Where a step is trained every worker loads a vers
 while turns go on. Joining and the first assignments aren't counted. Times are of the thread's CPU
 clock, so that other programs on the machine count less; Python's collector of garbage is off, as it
 is in the simulator.
-
-The simulator beside simpy, on the same arrivals: k engines with one sequence each (M/M/k; simpy: a
-Resource), where rose.sim also makes a scheduler's decision for each; and one engine that batches
-continuously, its step as long as its batch (simpy: a process that takes every step, as it must,
-since it knows no runs of like steps).
 """
 
 from __future__ import annotations
@@ -37,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import simpy
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -49,9 +41,8 @@ from rose.policies import build
 from rose.policies.registry import POLICIES
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
-from rose.sim import probes
 
-SEQUENCES, KV_TOKENS, GROUP, TURNS, STEP_GROUPS = 4, 40_000, 16, 8, 16
+SEQUENCES, KV_TOKENS, GROUP, TURNS = 4, 40_000, 16, 8
 # name -> (provisioning, routing, order, batching)
 SYSTEMS = {
     "fixed": ("fixed", "least_loaded", "fifo", "synchronous"),
@@ -64,7 +55,7 @@ SYSTEMS = {
     "libra": ("libra", "libra", "mlfq", "bounded_staleness"),
     "rollart": ("serverless", "rollart", "fifo", "trajectory_async"),
     "prism": ("static", "least_loaded", "fifo", "synchronous"),
-    "best": ("rose", "earliest_finish", "progressive", "carry_over"),
+    "best": ("all_idle", "rose", "fifo", "bounded_staleness"),
 }
 KINDS = ("provisioning", "routing", "order", "batching")
 
@@ -292,105 +283,6 @@ def measure(system: str, workers: int, events: int, seed: int) -> dict[str, Any]
     }
 
 
-# --------------------------------------------------------------------------- beside simpy
-
-LOAD, TOKENS = 0.8, 200  # utilisation, and mean tokens of an arrival
-
-
-def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
-    return draw.exponential(1.0, count)
-
-
-def arrivals(workers: int, count: int, seed: int) -> tuple[list[float], list[int]]:
-    """(at, tokens): those of `probes.queue`."""
-    draw = np.random.default_rng(seed)
-    tokens = np.maximum(np.ceil(lengths(draw, count) * TOKENS - 0.5), 1).astype(int)
-    at = np.sort(draw.random(count)) * count * TOKENS * probes.TOKEN_S / (LOAD * workers)
-    return at.tolist(), tokens.tolist()
-
-
-def simpy_servers(workers: int, count: int, seed: int) -> float:
-    """Mean seconds in the system, each worker serving one arrival at a time."""
-    world, total = simpy.Environment(), 0.0
-    servers = simpy.Resource(world, workers)
-
-    def served(at: float, tokens: int):
-        nonlocal total
-        yield world.timeout(at)
-        with servers.request() as place:
-            yield place
-            yield world.timeout(tokens * probes.TOKEN_S)
-        total += world.now - at
-
-    for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
-        world.process(served(at, tokens))
-    world.run()
-    return total / count
-
-
-def simpy_batch(workers: int, count: int, seed: int) -> float:
-    """Mean seconds in the system of one engine that makes a token of each sequence per step."""
-    world, total, batch = simpy.Environment(), 0.0, []
-    came = [world.event()]
-
-    def arrive():
-        for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
-            yield world.timeout(at - world.now)
-            batch.append([at, tokens])
-            if not came[0].triggered:
-                came[0].succeed()
-
-    def engine():
-        nonlocal batch, total
-        while True:
-            if not batch:
-                came[0] = world.event()
-                yield came[0]
-            inside = list(batch)
-            yield world.timeout(len(inside) * probes.TOKEN_S)
-            for sequence in inside:
-                sequence[1] -= 1
-                if not sequence[1]:
-                    total += world.now - sequence[0]
-            batch = [sequence for sequence in batch if sequence[1]]
-
-    world.process(arrive())
-    world.process(engine())
-    world.run()
-    return total / count
-
-
-def simulators(count: int, seed: int) -> list[dict[str, Any]]:
-    rows = []
-    for workers, sequences, rival in (
-        (4, 1, simpy_servers),
-        (100, 1, simpy_servers),
-        (1, 256, simpy_batch),
-    ):
-        for name, run in (
-            (
-                "rose.sim",
-                lambda w, c, s, q=sequences: probes.queue(LOAD, TOKENS, w, q, c, s, lengths).mean(),
-            ),
-            ("simpy", rival),
-        ):
-            began = time.thread_time()
-            mean = float(run(workers, count, seed))
-            took = time.thread_time() - began
-            rows.append(
-                {
-                    "engines": workers,
-                    "sequences": sequences,
-                    "simulator": name,
-                    "arrivals": count,
-                    "arrivals_per_s": count / took,
-                    "tokens_per_s": count * TOKENS / took,
-                    "mean_in_system_ms": 1000 * mean,
-                }
-            )
-    return rows
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     heads = list(rows[0])
     cells = [heads] + [
@@ -420,7 +312,6 @@ def main() -> None:
     parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--csv", type=Path)
     parse.add_argument("--profile", choices=known())
-    parse.add_argument("--simulator", action="store_true")
     args = parse.parse_args()
     sizes = [int(size) for size in args.sizes.split(",")]
     if args.profile:
@@ -430,15 +321,11 @@ def main() -> None:
             load.run(args.events)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
-    rows = (
-        simulators(args.events, args.seed)
-        if args.simulator
-        else [
-            measure(system, size, args.events, args.seed)
-            for system in args.policies.split(",")
-            for size in sizes
-        ]
-    )
+    rows = [
+        measure(system, size, args.events, args.seed)
+        for system in args.policies.split(",")
+        for size in sizes
+    ]
     print(table(rows))
     if args.csv:
         with args.csv.open("w", newline="") as file:

@@ -1,14 +1,15 @@
 """What the simulator costs: time, memory and events/s at three sizes, and beside simpy on the same
-small model.
+small models.
 
     python scripts/bench_simulator.py                          # 100, 1,000 and 10,000 GPUs (a few minutes)
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
 
 Each GPU is an engine, with five trajectories of eight turns for each, scheduled by cache-affine
 routing: the whole of `rose.sim.probes.scale`, the scheduler's decisions included. A size runs in a
-process of its own, for its memory. The small model is M/M/4, by `rose.sim.probes.queue` and by
-simpy's Resource: requests per second of each; simpy (`pip install simpy`) is needed for this line
-only, and does neither batching nor scheduling.
+process of its own, for its memory. Beside simpy (`pip install simpy`), on the same arrivals: k
+engines with one sequence each (M/M/k; simpy: a Resource), where rose.sim also makes a scheduler's
+decision for each; and one engine that batches continuously, its step as long as its batch (simpy: a
+process that takes every step, as it must, since it knows no runs of like steps).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rose.sim import probes
 
 TURNS, PER_GPU = 8, 5
-ARRIVALS, SERVERS, LOAD, TOKENS = 20_000, 4, 0.7, 200
+ARRIVALS, LOAD, TOKENS = 20_000, 0.8, 200  # utilisation, and mean tokens of an arrival
 
 
 def measured(gpus: int) -> dict[str, float]:
@@ -48,38 +50,98 @@ def measured(gpus: int) -> dict[str, float]:
     }
 
 
-def ours() -> float:
-    """Requests per second of wall time."""
-    began = time.perf_counter()
-    probes.queue(
-        LOAD, TOKENS, SERVERS, 1, ARRIVALS, 0, lambda draw, count: draw.exponential(1.0, count)
-    )
-    return ARRIVALS / (time.perf_counter() - began)
+def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
+    return draw.exponential(1.0, count)
 
 
-def simpys() -> float:
+def arrivals(workers: int, count: int, seed: int) -> tuple[list[float], list[int]]:
+    """(at, tokens): those of `probes.queue`."""
+    draw = np.random.default_rng(seed)
+    tokens = np.maximum(np.ceil(lengths(draw, count) * TOKENS - 0.5), 1).astype(int)
+    at = np.sort(draw.random(count)) * count * TOKENS * probes.TOKEN_S / (LOAD * workers)
+    return at.tolist(), tokens.tolist()
+
+
+def simpy_servers(workers: int, count: int, seed: int) -> float:
+    """Mean seconds in the system, each worker serving one arrival at a time."""
     import simpy
 
-    draw = np.random.default_rng(0)
-    gaps = draw.exponential(TOKENS / (LOAD * SERVERS), ARRIVALS).tolist()
-    lengths = draw.exponential(TOKENS, ARRIVALS).tolist()
-    environment = simpy.Environment()
-    servers = simpy.Resource(environment, SERVERS)
+    world, total = simpy.Environment(), 0.0
+    servers = simpy.Resource(world, workers)
 
-    def request(length: float):
-        with servers.request() as turn:
-            yield turn
-            yield environment.timeout(length)
+    def served(at: float, tokens: int):
+        nonlocal total
+        yield world.timeout(at)
+        with servers.request() as place:
+            yield place
+            yield world.timeout(tokens * probes.TOKEN_S)
+        total += world.now - at
+
+    for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
+        world.process(served(at, tokens))
+    world.run()
+    return total / count
+
+
+def simpy_batch(workers: int, count: int, seed: int) -> float:
+    """Mean seconds in the system of one engine that makes a token of each sequence per step."""
+    import simpy
+
+    world, total, batch = simpy.Environment(), 0.0, []
+    came = [world.event()]
 
     def arrive():
-        for gap, length in zip(gaps, lengths, strict=False):
-            yield environment.timeout(gap)
-            environment.process(request(length))
+        for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
+            yield world.timeout(at - world.now)
+            batch.append([at, tokens])
+            if not came[0].triggered:
+                came[0].succeed()
 
-    environment.process(arrive())
-    began = time.perf_counter()
-    environment.run()
-    return ARRIVALS / (time.perf_counter() - began)
+    def engine():
+        nonlocal batch, total
+        while True:
+            if not batch:
+                came[0] = world.event()
+                yield came[0]
+            inside = list(batch)
+            yield world.timeout(len(inside) * probes.TOKEN_S)
+            for sequence in inside:
+                sequence[1] -= 1
+                if not sequence[1]:
+                    total += world.now - sequence[0]
+            batch = [sequence for sequence in batch if sequence[1]]
+
+    world.process(arrive())
+    world.process(engine())
+    world.run()
+    return total / count
+
+
+def ours(workers: int, sequences: int) -> float:
+    return probes.queue(LOAD, TOKENS, workers, sequences, ARRIVALS, 0, lengths).mean()
+
+
+def pace(run: Callable[..., float], *arguments: int) -> str:
+    """Arrivals per second of this thread's processor time, and the mean time in the system, which
+    tells that both simulate the same."""
+    began = time.thread_time()
+    mean = run(*arguments)
+    took = time.thread_time() - began
+    return f"{ARRIVALS / took:,.0f} arrivals/s (mean {1000 * mean:.1f} ms in the system)"
+
+
+def beside_simpy() -> None:
+    for workers, sequences, rival in (
+        (4, 1, simpy_servers),
+        (100, 1, simpy_servers),
+        (1, 256, simpy_batch),
+    ):
+        what = f"engines {workers}, sequences each {sequences}"
+        print(f"{what}: rose.sim {pace(ours, workers, sequences)}", flush=True)
+        try:
+            print(f"{what}: simpy {pace(rival, workers, ARRIVALS, 0)}", flush=True)
+        except ModuleNotFoundError:
+            print("simpy is not installed (pip install simpy): no comparison")
 
 
 def main() -> None:
@@ -97,11 +159,7 @@ def main() -> None:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-    print(f"M/M/{SERVERS}: rose.sim {ours():,.0f} requests/s", flush=True)
-    try:
-        print(f"M/M/{SERVERS}: simpy {simpys():,.0f} requests/s")
-    except ModuleNotFoundError:
-        print("simpy is not installed (pip install simpy): no comparison")
+    beside_simpy()
 
 
 if __name__ == "__main__":

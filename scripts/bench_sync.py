@@ -45,6 +45,7 @@ from bench_sync_link import Namespaces, Proxy
 from bench_sync_parts import RANKS, WARM_UP, Shards, digest
 from bench_sync_tables import NAMES, Sync, middle, tables, targets, trained
 
+from rose.files import write_whole
 from rose.processes import die_with_parent
 
 DEADLINE_S = 900.0
@@ -139,8 +140,7 @@ class Bench:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.stores, self.token_file = self.folder / "stores", self.folder / "token"
         self.stores.mkdir()
-        with open(os.open(self.token_file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+        write_whole(self.token_file, secrets.token_hex(32).encode(), private=True)
         return self
 
     def __exit__(self, *_) -> None:
@@ -340,7 +340,7 @@ class Bench:
         shards = self.steps(lr)
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
         # whose weights are the model's
-        opening = {"shards": str(shards), "encoding": encoding, "full": engines}
+        opening = {"shards": str(shards), "encoding": encoding}
         _all(publishers, opening | {"open": str(store)})
         _all(readers, opening | {"open": f"{serving}/{store.name}"})
         rows = []

@@ -181,7 +181,7 @@ def _batch(job: dict, step: int, rank: int):
 
 
 def publish(job: dict, say) -> None:
-    """Commands: {"open": store, "shards", "encoding", "full"}, which publishes step 0 as version 0,
+    """Commands: {"open": store, "shards", "encoding"}, which publishes step 0 as version 0,
     then {"step"}, whose number is the version's."""
     import torch
 
@@ -209,9 +209,6 @@ def publish(job: dict, say) -> None:
                 3,
                 TIMEOUT_S,
             )
-            # A full version is made beside the difference when it is due; none is within what is
-            # measured.
-            publisher._full_due = lambda version: version == 0 and command["full"]
             publisher.publish(0)
             release()
             say({})

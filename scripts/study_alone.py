@@ -40,7 +40,6 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
     ("longest_first", {}),
     ("mlfq", {}),
     ("mlfq", {"first": "long"}),
-    ("progressive", {}),
 ]
 SEEDS = range(3)
 ENGINE = spec.Engine(spec.StepTime(0.008, 2e-5, 1e-10, 2e-4, 2e-8), 16, 8192, 400_000, True)

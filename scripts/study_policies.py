@@ -60,7 +60,6 @@ ORDER: dict[str, tuple[dict[str, Any], ...]] = {
     "fifo": ({},),
     "due_first": ({},),
     "longest_first": ({},),
-    "progressive": ({},),
     "mlfq": ({"first": "short"}, {"first": "long"}),
 }
 ROUTING: dict[str, tuple[dict[str, Any], ...]] = {

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from rose import processes
-from rose.comm import singleton
+from rose.comm import frames, singleton
+from rose.comm.frames import frame
 from rose.comm.link import MAX_BYTES
-from rose.comm.porter import HEADER, frame
 from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message
 
@@ -116,9 +116,8 @@ class Guest:
 
     async def _frame(self) -> bytes:
         try:
-            (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            if length > MAX_BYTES:
-                raise GuestGone(f"its porter announces {length} bytes")
-            return await self._reader.readexactly(length)
+            return await frames.read(self._reader, MAX_BYTES)
+        except frames.FrameError as error:
+            raise GuestGone(f"its porter sends no frames: {error}") from None
         except (asyncio.IncompleteReadError, OSError):
             raise GuestGone("its connection broke") from None

@@ -4,9 +4,9 @@
 
 MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it
 accepts. So the coordinator connects to no borrowed rank: this process does, and may block or die of
-it, which costs that rank alone. Frames on the socket: length (uint32, little-endian), then the
-bytes; the first to the coordinator is the MPI port. An empty one from it says that the rank comes
-(accepting takes a whole core, so not before), the answer that it is here. By mpiexec, because to
+it, which costs that rank alone. On the socket go frames (`rose.comm.frames`): the first to the
+coordinator is the MPI port. An empty one from it says that the rank comes (accepting takes a whole
+core, so not before), the answer that it is here. By mpiexec, because to
 MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one
 runs for each rank.
 """  # noqa: E501
@@ -15,22 +15,13 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import sys
 
-HEADER = struct.Struct("<I")
+from rose.comm.frames import Frames, frame
+
 ACCEPT_S = 10
 _PAUSE_S = 0.004
 _FIRST_PAUSE_S = 0.001  # a look costs 50 us of CPU that the engines want
-_READ_BYTES = 2**20
-
-
-def frame(data: bytes | bytearray) -> bytes:
-    return HEADER.pack(len(data)) + data
-
-
-def _end_of_frame(received: bytearray) -> int:
-    return HEADER.size + (HEADER.unpack_from(received)[0] if len(received) >= HEADER.size else 0)
 
 
 def main() -> None:
@@ -39,34 +30,33 @@ def main() -> None:
     from mpi4py import MPI
 
     from rose.comm import shared_memory
-    from rose.comm.link import Link
+    from rose.comm.link import MAX_BYTES, Link
 
     shared_memory.unname(MPI.COMM_WORLD)
     MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
     port = MPI.Open_port()
     channel.sendall(frame(port.encode()))
-    if len(channel.recv(HEADER.size)) < HEADER.size:
-        return  # it never came
+    received = Frames(channel, MAX_BYTES)
+    while not (said := received.take()):
+        if said is None:
+            return  # it never came
     info = MPI.Info.Create()
     info.Set("timeout", str(ACCEPT_S))
     link = Link(MPI.COMM_SELF.Accept(port, info))
     channel.sendall(frame(b""))
-    forward(channel, link)
+    forward(channel, received, link)
 
 
-def forward(channel: socket.socket, link) -> None:
+def forward(channel: socket.socket, received: Frames, link) -> None:
     """Until the coordinator closes its end. A frame is forwarded when all of it is here."""
-    pause, received = _FIRST_PAUSE_S, bytearray()
+    pause = _FIRST_PAUSE_S
     while True:
         readable, _, _ = select.select([channel], [], [], pause)
         if readable:
-            chunk = channel.recv(_READ_BYTES)
-            if not chunk:
+            if (frames := received.take()) is None:
                 return
-            received += chunk
-            while len(received) >= (end := _end_of_frame(received)):
-                link.send(bytes(received[HEADER.size : end]))
-                del received[:end]
+            for data in frames:
+                link.send(data)
         pause = min(pause * 1.5, _PAUSE_S)
         while (message := link.take()) is not None:
             channel.sendall(frame(message))

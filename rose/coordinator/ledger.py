@@ -32,7 +32,6 @@ class Ledger:
     def __init__(self) -> None:
         self._turns: dict[str, _Entry] = {}
         self.migrations = 0
-        self.stale_words = 0
 
     def open(self, request: p.TurnRequest, host: int) -> None:
         self._turns[request.turn] = _Entry(request, host)
@@ -87,7 +86,6 @@ class Ledger:
         Raises `ValueError`, and takes nothing, when it can't be true."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
-            self.stale_words += 1
             return None
         count = len(message.tokens) // 4
         if len(message.logprobs) != len(message.tokens) or len(message.tokens) % 4:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from rose.config import Config, ConfigError
 from rose.doctor import devices
 from rose.doctor.finding import IMPORT_S, Ended, Finding, run
+from rose.files import lock_now
 from rose.launch import gpus as launcher
 from rose.launch import local
 
@@ -60,7 +60,7 @@ def file_system(folder: Path) -> Finding:
                     file.write(block)
                 file.flush()
                 os.fsync(file.fileno())
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_now(file)
             rate = FILE_MIB / (time.monotonic() - began)
             path.replace(path.with_name("b"))
     except OSError as error:

@@ -7,18 +7,25 @@ Left out: what is wrong with a composed configuration; rose/config/ says that.
 from __future__ import annotations
 
 import difflib
-import re
+from bisect import bisect_left
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.types import Override
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
 
 COMPLAINTS = (HydraException, OmegaConfBaseException)
+SWEEP = ("-m", "--multirun")
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
@@ -34,14 +41,56 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, conf)
-    text = str(error)
-    if several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']*)'", text):
-        return _several_values(several.group(1))
-    found = re.search(r"Could not (?:override|append|delete)[^']*'([^']*)'", text)
-    if found:
-        return _bad_key(found.group(1).split("@")[0].split("=")[0], text, conf, arguments)
+    if isinstance(error, ConfigCompositionException):
+        overrides = _parsed(arguments)
+        swept = [override for override in overrides if override.is_sweep_override()]
+        if swept and not set(SWEEP) & set(arguments):
+            return _several_values(swept[0].input_line)
+        if (found := _first_refused(overrides, conf)) is not None:
+            return _bad_override(*found, conf)
     key = getattr(error, "full_key", None)
-    return f"{key}: {_first_line(error)}" if key else text.strip().splitlines()[0]
+    return f"{key}: {_first_line(error)}" if key else _first_line(error)
+
+
+def _parsed(arguments: list[str]) -> list[Override]:
+    """The overrides among `arguments`; flags are left out."""
+    return OverridesParser.create().parse_overrides(
+        [a for a in arguments if ("=" in a or a.startswith("~")) and not a.startswith("-")]
+    )
+
+
+def _first_refused(
+    overrides: list[Override], conf: Path
+) -> tuple[str, Override, DictConfig] | None:
+    """The first override with which `conf` composes no more, as text (of a sweep its first point),
+    and the configuration before it. Hydra's exceptions don't name it, so it is searched for, in
+    Hydra's order: first the options of groups, then keys."""
+    texts = {}
+    for override in sorted(overrides, key=lambda o: not (conf / o.key_or_group).is_dir()):
+        if (text := _text(override)) is not None:
+            texts[text] = override
+    words = list(texts)
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        good = bisect_left(range(1, len(words) + 1), True, key=lambda n: not _composes(words[:n]))
+        if good == len(words):
+            return None  # none is refused by itself: of an interpolation, for example
+        return words[good], texts[words[good]], compose("config", words[:good])
+
+
+def _composes(overrides: list[str]) -> bool:
+    try:
+        compose("config", overrides)
+    except COMPLAINTS:
+        return False
+    return True
+
+
+def _text(override: Override) -> str | None:
+    """As typed; of a sweep its first point, None if it has none."""
+    if not override.is_sweep_override():
+        return override.input_line
+    first = next(iter(override.sweep_string_iterator()), None)
+    return None if first is None else f"{override.input_line.partition('=')[0]}={first}"
 
 
 def _several_values(override: str) -> str:
@@ -63,10 +112,7 @@ def value_of(key: str, arguments: list[str]) -> str:
 def swept_keys(arguments: list[str]) -> list[str]:
     """Keys with several values on the command line (`a=1,2`, `range(...)`): those that tell sweep
     points apart."""
-    overrides = OverridesParser.create().parse_overrides(
-        [a for a in arguments if "=" in a and not a.startswith("-")]
-    )
-    return [override.key_or_group for override in overrides if override.is_sweep_override()]
+    return [o.key_or_group for o in _parsed(arguments) if o.is_sweep_override()]
 
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
@@ -83,43 +129,44 @@ def _missing_option(error: MissingConfigException, conf: Path) -> str:
     )
 
 
-def _bad_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
-    value = value_of(key, arguments)
-    if (conf / key).is_dir() and "No match in the defaults list" in text:
+def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Path) -> str:
+    """What is wrong with `override`, which `composed` does not take."""
+    key, value = override.key_or_group, typed.partition("=")[2]
+    bare = typed.lstrip("+~")
+    if (conf / key).is_dir() and not override.is_delete():
+        if override.is_add():
+            return f"{typed}: the configuration has {key} already; write {bare}"
+        target = bare.partition("=")[0]
+        return f"{bare}: {target} is not in the default configuration; add it with +{bare}"
+    if OmegaConf.select(composed, key) is not None:
+        if override.is_delete():
+            return f"{typed}: {key} has another value; write ~{key}"
+        if override.is_add():
+            return f"{typed}: the configuration has {key} already; write {bare}"
+    if value and isinstance(override.value(), dict):  # merged: the key that isn't there is inside
         return (
-            f"{key}={value}: {key} is not in the default configuration; add it with +{key}={value}"
+            f"{bare}: a dictionary with a key that is not in {conf}; new ones are added with "
+            f"'+{bare}'"
         )
-    typed = f"{key}={value}" if value else key
-    if value.startswith("{"):  # Hydra merges dictionaries, and the key that isn't there is inside
-        return (
-            f"{typed}: a dictionary with a key that is not in {conf}; new ones are added with "
-            f"'+{key}={value}'"
-        )
-    beside = _keys_beside(key, conf, arguments)
+    beside = _keys_beside(key, composed)
     if beside is None:
-        return f"{typed}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
+        return f"{bare}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
     section = key.rpartition(".")[0]
     there = f"{section} has {', '.join(beside)}" if beside else f"{section} is empty"
-    new = f"; a new one is added with +{key}={value}" if value else ""
+    new = f"; a new one is added with +{bare}" if value else ""
     return (
-        f"{typed}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
+        f"{bare}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
     )
 
 
-def _keys_beside(key: str, conf: Path, arguments: list[str]) -> list[str] | None:
+def _keys_beside(key: str, composed: DictConfig) -> list[str] | None:
     """The keys that a section of free keys (env.args, cluster.env) has with the chosen options;
     None when `key` is in no such section."""
     section = key.rpartition(".")[0]
     known_keys = configuration.keys()
     if not section or any(known.startswith(f"{section}.") for known in known_keys):
         return None
-    chosen = [
-        a
-        for a in arguments
-        if (conf / re.split("[@=]", a.lstrip("+"))[0]).is_dir() and not set(",(") & set(a)
-    ]
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        found = OmegaConf.select(compose("config", chosen), section)
+    found = OmegaConf.select(composed, section)
     return [str(name) for name in found] if isinstance(found, DictConfig) else None
 
 
@@ -133,8 +180,12 @@ def _meant(word: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+def _first_line(error: BaseException) -> str:
+    """Hydra raises some exceptions without a word, for one that has them."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return _first_line(error.__cause__) if error.__cause__ else type(error).__name__
+    return lines[0].rstrip(".")
 
 
 def to_tree(composed) -> dict:

@@ -12,7 +12,7 @@ from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
 from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
-from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand, Progressive
+from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand
 from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
 from rose.policies.prism import Static
 from rose.policies.rlboost import RlBoost
@@ -45,13 +45,7 @@ POLICIES: dict[str, dict[str, type]] = {
         "round_robin": RoundRobin,
         "seer": Seer,
     },
-    "order": {
-        "due_first": DueFirst,
-        "fifo": Fifo,
-        "longest_first": LongestFirst,
-        "mlfq": Mlfq,
-        "progressive": Progressive,
-    },
+    "order": {"due_first": DueFirst, "fifo": Fifo, "longest_first": LongestFirst, "mlfq": Mlfq},
     "batching": {
         "bounded_staleness": BoundedStaleness,
         "carry_over": CarryOver,

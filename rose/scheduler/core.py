@@ -174,7 +174,6 @@ class Scheduler:
             e.version,
             e.hardware,
             whole_kv_tokens=e.kv_tokens,
-            joined_at=e.at,
             resting=self._joins_resting(e.kind),
         )
         self.cluster.workers[e.worker] = worker

@@ -51,7 +51,6 @@ class Dispatch:
             self._lanes[turn.lane] = TurnQueue()
         self._lanes[turn.lane].add(turn, self._order.key(turn, self._cluster))
         self._cluster.waiting += 1
-        self._cluster.waiting_kv += turn.kv_need
 
     def remove(self, turn: TurnState) -> None:
         lane = self._lanes[turn.lane]
@@ -59,7 +58,6 @@ class Dispatch:
         if not lane:
             del self._lanes[turn.lane]
         self._cluster.waiting -= 1
-        self._cluster.waiting_kv -= turn.kv_need
 
     def reorder(self, event: Event) -> None:
         """New places for the turns whose keys the event has changed."""

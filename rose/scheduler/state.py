@@ -56,7 +56,6 @@ class WorkerState:
     loading: bool = False
     draining: bool = False
     resting: bool = False  # by provisioning: neither turns nor weights
-    joined_at: float = 0.0
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
     kv_assigned: int = 0  # sum of `turns`
     # trajectories and groups whose home it is
@@ -116,7 +115,6 @@ class Cluster:
     step: int = 0  # the newest begun
     training: bool = False  # from StartTraining to VersionPublished
     waiting: int = 0  # turns in the queue
-    waiting_kv: int = 0  # tokens of KV need in the queue
     # capacity asked for -> whether its job runs
     requests: dict[str, bool] = field(default_factory=dict)
     refusals: int = 0  # in a row

@@ -202,9 +202,7 @@ def model(name: str, shape: ModelShape) -> Model:
         parameters,
         parameters - shape.vocab * shape.hidden * (not shape.tied_embeddings),
         shape.layers,
-        shape.heads * shape.head_dim,
         float(shape.kv_bytes_per_token),
-        BF16 * parameters,
     )
 
 

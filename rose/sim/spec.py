@@ -39,9 +39,7 @@ class Model:
     parameters: float
     active_parameters: float  # per token; less than `parameters` in a mixture of experts
     layers: int
-    attention_width: int  # heads x head size
     kv_bytes_per_token: float  # of all layers
-    weight_bytes: float  # as the engine holds them
 
 
 @dataclass(frozen=True)

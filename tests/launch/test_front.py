@@ -88,6 +88,11 @@ def launch(tmp_path, monkeypatch, capsys):
             ["env.members.calculator.args.largest=0", "1000000"],
         ),
         (["~trainer.stepz"], ["trainer.stepz", "no such key"]),
+        (["~trainer.steps=7"], ["~trainer.steps=7", "another value", "~trainer.steps"]),
+        (["+trainer.steps=7"], ["+trainer.steps=7", "has trainer.steps already", "write trainer"]),
+        (["+env=calculator"], ["+env=calculator", "has env already", "write env=calculator"]),
+        (["env@b=calculator"], ["env@b=calculator", "not in the default", "+env@b=calculator"]),
+        (["-m", "seed=1,2", "trainer.stepz=1,2"], ["trainer.stepz=1: no such"]),
         (["trainer.steps"], ["trainer.steps=VALUE"]),
         (["name=a=[b"], ["name=a=[b", "can't be read"]),
         (

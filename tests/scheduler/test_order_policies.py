@@ -1,4 +1,4 @@
-"""Which waiting turn goes first: longest_first, progressive, mlfq."""
+"""Which waiting turn goes first: longest_first, mlfq."""
 
 from random import Random
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rose.policies.causal_tree import GENERATION, WINDOW, CausalTree
 from rose.policies.libra import Mlfq
-from rose.policies.ours import Progressive
 from rose.policies.plain import Fixed, LeastLoaded
 from rose.policies.seer import LongestFirst
 from rose.policies.verl import Synchronous
@@ -17,7 +16,6 @@ from rose.scheduler.core import Scheduler
 
 ORDERS = {
     "longest_first": LongestFirst,
-    "progressive": Progressive,
     "mlfq short": lambda: Mlfq(limits=[100], first="short", patience=1000),
     "mlfq long": lambda: Mlfq(limits=[50, 200], first="long", patience=1000),
 }
@@ -181,35 +179,6 @@ def test_groups_that_are_over_are_forgotten():
     rollout.cancel("g1.0.0")
     rollout.feed(ev.StepBegun(at=0.0, step=1, groups=1))
     assert not order._groups
-
-
-# --------------------------------------------------------------------------- progressive
-
-
-def test_the_trajectory_that_has_finished_most_turns_goes_first_then_the_oldest():
-    rollout = Rollout(Progressive(), sequences=3)
-    for turn in ("g0.0.0", "g0.1.0", "g0.2.0"):
-        rollout.request(turn)
-    rollout.request("g1.0.0"), rollout.request("g1.1.0"), rollout.request("g1.2.0")
-    rollout.end("g0.2.0", 5), rollout.end("g0.1.0", 5)
-    rollout.request("g0.2.1"), rollout.request("g0.1.1")
-    assert rollout.queue() == ["g0.1.1", "g0.2.1", "g1.2.0"]
-
-
-def test_a_turn_that_lost_its_worker_keeps_its_trajectorys_progress():
-    rollout = Rollout(Progressive())
-    rollout.request("g0.0.0"), rollout.request("g1.0.0")
-    rollout.end("g0.0.0", 5)
-    rollout.request("g0.0.1"), rollout.request("g2.0.0")
-    rollout.end("g1.0.0", 5)
-    assert rollout.started[-1] == "g0.0.1"
-    rollout.feed(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
-    rollout.feed(
-        ev.WorkerJoined(
-            at=2.0, worker="b", kind="dedicated", max_sequences=1, kv_tokens=10**6, version=0
-        )
-    )
-    assert rollout.started[-1] == "g0.0.1"
 
 
 # --------------------------------------------------------------------------- mlfq
