@@ -51,7 +51,9 @@ install() {
         fail "apt-get could not install $PACKAGES"
 }
 
-alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
+runs() { grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$1/status"; }  # PID; one that ended, and that nobody waited for, does not
+
+alive() { [ -s "$1" ] && runs "$(cat "$1")"; }
 
 up() { alive $run/slurmctld.pid; }
 
@@ -226,8 +228,8 @@ end() {  # PIDFILE: TERM, then KILL after 10 s
     alive "$1" || { rm -f "$1"; return 0; }
     local pid; pid=$(cat "$1")
     kill "$pid"
-    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
-    kill -9 "$pid" 2>/dev/null
+    for _ in $(seq 100); do runs "$pid" || break; sleep 0.1; done
+    runs "$pid" && kill -9 "$pid" 2>/dev/null
     rm -f "$1"
 }
 
