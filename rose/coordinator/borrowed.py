@@ -2,7 +2,7 @@
 they are gone.
 
 Nothing that such a rank does, says or leaves undone may stop the run: what it says is checked
-before anybody acts on it, and a rank that says nonsense is shown out. Left out: the way to it
+before anybody acts on it, and a rank that says nonsense is disconnected. Left out: the way to it
 (rose/comm/guest.py) and turns (rose/coordinator/turns.py).
 """
 
@@ -53,7 +53,7 @@ class _Rank:
     ask: Ask
     id: str
     asked_at: float  # monotonic
-    comes: asyncio.Event = field(default_factory=asyncio.Event)
+    connecting: asyncio.Event = field(default_factory=asyncio.Event)
     guest: Guest | None = None
     connected: bool = False
     greeted: bool = False  # its hello was found right
@@ -93,21 +93,21 @@ class Borrowed:
         self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
         await asyncio.to_thread(self._door.open)
         try:
-            await self._tasks.run_until(self._attend())
+            await self._tasks.run_until(self._poll())
         finally:
             await self._tasks.close(1.0)
             self._door.close()
 
-    async def _attend(self) -> None:
+    async def _poll(self) -> None:
         beat_at = sent_at = looked_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
-            asks, comes = await asyncio.to_thread(self._door.look)
+            asks, connecting = await asyncio.to_thread(self._door.look)
             for id, ask in asks:
                 await self._decide(id, ask)
             for rank in self._ranks.values():
-                if rank.id in comes:
-                    rank.comes.set()
+                if rank.id in connecting:
+                    rank.connecting.set()
             now = time.monotonic()
             if now - sent_at >= self._config.heartbeat_s:
                 sent_at = now
@@ -127,7 +127,7 @@ class Borrowed:
         if rank is not None and rank.connected:
             rank.guest.send(message)
 
-    async def see_off(self, reason: str) -> None:
+    async def disconnect_all(self, reason: str) -> None:
         """Tell all of them that the run has ended, while their connections still stand."""
         for address in self._ranks:
             self.send(address, p.Shutdown(reason))
@@ -155,22 +155,22 @@ class Borrowed:
         rank = self._ranks[address] = _Rank(
             f"borrowed-{address - self._first + 1}", ask, id, time.monotonic()
         )
-        self._tasks.spawn(self._attend_to(address, rank))
+        self._tasks.spawn(self._serve_rank(address, rank))
 
-    async def _attend_to(self, address: int, rank: _Rank) -> None:
+    async def _serve_rank(self, address: int, rank: _Rank) -> None:
         """From the admission to the end of one rank."""
         try:
             rank.guest = await Guest.open(self._launcher, self._mpi_env)
         except GuestGone as error:
             await asyncio.to_thread(self._door.answer, rank.id, reason=str(error), temporary=True)
-            self._show_out(address, str(error))
+            self._disconnect(address, str(error))
             return
         try:
             await asyncio.to_thread(
                 self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port
             )
             async with asyncio.timeout(self._patience_s):
-                await rank.comes.wait()
+                await rank.connecting.wait()
             await rank.guest.accept()
             rank.connected = True
             self._tasks.spawn(self._expect_hello(address, rank))
@@ -178,7 +178,7 @@ class Borrowed:
                 self._hear(address, rank, await rank.guest.receive())
         except (GuestGone, TimeoutError) as error:
             never = "" if rank.connected else "before it had joined: "
-            self._show_out(
+            self._disconnect(
                 address, never + (str(error) or f"it did not come within {self._patience_s:g} s")
             )
         finally:
@@ -188,30 +188,30 @@ class Borrowed:
     async def _expect_hello(self, address: int, rank: _Rank) -> None:
         await asyncio.sleep(HELLO_S)
         if not rank.greeted:
-            self._show_out(address, f"said nothing right within {HELLO_S:g} s")
+            self._disconnect(address, f"said nothing right within {HELLO_S:g} s")
 
     # ----------------------------------------------------------------- its words
 
     def _hear(self, address: int, rank: _Rank, message: p.Message | WireError) -> None:
         """Whatever is wrong with a word of it concerns this rank alone."""
         if isinstance(message, WireError):
-            self._show_out(address, f"sent what is no message: {message}")
+            self._disconnect(address, f"sent what is no message: {message}")
         elif isinstance(message, p.JoinHello) and not rank.greeted:
             self._hello(address, rank, message)
         elif not rank.greeted or not isinstance(message, SAYS):
-            self._show_out(address, f"said {type(message).__name__}, which is not for it to say")
+            self._disconnect(address, f"said {type(message).__name__}, which is not for it to say")
         elif getattr(message, "worker", rank.worker) != rank.worker:
-            self._show_out(address, f"speaks for {message.worker}")
+            self._disconnect(address, f"speaks for {message.worker}")
         elif isinstance(message, p.VersionFailed) and message.version >= self._hub().version:
-            self._show_out(address, f"could not load version {message.version}: {message.error}")
+            self._disconnect(address, f"could not load version {message.version}: {message.error}")
         else:
             self._listen(address, rank, message)
 
     def _hello(self, address: int, rank: _Rank, message: p.JoinHello) -> None:
         if not self._door.is_token(message.token):
-            self._show_out(address, "its token is not the run's")
+            self._disconnect(address, "its token is not the run's")
         elif message.worker != rank.worker:
-            self._show_out(
+            self._disconnect(
                 address, f"calls itself {message.worker}, and was admitted as {rank.worker}"
             )
         else:
@@ -228,7 +228,7 @@ class Borrowed:
             self._check(message)
             self._hub().handle(address, message)
         except ValueError as error:
-            self._show_out(address, str(error))
+            self._disconnect(address, str(error))
             return
         if isinstance(message, p.WorkerLeft):
             rank.guest.send(p.Shutdown("goodbye"))
@@ -275,13 +275,13 @@ class Borrowed:
         for address, rank in list(self._ranks.items()):
             silent = now - rank.guest.heard_at if rank.greeted else 0.0
             if silent > self._config.lost_after_s:
-                self._show_out(
+                self._disconnect(
                     address,
                     f"silent for {silent:.1f} s (serving.lost_after_s="
                     f"{self._config.lost_after_s:g})",
                 )
 
-    def _show_out(self, address: int, why: str) -> None:
+    def _disconnect(self, address: int, why: str) -> None:
         """It may be alive: it is told, and may ask again."""
         rank = self._ranks.pop(address, None)
         if rank is None:
@@ -292,5 +292,5 @@ class Borrowed:
             f"{rank.worker}: {why}" + (f"; {held} turns go elsewhere" if held else ""),
         )
         if rank.guest is not None:
-            rank.guest.send(p.Shutdown(f"shown out: {why}"))
-            self._tasks.spawn(rank.guest.close())  # which ends `_attend_to`, too
+            rank.guest.send(p.Shutdown(f"disconnected: {why}"))
+            self._tasks.spawn(rank.guest.close())  # which ends `_serve_rank`, too

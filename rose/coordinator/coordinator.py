@@ -139,7 +139,7 @@ class Coordinator:
         finally:
             if self._committing is not None:
                 self._committing.cancel()
-            await self.borrowed.see_off("the run has ended, or goes on in another attempt")
+            await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
             close_all(self.journal, self.live, self.metrics)
 

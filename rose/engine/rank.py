@@ -405,7 +405,8 @@ class RolloutWorker:
         while (
             self._mirror.find(edge) is None
             and edge not in self._mirror.failures
-            and time.monotonic() - began < (ARRIVES_S if self._mirror.comes(edge) else BEGINS_S)
+            and time.monotonic() - began
+            < (ARRIVES_S if self._mirror.is_arriving(edge) else BEGINS_S)
         ):
             await asyncio.sleep(0.002)
         if edge in self._mirror.failures:

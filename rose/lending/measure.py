@@ -196,9 +196,9 @@ class Measured:
         self._read += len(whole)
         return [_step(json.loads(line)) for line in whole.splitlines()]
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """As R's threads do beside S."""
-        priority.stand_back(self.process.pid, priority.may_return())
+        priority.lower_priority(self.process.pid, priority.may_return())
 
     def shutdown(self) -> None:
         process = self.process

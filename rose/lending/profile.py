@@ -189,7 +189,7 @@ async def _measure(
         say("measuring it alone")
         rollout = await m.alone(engines[1], ALONE * seconds)
         if not gpus and config.serving.lending.priority == "idle":
-            engines[1].give_way()
+            engines[1].lower_priority()
         say("measuring both together")
         return (
             {"online": online, "rollout": rollout},

@@ -75,7 +75,7 @@ class SimWorker:
     def hold(self, now: float) -> None:
         self.held_since = now if self.held_since < 0 else self.held_since
 
-    def let_go(self, now: float) -> None:
+    def end_hold(self, now: float) -> None:
         if self.held_since >= 0:
             self.held_s += now - self.held_since
             self.held_since = -1.0
@@ -158,7 +158,7 @@ class Workers:
             )
         )
         if self._hub.rests(name):
-            worker.let_go(now)
+            worker.end_hold(now)
         if worker.budget is not None:
             self._look(worker, 0)
 
@@ -186,7 +186,7 @@ class Workers:
             worker.engine.remove(work, turn)
         self._hub.returned(worker, list(worker.turns.values()))
         self._hub.reschedule(worker)
-        worker.let_go(now)
+        worker.end_hold(now)
         self.waited_for.pop(worker.name, None)
         self._feed(ev.WorkerLost(at=now, worker=worker.name, reason=reason))
         self._hub.synced()
@@ -313,7 +313,7 @@ class Workers:
     def rest(self, action: ev.RestWorker) -> None:
         worker = self.by_name[action.worker]
         self._changes_side(worker)
-        worker.let_go(self._loop.now)
+        worker.end_hold(self._loop.now)
         worker.asked_at = -1.0
 
     def _is_ready(self, worker: SimWorker) -> None:
@@ -486,7 +486,7 @@ class Workers:
             if worker.busy_since >= 0:
                 worker.spans.extend((worker.busy_since, now))
                 worker.busy_since = -1.0
-            worker.let_go(now)
+            worker.end_hold(now)
             if worker.load is not None and worker.pool.name in observers:
                 observers[worker.pool.name].add(worker.load, worker.ahead, worker.spans)
             engine = worker.engine

@@ -156,7 +156,7 @@ class Mirror:
         edge = self._edges.get(name)
         return edge.folder if edge is not None and edge.ended == self._roots else None
 
-    def comes(self, name: str) -> bool:
+    def is_arriving(self, name: str) -> bool:
         """Whether the edge `name` has begun to arrive, and is not complete."""
         return name in self._edges and self.find(name) is None
 

@@ -200,7 +200,7 @@ def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behavi
         await c.until(c.lost, "the refusal")
         assert re.search(words, c.lost()[0])
         await c.until(lambda: joiner.poll() is not None, "its end")
-        assert "shown out" in joiner.communicate()[0]
+        assert "disconnected: " in joiner.communicate()[0]
         assert c.workers() == ["rollout-0"] and c.world.actions == []
         assert c.world.hub.ledger._turns["g0.1.t0"].made == 0
         c.world.finish([4])

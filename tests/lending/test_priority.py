@@ -14,7 +14,7 @@ from rose.lending.vllm.priority import Priority
 kept = threading.Thread(target=threading.Event().wait, daemon=True); kept.start()
 made = Priority(except_for=kept.native_id)
 for line in sys.stdin:
-    made.give_way()
+    made.lower()
     later = threading.Thread(target=threading.Event().wait, daemon=True); later.start()
     states = [os.sched_getscheduler(t.native_id) for t in (threading.main_thread(), kept, later)]
     nices = [os.getpriority(os.PRIO_PROCESS, t.native_id) for t in (threading.main_thread(), kept, later)]
@@ -22,7 +22,7 @@ for line in sys.stdin:
 """
 
 
-def test_all_threads_but_one_stand_back_and_may_be_lifted_again():
+def test_all_threads_but_one_get_a_lower_priority_and_the_common_one_again():
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -38,7 +38,7 @@ def test_all_threads_but_one_stand_back_and_may_be_lifted_again():
         states, nices = step()
         if priority.may_return():
             assert states == [os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_IDLE]
-            priority.lift(process.pid)
+            priority.restore_priority(process.pid)
             assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
             assert step()[0][0] == os.SCHED_IDLE
         else:
@@ -52,4 +52,4 @@ def test_trying_leaves_this_thread_as_it_is_and_lifting_nobody_is_no_error():
     before = os.sched_getscheduler(0)
     priority.may_return()
     assert os.sched_getscheduler(0) == before and threading.active_count() >= 1
-    priority.lift(2**22 - 3)
+    priority.restore_priority(2**22 - 3)

@@ -17,7 +17,7 @@ from rose.lending.vllm.pool import Call, Pool
 from rose.lending.vllm.steps import Timed
 
 BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
-LATE = 16  # who waits at a shut gate looks a sixteenth of the time late for which it has been shut
+LATE = 16  # a shut gate is polled after a 16th of the time for which it has been shut
 
 
 class Member(Timed):

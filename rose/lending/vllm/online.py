@@ -25,7 +25,7 @@ from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.rules.slo import Attainment, Promptness, Request, hold_until
 from rose.lending.vllm.member import Member, vllm_scheduler
 from rose.lending.vllm.pool import AT_ONCE, Call
-from rose.lending.vllm.priority import lift
+from rose.lending.vllm.priority import restore_priority
 
 MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
 # for making it resident, at the start and with each beat without requests
@@ -338,9 +338,9 @@ class OnlineScheduler(Member):
         """What doesn't wait for the end of a step."""
         if self._heap is not None and not self._seen:
             self._heap.catch_up(HEAP_BEAT_S)
-        self._insist()
+        self._reclaim()
 
-    def _insist(self) -> None:
+    def _reclaim(self) -> None:
         """A rollout engine that keeps what online requests wait for is given the core to let go of
         it, and ended if it doesn't in time."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
@@ -354,7 +354,7 @@ class OnlineScheduler(Member):
         if now - self._asked_at > self._lending.revoke_after_s:
             os.kill(int(rollout.pid), signal.SIGKILL)
         else:
-            lift(int(rollout.pid))
+            restore_priority(int(rollout.pid))
 
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():

@@ -1,9 +1,9 @@
-"""How the rollout engine's threads stand back on a CPU, where nothing ranks two engines as streams
-on a GPU are ranked.
+"""The lower priority of the rollout engine's threads on a CPU, where nothing ranks two engines as
+streams on a GPU are ranked.
 
 They run where no other wants the core (Linux's SCHED_IDLE). But behind an online engine that keeps
 the core a step would take any time to end, and memory is given back between steps: so the online
-engine lifts them to the common priority while it waits for memory, where its user may (root, or an
+engine gives them the common priority while it waits for memory, where its user may (root, or an
 RLIMIT_NICE of 20 or more). Where he may not, they are only made nice: a sixty-eighth of the core is
 theirs in any case. Either way counts within one session alone, as Linux's autogroups share cores
 between sessions whatever their threads' priorities; rose.serving keeps both engines in one.
@@ -25,16 +25,16 @@ class Priority:
         self._except_for = except_for
         self._may_return = may_return()
 
-    def give_way(self) -> None:
+    def lower(self) -> None:
         """From the thread that computes. Cheap when nothing has changed."""
         if self._may_return and os.sched_getscheduler(0) == os.SCHED_IDLE:
             return
         if not self._may_return and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
             return
-        stand_back(os.getpid(), self._may_return, self._except_for)
+        lower_priority(os.getpid(), self._may_return, self._except_for)
 
 
-def stand_back(pid: int, to_idle: bool, except_for: int | None = None) -> None:
+def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> None:
     """The threads of a process but one. `to_idle`: as `may_return` says."""
     for thread in _threads(pid):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -46,8 +46,8 @@ def stand_back(pid: int, to_idle: bool, except_for: int | None = None) -> None:
                 os.setpriority(os.PRIO_PROCESS, thread, NICE)
 
 
-def lift(pid: int) -> None:
-    """Another process' threads, to the common priority, until they give way again; nothing where
+def restore_priority(pid: int) -> None:
+    """Another process' threads, to the common priority, until it lowers it again; nothing where
     this user may not."""
     with contextlib.suppress(OSError):
         for thread in _threads(pid):

@@ -79,7 +79,7 @@ class RolloutScheduler(Evicting, Member):
         self._due = False
         self._fit_memory()
         if self._priority is not None:
-            self._priority.give_way()  # also after the online engine has lifted it for the memory
+            self._priority.lower()  # also after the online engine has lifted it for the memory
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
             self._rotate(self.max_num_scheduled_tokens)

@@ -124,7 +124,7 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
     driven, boards, monkeypatch
 ):
     lifted = []
-    monkeypatch.setattr(online, "lift", lifted.append)
+    monkeypatch.setattr(online, "restore_priority", lifted.append)
     boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
     driven.scheduler._rollout._looked_at = float("-inf")
     driven.add("a", prompt=200, tokens=200)
