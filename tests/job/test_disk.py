@@ -4,6 +4,7 @@ is room again."""
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,6 +48,16 @@ def halves(run: Path) -> list[Path]:
     return [path for path in run.rglob("*") if path.suffix in (".tmp", ".part")]
 
 
+def trainer_held(job: Job) -> psutil.Process:
+    """The trainer, suspended once the first step's checkpoint is whole: whatever the test does to
+    the disk, however slowly, is done before the second's."""
+    job.until(lambda: checkpoint.latest(job.run), "the first step's checkpoint")
+    trainer = psutil.Process(job.rank("trainer")["pid"])
+    trainer.suspend()
+    assert not list((job.run / "checkpoints").glob("step-000002*"))
+    return trainer
+
+
 def assert_complete(job: Job) -> None:
     """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished
     left."""
@@ -65,13 +76,11 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_aga
     disk, start
 ):
     job = start()
-    job.until(
-        lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2),
-        "the second step's rollout",
-    )
+    trainer = trainer_held(job)
     whole = contents(checkpoint.latest(job.run))
     # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
     disk.fill(leave=1_200_000)
+    trainer.resume()
     assert job.wait(SOON_S) == 1, job.said
     assert f"{job.run}: No space left on device; free some space there; {CONTINUES}" in job.said
     assert "Traceback" not in job.said and job.orphans() == []
@@ -95,11 +104,9 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_aga
 
 def test_a_disk_that_becomes_read_only_ends_the_job_and_leaves_the_last_checkpoint(disk, start):
     job = start()
-    job.until(
-        lambda: checkpoint.latest(job.run) and job.phase() == ("rollout", 2),
-        "the second step's rollout",
-    )
+    trainer = trainer_held(job)
     disk.fail()
+    trainer.resume()
     assert job.wait(SOON_S) == 1, job.said
     assert (
         f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}" in job.said
