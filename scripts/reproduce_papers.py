@@ -55,7 +55,7 @@ ROWS = (
     ),
     Row("seer_72b", "rollout time under", "seer", "verl_dedicated", (1.27, 1.56),
         "table 4, divided and context-aware, of three models",
-        "the paper divides over a pool of KV caches, ours computes a prefix again where it moves"),
+        "not explained: ours computes moved prefixes again, which costs it time; one model here"),
     Row("rlboost_8b", "tokens/s", "verl", "", (10_000, 10_000), "its artifact's REPRODUCE.md",
         "lengths are ours"),
     *(
