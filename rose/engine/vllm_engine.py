@@ -515,7 +515,9 @@ class Engine(Activation, Staging):
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     async def _call(self, coroutine, timeout_s: float):
-        """Await a call into the engine, but not beyond its death or `timeout_s`."""
+        """Await a call into the engine, but not beyond its death or `timeout_s`: a process that
+        hangs so long is ended, as another one can be started in its place. Raises `EngineDied`, or
+        what the engine raised."""
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait(
             {task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -526,4 +528,7 @@ class Engine(Activation, Staging):
         if task.done():
             raise task.exception()
         task.cancel()
-        raise EngineError(f"engine process {self.pid} did not answer within {timeout_s:g} s")
+        self._process.kill()
+        raise EngineDied(
+            f"engine process {self.pid} was ended, as it did not answer within {timeout_s:g} s"
+        )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rose import config, protocol
 from rose.config import read_shape
-from rose.engine import layout
+from rose.engine import layout, vllm_engine
 from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
@@ -420,7 +420,9 @@ def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
     loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), 5))
 
 
-def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):
+def test_a_dead_engine_is_noticed_at_once_a_new_one_starts_and_one_that_hangs_is_ended(
+    start, loop, monkeypatch
+):
     engine = start("Qwen3")
 
     async def scenario() -> float:
@@ -442,6 +444,11 @@ def test_a_killed_engine_is_noticed_at_once_and_a_new_one_starts(start, loop):
     loop.run_until_complete(engine.shutdown())
     again = start("Qwen3")
     assert loop.run_until_complete(turn(again, "t", PROMPTS[0]))["tokens"]
+    monkeypatch.setattr(vllm_engine, "RPC_TIMEOUT_S", 1.0)
+    os.kill(again.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied, match="did not answer within 1 s"):
+        loop.run_until_complete(again.checksum())
+    loop.run_until_complete(asyncio.wait_for(asyncio.shield(again.died), 30))
 
 
 def test_a_seeded_turn_that_would_kill_the_engine_is_refused(start, loop):

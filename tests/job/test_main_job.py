@@ -99,21 +99,28 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
 
 
 def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
-    job = Job(tmp_path, "rollout.workers=2", "trainer.steps=4", "trainer.batch_size=64")
+    job = Job(tmp_path, "rollout.workers=2", "trainer.steps=2", "trainer.batch_size=512")
     job.until(
-        lambda: job.phase() == ("rollout", 2) and job.steps() and 0 < job.live()["finished"] < 64,
-        "the midst of step 2's rollout",
+        lambda: job.phase() == ("rollout", 2) and 0 < job.live()["finished"] < 256,
+        "the first half of step 2's rollout",
     )
     engine = job.engine()
-    # what it is given meanwhile it has when it dies; at any moment it may have nothing
+    # a suspended engine keeps what it has and what it is given: at any moment it may have nothing
     engine.suspend()
-    time.sleep(0.5)
+    suspended = time.time()
+
+    def holds_a_turn() -> bool:
+        live = job.live()
+        last = live["workers"]["rollout-1"]
+        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
+
+    job.until(holds_a_turn, "a turn at the suspended engine")
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()
     assert [fault["what"] for fault in job.faults()] == ["engine died"]
     assert job.steps()[-1]["engine_restarts"] == 1
     assert sum(row["migrations"] for row in job.steps()) > 0
-    assert trained_on(job.run, 4) == [f"g{g}.{m}" for g in range(64) for m in range(4)]
+    assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(256) for m in range(4)]
     assert job.orphans() == []
 
 
