@@ -184,7 +184,9 @@ def main(arguments: Sequence[str]) -> int:
         CONSOLE.print(shown(short, "Each paper and ours"))
         kept = read_csv(path) if only and path.exists() else []
         new = {row["setting"] for row in found}
-        write_csv(path, [row for row in kept if row["setting"] not in new] + found)
+        order = [" ".join([row.setting, *row.overrides]) for row in ROWS]
+        table = [row for row in kept if row["setting"] not in new] + found
+        write_csv(path, sorted(table, key=lambda row: order.index(row["setting"])))
     if out == RESULTS:
         put(REPOSITORY / "docs" / "simulator.md", "papers", words(read_csv(path)))
     return 0
