@@ -120,6 +120,7 @@ class Algorithm(Section):
     # truncated importance sampling between engine and trainer; null: off
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
+    kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
 
 
 class Optimizer(Section):

@@ -47,6 +47,7 @@ def step_row(
         "turns_mean": float(np.mean([t.turns for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
+        "groups_equal": float(np.mean([len({t.reward for t in group}) == 1 for group in groups])),
         "failed_trajectories": rollouts.groups.failed,
         "groups_dropped": rollouts.dropped_groups,
         "tokens_dropped": rollouts.dropped_tokens,

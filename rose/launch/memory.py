@@ -13,6 +13,7 @@ Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage na
   from stage 1; on the host with offload_optimizer
 - reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
   stage 3 keeps it
+- reference of algorithm.kl_coef: b P, shared from stage 3
 Trainer, at the worst moment of a pass, more:
 - gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's
   stage3_max_live_parameters)
@@ -76,7 +77,7 @@ class Estimate:
 
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
-    resting, states = _resting(c, shape), ("weights", "gradients", "optimizer")
+    resting, states = _resting(c, shape), ("weights", "gradients", "optimizer", "reference")
     worst = max(
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
@@ -118,6 +119,7 @@ def _resting(c: Config, shape: ModelShape) -> Items:
         "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS))
         if t.zero_stage == 3
         else 0.0,
+        "reference": size * p / _shared(c, 3) if c.algorithm.kl_coef else 0.0,
     }
 
 

@@ -62,7 +62,7 @@ def build_report(run_dir: Path | str) -> Path:
                 "Where the time goes", figure("phases") + figure("timeline") + figure("throughput")
             ),
             section("Responses", figures("lengths", "tokens")),
-            section("Optimisation", figures("mismatch", "ratio", "entropy", "grad")),
+            section("Optimisation", figures(*_optimisation(steps))),
             section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
             section("Faults", _faults(faults, steps)),
             section("Details", _details(steps, config)),
@@ -84,6 +84,12 @@ def build_report(run_dir: Path | str) -> Path:
     )
     write_whole(path, html.encode())
     return path
+
+
+def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
+    """Figures of that section; one of a reference only where the run has one."""
+    reference = ["reference"] if any("reference_kl" in row for row in steps) else []
+    return ["mismatch", "ratio", "entropy", "grad", "equal", *reference]
 
 
 def _config(run_dir: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ CURVES = (
     "entropy",
     "mismatch_kl",
     "mismatch_max_ratio",
+    "reference_kl",
+    "groups_equal",
     "staleness_mean",
 )
 PHASES = ("rollout", "train", "sync", "idle")

@@ -29,6 +29,7 @@ from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
+from rose.trainer.reference import Reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = (
@@ -182,10 +183,15 @@ class DeepSpeedEngine:
         )
         self.engine.train()
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
+        self.reference: Reference | None = None
 
     @property
     def policy(self) -> Policy:
         return self.engine.module
+
+    def models(self) -> list[Policy]:
+        """The policy, and the reference if there is one."""
+        return [self.policy, *([self.reference.policy] if self.reference else [])]
 
     def __call__(
         self,
@@ -273,6 +279,16 @@ class DeepSpeedEngine:
             yield from group["params"]
         for state in optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
+        if self.reference is not None:
+            yield from self.reference.states()
+
+    def hold_reference(self, folder: Path | str) -> None:
+        """Read the model of `folder` once more, as the frozen reference of the KL penalty."""
+        policy = _load_policy(self.settings, folder, self.policy.head.elements)
+        policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
+        whole = self.settings.zero_stage != 3
+        split = None if whole else _frozen_config(self.settings, policy.largest_layer())
+        self.reference = Reference(policy, self.device, split)
 
     def forget_gathered(self) -> None:
         """Give back what ZeRO-3 gathered of other ranks' shares."""
@@ -354,6 +370,15 @@ def _load_policy(trainer: configuration.Trainer, folder: Path | str, logit_eleme
     # While this object lives, from_pretrained splits what it reads over the ranks.
     split = HfDeepSpeedConfig(zero_config(trainer, LARGEST_BUCKET))  # noqa: F841
     return load(*args)
+
+
+def _frozen_config(trainer: configuration.Trainer, layer: int) -> dict[str, Any]:
+    """DeepSpeed's JSON for a model that ZeRO-3 splits and nobody trains."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": max(PREFETCHED, layer)},
+    }
+    return config | ({"bf16": {"enabled": True}} if trainer.dtype == "bfloat16" else {})
 
 
 def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Optimizer:

@@ -29,6 +29,7 @@ class Head(nn.Module):
     def __init__(self, output: nn.Linear, logit_elements: int):
         super().__init__()
         self.weight, self.bias = output.weight, output.bias
+        self.elements = logit_elements
         self.chunk_rows = max(1, logit_elements // output.out_features)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

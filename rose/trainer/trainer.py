@@ -40,6 +40,7 @@ from rose.trainer.deepspeed_engine import (
 from rose.trainer.importance import importance_weights, mismatch
 from rose.trainer.offload import Offload
 from rose.trainer.prefix_tree import obstacle
+from rose.trainer.reference import penalty
 from rose.trainer.shards import ShardReader
 from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec
@@ -79,6 +80,8 @@ class Trainer:
         self._peers = _Peers(index, world, on_hosts)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
+        if config.algorithm.kl_coef:
+            self.engine.hold_reference(folder)
         self._publisher: Publisher | None = None
         self.no_trees, self.costs = self._prepare_trees(folder)
 
@@ -93,7 +96,8 @@ class Trainer:
         without = policy.why_not_flex(self.device)
         flex = not self._peers.sum(int(bool(without)))
         if flex:
-            policy.use_flex()
+            for model in self.engine.models():
+                model.use_flex()
         elif t.micro_batch_tokens > DENSE_TOKENS:
             return (
                 f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, "
@@ -250,6 +254,7 @@ class _Step:
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, step.step
         self.device, self.recorder = trainer.device, trainer.recorder
         self.cap = trainer.config.algorithm.importance_cap
+        self.kl_coef = trainer.config.algorithm.kl_coef
         summary = Summary(
             torch.tensor(step.summary.rewards, dtype=torch.float32),
             torch.tensor(step.summary.groups),
@@ -324,7 +329,17 @@ class _Step:
         self._count(
             statistics | {"entropy": entropy.detach()}, mismatch(policy, behaviour, mask, cap)
         )
-        return (self._of(self.weights, batch)[:, None] * importance * losses).sum()
+        losses = importance * losses
+        if self.kl_coef:
+            losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
+        return (self._of(self.weights, batch)[:, None] * losses).sum()
+
+    def _penalty(self, logprobs: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
+        """(B, T) KL to the reference, which is counted, too."""
+        frozen = self.engine.reference.logprobs(batch.inputs, batch.targets, batch.mask, batch.tree)
+        kl = penalty(logprobs, frozen, mask)
+        self.sums["reference_kl"] += kl.detach().sum()
+        return kl
 
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
         """(N,) -> (B,); the padding row of an empty micro-batch gets 0."""

@@ -101,6 +101,16 @@ def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, grad
     assert ("gathered parameters" in items) == (stage == 3)
 
 
+@pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 8)])
+def test_a_reference_takes_its_weights_on_each_device(make_config, stage, share):
+    c = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}", "algorithm.kl_coef=0.01")
+    estimate, p = memory.trainer(c, c.model.shape), c.model.shape.parameters
+    assert estimate.items["reference"] == pytest.approx(2 * p / share / GIB)
+    without = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}")
+    more = estimate.firm - memory.trainer(without, c.model.shape).firm
+    assert more == pytest.approx(2 * p / share / GIB)
+
+
 def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
     c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
     assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rose.trainer.importance import importance_weights, mismatch
+from rose.trainer.reference import penalty
 
 PROXIMAL = [[-1.0, -0.5, -2.0], [-0.1, -3.0, 7.0]]
 BEHAVIOUR = [[-1.2, -0.5, -1.0], [-2.1, -2.9, float("nan")]]
@@ -104,3 +105,14 @@ def test_no_response_tokens_measure_nothing():
     assert all(
         value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, cap=2.0).values()
     )
+
+
+def test_penalty_is_k3_of_the_reference_with_the_policys_gradient():
+    policy, frozen, mask = tensors(requires_grad=True)
+    kl = penalty(policy, frozen, mask)
+    gaps = [[0.2, 0.0, -1.0], [2.0, -0.1, 0.0]]  # log(policy / reference)
+    expected = [[math.exp(-g) + g - 1 for g in row] for row in gaps]
+    torch.testing.assert_close(kl, torch.tensor(expected))
+    (gradient,) = torch.autograd.grad(kl.sum(), policy)
+    expected = [[1 - math.exp(-g) for g in row] for row in gaps]
+    torch.testing.assert_close(gradient, torch.tensor(expected))

@@ -64,7 +64,9 @@ def world(request, tmp_path_factory):
 class Plain:
     """The same steps, one trajectory at a time, without DeepSpeed, padding, chunks or shares."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, kl_coef=0.0):
+        self.kl_coef, self.kl = kl_coef, 0.0
+        self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.algorithm = build("grpo", {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False})
         self.optimizer = torch.optim.AdamW(
@@ -72,17 +74,24 @@ class Plain:
         )
         self.applied = 0
 
-    def logprobs(self, t):
+    def logprobs(self, t, model=None):
         tokens = torch.tensor(unpack_tokens(t.tokens)).long()
-        logp = self.model(input_ids=tokens[None, :-1]).logits.log_softmax(-1)
+        logp = (model or self.model)(input_ids=tokens[None, :-1]).logits.log_softmax(-1)
         return logp.gather(2, tokens[None, 1:, None]).squeeze(2)  # (1, T)
 
     def loss(self, t, row, proximal, advantages, weights):
         mask = torch.tensor(np.frombuffer(t.mask, np.uint8)[1:].astype(np.float32))[None]
         behaviour = torch.tensor(unpack_floats(t.logprobs))[None, 1:]
-        batch = TokenBatch(self.logprobs(t), proximal, behaviour, advantages[row : row + 1], mask)
+        logprobs = self.logprobs(t)
+        batch = TokenBatch(logprobs, proximal, behaviour, advantages[row : row + 1], mask)
         losses, _ = self.algorithm.token_loss(batch)
-        return (weights[row] * importance_weights(proximal, behaviour, mask, 1.1) * losses).sum()
+        with torch.no_grad():
+            difference = self.logprobs(t, self.reference)
+        difference = difference - logprobs
+        kl = (difference.exp() - difference - 1) * mask
+        self.kl += kl.sum().item()
+        losses = importance_weights(proximal, behaviour, mask, 1.1) * losses + self.kl_coef * kl
+        return (weights[row] * losses).sum()
 
     def train(self, seed, limit, updates, _):
         """Returns (loss, mean gradient norm)."""
@@ -125,6 +134,29 @@ def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
         np.testing.assert_allclose(
             trained[name], parameter.detach().numpy(), rtol=0, atol=2e-3 * moved, err_msg=name
         )
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 2)])
+def test_kl_penalty_to_the_frozen_reference_equals_the_plain_loop(stage, ranks, tmp_path):
+    model = tiny_world.save_model(tmp_path / "model")
+    job = {
+        "name": "run",
+        "settings": ["algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}"],
+        "actions": [*(["train", *step] for step in STEPS), ["turn"], ["train", *LAST]],
+    }
+    reports = tiny_world.run_world(job, tmp_path, ranks)
+    plain, without = Plain(model, 0.5), Plain(model)
+    for step, metrics in zip([*STEPS, LAST], reports[0]["metrics"], strict=True):
+        plain.kl = 0.0
+        loss, norm = plain.train(*step)
+        other, _ = without.train(*step)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert metrics["reference_kl"] * metrics["tokens"] == pytest.approx(plain.kl, abs=1e-4)
+    assert abs(loss - other) > 1e-4  # the penalty is part of what was compared
+    # weights, Adam's two moments and the reference leave the device together
+    for report in reports:
+        assert min(report["gone"]) > 0.8 * 16 * report["parameters"] / ranks
 
 
 def test_metrics_are_of_the_whole_batch_on_every_rank(world):

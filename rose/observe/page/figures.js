@@ -76,6 +76,8 @@ function drawAll() {
   simple("fig-mismatch", "Mismatch KL,", "engine against trainer, in nats per token.", [["mismatch_kl", "KL"]], {log: true});
   simple("fig-ratio", "Largest importance ratio", "of trainer to engine, over the tokens of a step.", [["mismatch_max_ratio", "ratio"]], {log: true});
   simple("fig-entropy", "Policy entropy,", "in nats per token.", [["entropy", "entropy"]], {fromZero: true});
+  if (DATA.curves.reference_kl) simple("fig-reference", "KL to the reference,", "policy against the model that the run began with, in nats per token.", [["reference_kl", "KL"]], {fromZero: true});
+  simple("fig-equal", "Groups with equal rewards,", "share of the trained ones, which teach nothing where rewards of a group are compared.", [["groups_equal", "share"]], {fromZero: true});
   simple("fig-grad", "Gradient norm", "before clipping.", [["grad_norm", "norm"]], {fromZero: true});
 }
 

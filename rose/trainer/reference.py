@@ -1,0 +1,58 @@
+"""The frozen reference model of `algorithm.kl_coef`: the weights of the model's folder, which no
+update changes.
+
+Its penalty is k3 of Schulman 2020 ("Approximating KL divergence"), as GRPO has it (arXiv
+2402.03300, equation 4): exp(d) - d - 1 with d = log(reference / policy), per token of the policy,
+weighed as the algorithm weighs the token. It is unbiased for KL(policy || reference) on tokens that
+the policy itself made, and never negative. Under ZeRO-3 the reference is split over the ranks as
+the policy is, else each rank holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rose.trainer.importance import log_ratio
+from rose.trainer.model import Policy
+from rose.trainer.prefix_tree import PrefixTree
+
+
+class Reference:
+    """`policy`: a second copy of the model, read from the same folder. `split`: DeepSpeed's
+    configuration where ZeRO-3 splits it, else null."""
+
+    def __init__(self, policy: Policy, device: torch.device, split: dict[str, Any] | None):
+        policy.requires_grad_(False)
+        policy.eval()
+        self.policy, self.device = policy, device
+        if split is None:
+            self._forward = policy.to(device)
+        else:
+            import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+
+            self._forward, *_ = deepspeed.initialize(
+                model=policy, dist_init_required=False, config=split
+            )
+
+    @torch.no_grad()
+    def logprobs(
+        self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
+    ) -> Tensor:
+        """As `Policy.forward`: (B, T) float32, 0 where mask is 0."""
+        inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
+        return self._forward(inputs, targets, mask, tree and tree.to(self.device))[0]
+
+    def states(self) -> Iterator[Tensor]:
+        """Its weights, which leave the device with the trainer's own."""
+        yield from self.policy.parameters()
+
+
+def penalty(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """k3 per token, (B, T) in nats, from (B, T) log-probabilities; its gradient is that of
+    `logprobs`. 0 where mask is 0."""
+    ratios = log_ratio(reference, logprobs, mask)
+    return (ratios.expm1() - ratios) * mask
