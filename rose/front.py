@@ -43,6 +43,7 @@ from rose.launch import (
 )
 from rose.observe import terminal, views
 from rose.observe.terminal import say
+from rose.reward import scorers
 
 # Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
@@ -170,6 +171,8 @@ def check(tree: dict) -> plan.Plan:
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.reward.pools:
+        scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
     made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
@@ -196,6 +199,7 @@ def with_whole_paths(c: Config) -> Config:
         c,
         rollout=msgspec.structs.replace(c.rollout, replay=replayed),
         transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
+        reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
     )
 
 

@@ -131,6 +131,10 @@ def run_role(
                 from rose.agent import host as environment
 
                 asyncio.run(environment.run(config, mailbox, recorder))
+            case p.Role.REWARD:
+                from rose.reward.rank import RewardRank
+
+                asyncio.run(RewardRank(config, run_dir, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
                 from rose.trainer import rank as trainer
 

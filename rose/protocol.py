@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 def seed_of(*parts: object) -> int:
@@ -32,6 +32,7 @@ class Role(enum.StrEnum):
 
     COORDINATOR = "coordinator"
     ENVIRONMENT = "environment"
+    REWARD = "reward"
     TRAINER = "trainer"
     ROLLOUT = "rollout"
 
@@ -193,12 +194,41 @@ class TrajectoryFinished(Message):
 
 
 class TrajectoryFailed(Message):
-    """The environment raised or hung; it is closed, and nothing of the trajectory is used."""
+    """The environment raised or hung, or (`scoring`) nobody could say what the episode is worth;
+    nothing of the trajectory is used."""
 
     id: str
     group: str
     domain: str
     error: str
+    scoring: bool = False
+
+
+class ScoreTrajectory(Message):
+    """Environment host -> reward rank: what is this episode worth? `prompt` is the same for all
+    answers to one prompt."""
+
+    id: str
+    prompt: str
+    episode: bytes  # JSON of a rose.reward.episode.Episode
+
+
+class TrajectoryScored(Message):
+    """Reward rank -> environment host. `error`: why there is no score, else empty."""
+
+    id: str
+    reward: float = 0.0
+    success: bool | None = None  # null: the scorer has no word on it
+    timed_out: bool = False
+    queue_s: float = 0.0  # until a worker took it
+    score_s: float = 0.0  # until it had the score
+    error: str = ""
+
+
+class CancelScore(Message):
+    """Environment host -> reward rank: nobody wants it any more."""
+
+    id: str
 
 
 class CancelTrajectory(Message):
@@ -479,6 +509,9 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | ScoreTrajectory
+    | TrajectoryScored
+    | CancelScore
     | WorkerReady
     | WorkerDown
     | WorkerLoad

@@ -14,10 +14,12 @@ from collections.abc import Callable, Coroutine
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build
-from rose.agent.loop import EnvironmentFailure, run_trajectory
+from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
+from rose.agent.scoring import Scoring
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
+from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 
@@ -33,7 +35,9 @@ class TrajectoryHost:
         send: Callable[[p.Message], None],
         spawn: Callable[[Coroutine], asyncio.Task],
         recorder: NullRecorder,
+        scoring: Scoring | None = None,
     ) -> None:
+        self._scoring = scoring
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
             chat,
@@ -52,6 +56,8 @@ class TrajectoryHost:
                 future = self._turns.pop(message.turn, None)
                 if future is not None and not future.done():
                     future.set_result(message)
+            case p.TrajectoryScored() if self._scoring is not None:
+                self._scoring.handle(message)
             case p.CancelTrajectory():
                 task = self._trajectories.pop(message.id, None)
                 if task is not None:
@@ -73,9 +79,13 @@ class TrajectoryHost:
                 self._config.model.max_context,
                 self._sampling(start.phase, member.max_new_tokens),
                 time.time,
+                self._scoring,
             )
         except EnvironmentFailure as failure:
-            self._send(p.TrajectoryFailed(start.id, start.group, start.domain, str(failure)))
+            scoring = isinstance(failure, ScoringFailure)
+            self._send(
+                p.TrajectoryFailed(start.id, start.group, start.domain, str(failure), scoring)
+            )
         else:
             self._recorder.span(
                 "trajectory",
@@ -112,8 +122,14 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator says `Shutdown`."""
     chat = ChatFormat(resolve(config.model), config.model.chat_template_args)
     tasks = Tasks()
+    pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
-        config, chat, lambda message: mailbox.send(COORDINATOR, message), tasks.spawn, recorder
+        config,
+        chat,
+        lambda message: mailbox.send(COORDINATOR, message),
+        tasks.spawn,
+        recorder,
+        Scoring(config.reward, pools, mailbox.send) if pools else None,
     )
 
     async def receive() -> None:

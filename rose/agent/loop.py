@@ -19,6 +19,7 @@ from rose import config
 from rose.agent import tool_calls
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.agent.scoring import Scoring, transcript
 from rose.protocol import (
     FinishReason,
     Sampling,
@@ -31,6 +32,7 @@ from rose.protocol import (
     seed_of,
     unpack_tokens,
 )
+from rose.reward.episode import Episode
 
 TOKEN_BYTES = 4
 REMINDER = f"Call a tool: write {tool_calls.FORM}"
@@ -47,6 +49,10 @@ class EnvironmentFailure(Exception):
         self.trajectory, self.cause = trajectory, cause
 
 
+class ScoringFailure(EnvironmentFailure):
+    """The episode went well, but nobody could say what it is worth."""
+
+
 async def run_trajectory(
     start: StartTrajectory,
     env: Environment,
@@ -57,8 +63,10 @@ async def run_trajectory(
     max_context: int,
     sampling: Sampling,
     clock: Clock,
+    scoring: Scoring | None = None,
 ) -> Trajectory:
-    """Run one episode on a fresh `env`, which is closed afterwards, whatever happens.
+    """Run one episode on a fresh `env`, which is closed afterwards, whatever happens. Its reward is
+    the environment's, or what `scoring` says.
 
     `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
     or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
@@ -68,7 +76,7 @@ async def run_trajectory(
     guard = _Guard(env, start.id, limits.step_timeout_s, key)
     try:
         trajectory = await _Episode(
-            start, env, chat, request_turn, limits, max_context, sampling, guard
+            start, env, chat, request_turn, limits, max_context, sampling, guard, scoring
         ).run(clock)
     except BaseException as error:
         try:
@@ -157,7 +165,9 @@ class _Episode:
         max_context: int,
         sampling: Sampling,
         guard: _Guard,
+        scoring: Scoring | None,
     ):
+        self.scoring = scoring
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
         self.limits, self.max_context, self.sampling, self.guard = (
             limits,
@@ -169,6 +179,7 @@ class _Episode:
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
         self.outcome = ""  # of the last tool call
+        self.stats: dict[str, float] = {}
 
     @property
     def room(self) -> int:
@@ -200,7 +211,36 @@ class _Episode:
             self.invalid_calls += step.invalid
             if not done:
                 self._prepare_next(self.chat.observation(step.observation, role, closed))
+        if self.scoring is not None:
+            await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
+
+    async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
+        """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no
+        reward of 0."""
+        asked = clock()
+        scored = await scoring.score(
+            Episode(
+                trajectory=self.start.id,
+                domain=self.start.domain,
+                seed=self.start.env_seed,
+                task=task,
+                transcript=transcript(self.chat, self.tokens, self.mask),
+                reward=self.reward,
+                success=self.success,
+                truncated=self.truncated,
+                turns=self.turns,
+            )
+        )
+        if scored.error:
+            raise ScoringFailure(self.start.id, f"its reward: {scored.error}")
+        self.reward, self.success = scored.reward, scoring.success(scored)
+        self.stats = {
+            "reward_wait_s": clock() - asked,
+            "reward_queue_s": scored.queue_s,
+            "reward_score_s": scored.score_s,
+            "reward_timed_out": float(scored.timed_out),
+        }
 
     async def _turn(self) -> tuple[str, bool]:
         """Have one turn generated and append it: its text, and whether an end-of-turn token closed
@@ -273,7 +313,7 @@ class _Episode:
             response_tokens=sum(self.mask),
             truncated=self.truncated,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)},
+            stats={"migrations": float(self.migrations)} | self.stats,
             started=started,
             finished=finished,
             domain=self.start.domain,

@@ -47,6 +47,7 @@ def check(c: Config) -> None:
     _check_serving(c.serving, need)
     _check_env(c, need)
     _check_batch(c, need)
+    _check_reward(c, need)
     _check_machine(c, need)
 
 
@@ -264,6 +265,21 @@ def _check_batch(c: Config, need: Need) -> None:
     )
 
 
+def _check_reward(c: Config, need: Need) -> None:
+    """Workers and deadlines of a pool."""
+    r = c.reward
+    need(
+        r.min_workers <= r.max_workers,
+        "reward.min_workers",
+        f"must not be more than reward.max_workers={r.max_workers}",
+    )
+    need(
+        r.deadline_s > 2 * r.timeout_s,
+        "reward.deadline_s",
+        f"must be more than twice reward.timeout_s={r.timeout_s:g}: a score is tried twice",
+    )
+
+
 def _check_machine(c: Config, need: Need) -> None:
     """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment
     hosts."""
@@ -296,12 +312,13 @@ def _check_machine(c: Config, need: Need) -> None:
     )
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
-    ranks = 1 + hosts + c.trainer.ranks + engines
+    pools = c.reward.pools if rolls else 0
+    ranks = 1 + hosts + pools + c.trainer.ranks + engines
     need(
         c.cluster.slots is None or ranks <= c.cluster.slots,
         "cluster.slots",
-        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {c.trainer.ranks} "
-        "trainer + "
+        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {pools} reward + "
+        f"{c.trainer.ranks} trainer + "
         f"{engines} rollout); raise it or run fewer",
     )
     need(

@@ -123,6 +123,28 @@ class Algorithm(Section):
     kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
 
 
+class Reward(Section):
+    """Who says what an episode is worth. `name` is a kind of rose/reward/scorers.py, `args` are its
+    constructor's; environment needs no workers."""
+
+    name: str
+    args: dict[str, Any]
+    ranks: Count  # CPU ranks of the run, each with a pool of workers
+    min_workers: Natural  # of each rank
+    max_workers: Count
+    per_worker: Count  # scores that a worker computes at once
+    idle_s: Positive  # after which a worker that isn't needed ends
+    timeout_s: Positive  # of one score
+    adaptive: bool  # less, once a prompt has a correct answer: RollPacker's limit
+    deadline_s: Positive  # from the end of an episode to its score, waiting and retries included
+    success_from: float  # a reward from here on is a success, where the scorer has no word on it
+
+    @property
+    def pools(self) -> int:
+        """Ranks that there are."""
+        return 0 if self.name == "environment" else self.ranks
+
+
 class Optimizer(Section):
     lr: Positive
     betas: list[float]
@@ -385,6 +407,7 @@ class Config(Section):
     output_dir: str
     model: Model
     env: Env
+    reward: Reward
     algorithm: Algorithm
     trainer: Trainer
     rollout: Rollout

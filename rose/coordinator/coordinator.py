@@ -26,7 +26,13 @@ from rose.coordinator.device_turns import DeviceTurns
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
-from rose.coordinator.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
+from rose.coordinator.step_metrics import (
+    by_member,
+    evaluation_by_member,
+    evaluation_row,
+    reward_row,
+    step_row,
+)
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
@@ -381,6 +387,7 @@ class Coordinator:
         self.metrics.write(
             self.step,
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
+            | reward_row(groups, self.rollouts.scoring_failures)
             | by_member(self.members, [t for group in groups for t in group]),
         )
         self.journal.flush()
@@ -404,7 +411,12 @@ class Coordinator:
         """Wait for the rollouts as long as any of them makes progress."""
         c = self.config
         patience = (
-            max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s, c.env.step_timeout_s)
+            max(
+                c.rollout.engine_start_timeout_s,
+                c.rollout.turn_timeout_s,
+                c.env.step_timeout_s,
+                c.reward.deadline_s if c.reward.pools else 0.0,
+            )
             + 30.0
         )
         self.hub.heard_at = time.time()

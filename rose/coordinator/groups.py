@@ -48,7 +48,7 @@ class Rollouts:
         self.finished: dict[
             str, list[p.Trajectory]
         ] = {}  # groups whose trajectories are all in, until they are taken
-        self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
+        self.dropped_groups = self.dropped_tokens = self.scoring_failures = 0  # since `begin_step`
         self.staleness_max = (
             0  # of the groups last taken: newest version then, minus newest at their admission
         )
@@ -62,7 +62,7 @@ class Rollouts:
 
     def begin_step(self, trajectories: int) -> None:
         """Counters start anew; the step waits for so many trajectories, of which some may be in."""
-        self.dropped_groups = self.dropped_tokens = 0
+        self.dropped_groups = self.dropped_tokens = self.scoring_failures = 0
         self._waited_for, self.progress = (
             p.Phase.TRAIN,
             (sum(map(len, self.finished.values())), trajectories),
@@ -166,7 +166,8 @@ class Rollouts:
         other."""
         del self._host_of[m.id]
         self._hub.heard_at = time.time()
-        self._on_fault("environment failed", f"{m.id}: {m.error}")
+        self.scoring_failures += m.scoring
+        self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
             replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error)

@@ -70,6 +70,25 @@ def step_row(
     }
 
 
+def reward_row(groups: list[list[Trajectory]], failures: int) -> dict[str, Any]:
+    """What scoring took in a step whose rewards a pool computed, else nothing: `failures` are
+    episodes without a score since the step before. `time_reward_wait` is the part of the rollout
+    phase in which only scores were missing."""
+    scored = [t for group in groups for t in group if "reward_wait_s" in t.stats]
+    if not scored:
+        return {}
+    spoken = max(t.finished - t.stats["reward_wait_s"] for t in scored)
+    return {
+        "time_reward_wait": max(0.0, max(t.finished for t in scored) - spoken),
+        "reward_wait_s_mean": float(np.mean([t.stats["reward_wait_s"] for t in scored])),
+        "reward_wait_s_max": max(t.stats["reward_wait_s"] for t in scored),
+        "reward_queue_s_mean": float(np.mean([t.stats["reward_queue_s"] for t in scored])),
+        "reward_score_s_mean": float(np.mean([t.stats["reward_score_s"] for t in scored])),
+        "reward_timeouts": sum(t.stats["reward_timed_out"] > 0 for t in scored),
+        "reward_failures": failures,
+    }
+
+
 def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
     successes = sum(t.success for t in trajectories)
     return {

@@ -3,9 +3,9 @@ every rank.
 
 On one machine the ranks stand role by role. On Slurm they stand node by node in two components:
 every node of the trainer component has as many trainers and as many other ranks (the coordinator on
-the first, environment hosts else), since one `--ntasks-per-node` goes for them all. Left out:
-whether it fits (rose/launch/plan.py) and how ranks are started (rose/launch/local.py,
-rose/launch/slurm.py).
+the first, reward ranks on the last, environment hosts else), since one `--ntasks-per-node` goes for
+them all. Left out: whether it fits (rose/launch/plan.py) and how ranks are started
+(rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def layout(c: Config) -> tuple[Rank, ...]:
     roles = (
         (Role.COORDINATOR, 1, 1, 0),
         (Role.ENVIRONMENT, rolls * c.rollout.environment_hosts, 1, 0),
+        (Role.REWARD, rolls * c.reward.pools, 1, 0),
         (Role.TRAINER, c.trainer.ranks, c.trainer.threads, int(on_gpu)),
         (
             Role.ROLLOUT,
@@ -80,11 +81,13 @@ def _on_slurm(c: Config) -> Iterator[Rank]:
         return made
 
     nodes = nodes_of(c.cluster.slurm.trainer, c.trainer.ranks, on_gpu)
-    others = -(-(1 + rolls * c.rollout.environment_hosts) // nodes)  # per node
+    pools = rolls * c.reward.pools
+    others = -(-(1 + rolls * c.rollout.environment_hosts + pools) // nodes)  # per node
     for node in range(nodes):
         for at in range(others):
-            role = Role.ENVIRONMENT if node or at else Role.COORDINATOR
-            yield place(role, 1, range(0), 0, node)
+            left = nodes * others - (node * others + at)
+            role = Role.REWARD if left <= pools else Role.ENVIRONMENT
+            yield place(role if node or at else Role.COORDINATOR, 1, range(0), 0, node)
         for at in range(c.trainer.ranks // nodes):
             yield place(Role.TRAINER, c.trainer.threads, range(at, at + 1), 0, node)
     if not rolls:

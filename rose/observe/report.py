@@ -63,6 +63,7 @@ def build_report(run_dir: Path | str) -> Path:
             ),
             section("Responses", figures("lengths", "tokens")),
             section("Optimisation", figures(*_optimisation(steps))),
+            *_rewards(steps),
             section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
             section("Faults", _faults(faults, steps)),
             section("Details", _details(steps, config)),
@@ -84,6 +85,32 @@ def build_report(run_dir: Path | str) -> Path:
     )
     write_whole(path, html.encode())
     return path
+
+
+def _rewards(steps: list[dict[str, Any]]) -> list[str]:
+    """A section about the scoring of episodes, where a pool of workers did it."""
+    scored = [row for row in steps if "reward_wait_s_mean" in row]
+    if not scored:
+        return []
+    rollout_s = sum((row.get("time_rollout") or 0) + (row.get("time_idle") or 0) for row in scored)
+    waited_s = sum(row["time_reward_wait"] for row in scored)
+    counted = (
+        ("from the end of an episode to its score", "reward_wait_s_mean"),
+        ("of it waiting for a worker", "reward_queue_s_mean"),
+        ("of it computing", "reward_score_s_mean"),
+    )
+    means = "; ".join(f"{name} {series.mean_of(scored, key) or 0:.3g} s" for name, key in counted)
+    failed = sum(row["reward_failures"] for row in scored)
+    late = sum(row["reward_timeouts"] for row in scored)
+    return [
+        section(
+            "Rewards",
+            f"<p>On average {means}. Only scores were missing for "
+            f"{waited_s / max(rollout_s, 1e-9):.1%} of the rollouts' time. Episodes without a "
+            f"score, which were replaced: {failed:,}. Answers that used their time up: "
+            f"{late:,}.</p>",
+        )
+    ]
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:

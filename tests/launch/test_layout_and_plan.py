@@ -41,6 +41,21 @@ def test_ranks_are_numbered_by_role_and_each_gpu_belongs_to_one_rank(make_config
     assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2, 3), (4, 5), (6, 7)]
 
 
+def test_reward_ranks_stand_behind_the_environment_hosts_also_on_slurms_nodes(make_config):
+    here = layout(make_config("reward=command", "reward.args.argv=[true]", "reward.ranks=2"))
+    roles = [r.role for r in here]
+    assert roles[:4] == [Role.COORDINATOR, Role.ENVIRONMENT, Role.REWARD, Role.REWARD]
+    assert Role.REWARD not in [r.role for r in layout(make_config())]
+    c = make_config(
+        "+experiment=qwen32b", "cluster=slurm", "reward=command", "reward.args.argv=[true]"
+    )
+    first = [r for r in layout(c) if r.component == 0]
+    others = [r.role for r in first if r.role is not Role.TRAINER]
+    assert others.count(Role.REWARD) == 1 and others[-1] is Role.REWARD
+    assert others[0] is Role.COORDINATOR and others.count(Role.ENVIRONMENT) >= 3
+    assert len({sum(r.node == n for r in first) for n in {r.node for r in first}}) == 1
+
+
 def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_config):
     c = make_config(
         *QWEN3_8B,

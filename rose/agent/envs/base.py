@@ -29,10 +29,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Start:
-    """First state: chat messages (system, user) and the tools, as OpenAI function schemas."""
+    """First state: chat messages (system, user) and the tools, as OpenAI function schemas. `task`:
+    what scorers of the episode need to know of it (`reward=`), such as the right answer: plain
+    JSON."""
 
     messages: list[dict[str, str]]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    task: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Asking a reward rank what an episode is worth, from the environment host's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import msgspec
+
+from rose import protocol as p
+from rose.agent.chat import ChatFormat
+from rose.config import Reward
+from rose.reward.episode import Episode, Said
+
+
+def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
+    """An episode's texts from its tokens, int32 (T,), in stretches of equal `mask`, uint8 (T,)."""
+    ids = p.unpack_tokens(tokens)
+    said, at = [], 0
+    for policy, run in groupby(mask):
+        end = at + sum(1 for _ in run)
+        said.append(Said(bool(policy), chat.decode(ids[at:end])))
+        at = end
+    return said
+
+
+class Scoring:
+    """`ranks`: the reward ranks, each of which gets all answers to a prompt; `send(rank, message)`
+    takes a message to one."""
+
+    def __init__(
+        self, settings: Reward, ranks: Sequence[int], send: Callable[[int, p.Message], None]
+    ) -> None:
+        self._settings, self._ranks, self._send = settings, ranks, send
+        self._waiting: dict[str, asyncio.Future[p.TrajectoryScored]] = {}
+
+    async def score(self, episode: Episode) -> p.TrajectoryScored:
+        """Its score, or in `error` why there is none. Cancelled, it is asked for no more."""
+        prompt = f"{episode.domain}/{p.seed_of(episode.prompt):08x}"
+        rank = self._ranks[p.seed_of(prompt) % len(self._ranks)]
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[episode.trajectory] = future
+        self._send(
+            rank, p.ScoreTrajectory(episode.trajectory, prompt, msgspec.json.encode(episode))
+        )
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                return await future
+        except TimeoutError:
+            return p.TrajectoryScored(
+                episode.trajectory,
+                error=f"rank {rank} gave no score within reward.deadline_s="
+                f"{self._settings.deadline_s:g} s",
+            )
+        finally:
+            del self._waiting[episode.trajectory]
+            if not future.done() or future.cancelled():
+                self._send(rank, p.CancelScore(episode.trajectory))
+
+    def handle(self, scored: p.TrajectoryScored) -> None:
+        future = self._waiting.get(scored.id)
+        if future is not None and not future.done():
+            future.set_result(scored)
+
+    def success(self, scored: p.TrajectoryScored) -> bool:
+        """The scorer's word, or the reward's where it has none."""
+        if scored.success is not None:
+            return scored.success
+        return scored.reward >= self._settings.success_from

@@ -1,0 +1,6 @@
+"""Rewards that cost time, computed beside the rollouts: scorers, and the elastic pool of workers
+that run them.
+
+May import `rose.config`, `rose.comm`, `rose.protocol` and what lies below; must know nothing of
+engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker.
+"""

@@ -1,0 +1,124 @@
+"""A program that checks an answer: it runs in a folder of its own, in a process group of its own,
+with limits.
+
+Where the kernel allows it, the program has no network, sees no process but its own, and all of them
+end with it (unshare(1), as root or in a user namespace). It has none of this process's variables
+but PATH and LANG. It can read what this user can read: rose/sandbox is for code that must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rose.files import write_whole
+
+GIB = 2**30
+OUTPUT_BYTES = 65_536  # of the program's, at most kept; it is told of when it fails
+LARGEST_FILE = GIB  # that it may write
+PROBE_S = 10.0
+SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child")
+# the last block of Python, or of any language, that an answer shows
+CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+
+@functools.cache
+def isolation() -> tuple[str, ...]:
+    """The words before a program's own that give it namespaces; empty where the kernel refuses."""
+    for users in ((), ("--user", "--map-current-user")):
+        words = ("unshare", *users, *SPACES)
+        if shutil.which("unshare") and _works((*words, "true")):
+            return words
+    return ()
+
+
+def _works(command: Sequence[str]) -> bool:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return (
+            subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False).returncode
+            == 0
+        )
+    return False
+
+
+def code_of(text: str) -> str:
+    """The last fenced block of an answer, or all of it where there is none."""
+    blocks = CODE.findall(text)
+    return blocks[-1] if blocks else text
+
+
+async def run(
+    argv: Sequence[str], files: dict[str, str], timeout_s: float, memory_gib: float
+) -> tuple[int | None, str]:
+    """(exit code, end of what it printed) of `argv` in a folder that holds `files` (name -> text);
+    the code is null after `timeout_s` seconds. Nothing of it stays.
+
+    Raises `ValueError` for a name that leads out of the folder, `OSError` where it can't start.
+    """
+    with tempfile.TemporaryDirectory(prefix="rose-reward-") as folder:
+        _lay(Path(folder), files)
+        process = await asyncio.create_subprocess_exec(
+            *isolation(),
+            *argv,
+            cwd=folder,
+            env=_environment(folder),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=functools.partial(_limit, memory_gib),
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                output = await _tail(process.stdout)
+                return await process.wait(), output
+        except TimeoutError:
+            return None, ""
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def _lay(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ValueError(f"a file named {name!r} would lie outside of the program's folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+
+
+def _environment(folder: str) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
+    own = {"PATH": path, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+    return kept | own | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _limit(memory_gib: float) -> None:
+    """In the new process, before the program."""
+    nbytes = int(memory_gib * GIB)
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The last `OUTPUT_BYTES` of all that comes, which is read to its end: a full pipe would stop
+    the program."""
+    kept = b""
+    while chunk := await stream.read(OUTPUT_BYTES):
+        kept = (kept + chunk)[-OUTPUT_BYTES:]
+    return kept.decode(errors="replace")

@@ -1,0 +1,58 @@
+"""A function of the user's: `path/file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rose.config import ConfigError
+
+
+def load(where: str, key: str) -> Callable[..., Any]:
+    """The callable that `where` names; `key` is the configuration's, for what is wrong with it.
+
+    Raises `ConfigError`: no such file, module or name, an import that fails, or not callable.
+    """
+    source, colon, name = where.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"{key}={where!r}: must be FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    module = (
+        _of_file(Path(source), where, key)
+        if source.endswith(".py")
+        else _module(source, where, key)
+    )
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{key}={where!r}: {source} defines no {name}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}={where!r}: {name} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _module(name: str, where: str, key: str):
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # of the user's code, which may raise anything
+        raise ConfigError(f"{key}={where!r}: importing {name} failed: {error!r}") from error
+
+
+def _of_file(path: Path, where: str, key: str):
+    """The module of a file, whose folder its own imports may use, too."""
+    if not path.is_file():
+        raise ConfigError(f"{key}={where!r}: there is no file {path.absolute()}")
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"rose_user_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # of the user's code, which may raise anything
+        raise ConfigError(f"{key}={where!r}: running {path} failed: {error!r}") from error
+    return module

@@ -1,0 +1,326 @@
+"""An elastic pool of reward workers: each a process that computes one score at a time, or several.
+
+Workers are started when answers wait and none is free, up to `max_workers`, and ended when they
+have had nothing to do for `idle_s`, down to `min_workers`. Each connects to the pool's socket with
+its token, so that it doesn't matter who started it. An answer whose worker dies, hangs or fails is
+scored once more by another worker, if there may be one; then it has failed. A worker that doesn't
+answer within its limit and `GRACE_S` is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rose.comm import frames
+from rose.comm.address import LOOPBACK
+from rose.config import Reward
+from rose.files import write_whole
+from rose.reward.anchors import Anchors
+from rose.reward.episode import Score, ScoringFailed
+
+TRIES = 2  # of an answer, by different workers where there are several
+GRACE_S = 5.0  # beyond an answer's limit, for a worker to say that it was reached
+START_S = 120.0  # for a worker to start and connect: user code may import much
+BAD_STARTS = 3  # in a row, after which what waits has failed
+SAVE_S = 5.0  # between two writes of what the limits rest on
+FRAME_BYTES = 2**28
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> pool: its first word."""
+
+    token: str
+    worker: int
+
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    """Pool -> worker: score this episode (JSON) within `limit_s` seconds."""
+
+    number: int
+    limit_s: float
+    episode: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> pool: `score`, or why there is none."""
+
+    number: int
+    score: Score | None
+    error: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`queue_s`: until a worker took it; `seconds`: until it had the score."""
+
+    score: Score
+    queue_s: float
+    seconds: float
+
+
+class Process(Protocol):
+    """A started worker: `poll` is null while it runs, `kill` ends it."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[Coroutine], asyncio.Task]  # of the rank, which ends with what a task raises
+Start = Callable[[int, str, Path], Process]  # (worker, address, token's file) -> its process
+
+
+@dataclass(eq=False)
+class _Job:
+    number: int
+    trajectory: str
+    prompt: str
+    episode: bytes
+    future: asyncio.Future[Scored]
+    asked: float  # monotonic
+    tried: list[int] = field(default_factory=list)  # workers
+    error: str = ""
+    begun: float = 0.0  # monotonic: when a worker took it
+    deadline: float = 0.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: Process
+    started: float  # monotonic
+    writer: asyncio.StreamWriter | None = None  # null until it has connected
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    free_since: float = 0.0
+
+
+class Pool:
+    """`folder` is private to the run's user: the token lies there, and `anchors.json`."""
+
+    def __init__(self, settings: Reward, folder: Path, start: Start, spawn: Spawn):
+        self._settings, self._folder, self._start, self._spawn = settings, folder, start, spawn
+        self._anchors = Anchors(folder / "anchors.json", settings.timeout_s, settings.adaptive)
+        self._token = secrets.token_hex(32)
+        self._numbers = itertools.count()
+        self._queue: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}  # by trajectory: waiting or running
+        self._workers: dict[int, _Worker] = {}
+        self._made = itertools.count()
+        self._bad_starts = 0
+        self._server: asyncio.Server | None = None
+        self._address = ""
+        self.failures = self.retries = self.timeouts = 0
+
+    # ----------------------------------------------------------------- what the role asks
+
+    async def open(self) -> None:
+        """Listen, and start the least number of workers."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._folder / "token", f"{self._token}\n".encode(), private=True)
+        self._server = await asyncio.start_server(self._connected, LOOPBACK, 0)
+        self._address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+        self._spawn(self._watch())
+        self._grow()
+
+    async def score(self, trajectory: str, prompt: str, episode: bytes) -> Scored:
+        """The score of an episode, which is asked for once however often this is called while it is
+        on its way. Raises `ScoringFailed`."""
+        job = self._jobs.get(trajectory)
+        if job is None:
+            future = asyncio.get_running_loop().create_future()
+            job = _Job(next(self._numbers), trajectory, prompt, episode, future, time.monotonic())
+            self._jobs[trajectory] = job
+            self._queue.append(job)
+            self._deal()
+        return await asyncio.shield(job.future)
+
+    def cancel(self, trajectory: str) -> None:
+        """Nobody wants it any more. A worker that is at it comes to its end."""
+        job = self._jobs.pop(trajectory, None)
+        if job is not None:
+            with suppress(ValueError):
+                self._queue.remove(job)
+            job.future.cancel()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for worker in self._workers.values():
+            self._dismiss(worker)
+        self._anchors.save()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def workers(self) -> int:
+        return len(self._workers)
+
+    # ----------------------------------------------------------------- dealing
+
+    def _deal(self) -> None:
+        """Give what waits to workers that have room; start one where there is none."""
+        for job in list(self._queue):
+            number = self._free(job)
+            if number is None:
+                continue
+            self._queue.remove(job)
+            self._give(number, job)
+        self._grow()
+
+    def _free(self, job: _Job) -> int | None:
+        """The connected worker with the most room that hasn't tried this one; one that has, where
+        no other can come."""
+        room = [
+            (len(worker.jobs), number)
+            for number, worker in self._workers.items()
+            if worker.writer is not None and len(worker.jobs) < self._settings.per_worker
+        ]
+        fresh = [each for each in room if each[1] not in job.tried]
+        alone = self._settings.max_workers == 1
+        return min(fresh or (room if alone else []), default=(0, None))[1]
+
+    def _give(self, number: int, job: _Job) -> None:
+        worker = self._workers[number]
+        limit_s = self._anchors.limit_s(job.prompt)
+        job.tried.append(number)
+        job.begun = time.monotonic()
+        job.deadline = job.begun + limit_s + GRACE_S
+        worker.jobs[job.number] = job
+        work = Work(job.number, limit_s, job.episode)
+        worker.writer.write(frames.frame(msgspec.msgpack.encode(work)))
+
+    def _grow(self) -> None:
+        """As many workers as answers wait for, within the bounds."""
+        s = self._settings
+        coming = sum(worker.writer is None for worker in self._workers.values())
+        wanted = len(self._workers) + -(-len(self._queue) // s.per_worker) - coming
+        while len(self._workers) < min(s.max_workers, max(s.min_workers, wanted)):
+            number = next(self._made)
+            process = self._start(number, self._address, self._folder / "token")
+            self._workers[number] = _Worker(process, time.monotonic())
+
+    # ----------------------------------------------------------------- workers
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One worker's connection, to its end."""
+        number = None
+        try:
+            async with asyncio.timeout(START_S):
+                hello = msgspec.msgpack.decode(await frames.read(reader, FRAME_BYTES), type=Hello)
+            known = self._workers.get(hello.worker)
+            if not hmac.compare_digest(hello.token, self._token) or known is None or known.writer:
+                return
+            number, known.writer, known.free_since = hello.worker, writer, time.monotonic()
+            self._bad_starts = 0
+            self._deal()
+            while True:
+                data = await frames.read(reader, FRAME_BYTES)
+                self._answered(number, msgspec.msgpack.decode(data, type=Answer))
+        except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError) as error:
+            if number is not None:
+                self._lost(number, f"worker {number} is gone: {error!r}")
+        finally:
+            writer.close()
+
+    def _answered(self, number: int, answer: Answer) -> None:
+        worker = self._workers.get(number)
+        job = worker.jobs.pop(answer.number, None) if worker else None
+        if job is None:
+            return
+        worker.free_since = time.monotonic()
+        if answer.score is None:
+            self._again(job, answer.error)
+        elif self._jobs.pop(job.trajectory, None) is not None:
+            if answer.score.success and not answer.score.timed_out:
+                self._anchors.correct(job.prompt, answer.seconds)
+            self.timeouts += answer.score.timed_out
+            job.future.set_result(Scored(answer.score, job.begun - job.asked, answer.seconds))
+        self._deal()
+
+    def _again(self, job: _Job, error: str) -> None:
+        """Once more, by another worker; or it has failed."""
+        if job.trajectory not in self._jobs:
+            return  # cancelled
+        job.error = error
+        if len(job.tried) < TRIES:
+            self.retries += 1
+            self._queue.append(job)
+            return
+        self._fail(job)
+
+    def _fail(self, job: _Job) -> None:
+        self.failures += 1
+        self._jobs.pop(job.trajectory, None)
+        if not job.future.done():
+            job.future.set_exception(ScoringFailed(job.error))
+
+    def _lost(self, number: int, why: str) -> None:
+        worker = self._workers.pop(number, None)
+        if worker is None:
+            return
+        self._dismiss(worker)
+        for job in worker.jobs.values():
+            self._again(job, why)
+        self._deal()
+
+    @staticmethod
+    def _dismiss(worker: _Worker) -> None:
+        if worker.writer is not None:
+            worker.writer.close()
+        worker.process.kill()
+
+    # ----------------------------------------------------------------- time
+
+    async def _watch(self) -> None:
+        """End what hangs, what never came and what idles; remember the limits."""
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(0.2)
+            now = time.monotonic()
+            for number, worker in list(self._workers.items()):
+                if worker.writer is None and (
+                    worker.process.poll() is not None or now - worker.started > START_S
+                ):
+                    self._never_came(number)
+                elif any(job.deadline < now for job in worker.jobs.values()):
+                    self._lost(number, f"worker {number} did not answer within the time limit")
+                elif self._idle(worker, now):
+                    del self._workers[number]
+                    self._dismiss(worker)
+            if now - saved > SAVE_S:
+                saved = now
+                await asyncio.to_thread(self._anchors.save)
+
+    def _idle(self, worker: _Worker, now: float) -> bool:
+        return (
+            worker.writer is not None
+            and not worker.jobs
+            and len(self._workers) > self._settings.min_workers
+            and now - worker.free_since > self._settings.idle_s
+        )
+
+    def _never_came(self, number: int) -> None:
+        self._bad_starts += 1
+        self._lost(number, "")
+        if self._bad_starts >= BAD_STARTS:
+            for job in self._queue:
+                job.error = (
+                    f"{BAD_STARTS} reward workers in a row ended, or did not connect within "
+                    f"{START_S:g} s; their words are in {self._folder}"
+                )
+                self._fail(job)
+            self._queue.clear()

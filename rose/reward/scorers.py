@@ -1,0 +1,276 @@
+"""One class per kind of reward: `reward.name` picks it, `reward.args` are its constructor's.
+
+A scorer has `score(episode, limit_s)`, which runs in a reward worker. It answers with a `Score`, or
+raises: then the episode is scored once more by another worker, and replaced if that fails, too. An
+answer that uses up its time has a score of 0 only where the answer itself is what runs (`command`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
+
+import msgspec
+
+from rose.config import ConfigError
+from rose.reward import command, function
+from rose.reward.episode import Episode, Score, ScoringFailed, score_of
+
+ANSWER_CHARACTERS = 200  # of a judge's answer, in the message that says that it gave no number
+
+
+class Scorer(Protocol):
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        """Raises `ScoringFailed`, or what a user's function raises."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment's own reward; as a part of `sum`."""
+
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        return Score(reward=episode.reward, success=episode.success)
+
+
+@dataclass(frozen=True)
+class Function:
+    """`path`: FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, called with an `Episode` and `args`;
+    plain or async."""
+
+    path: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "call", function.load(self.path, "reward.args.path"))
+
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        if inspect.iscoroutinefunction(self.call):
+            value = await self.call(episode, **self.args)
+        else:
+            value = await asyncio.to_thread(self.call, episode, **self.args)
+        return score_of(value, self.path)
+
+
+@dataclass(frozen=True)
+class Command:
+    """1 where the program ends with code 0, else 0; also when it takes too long. It runs in a
+    folder with the answer as `answer_file` and the texts of the task's `files` (name -> text)."""
+
+    argv: list[str]
+    answer_file: str = "answer.py"
+    extract: Annotated[str, msgspec.Meta(pattern="^(code|text)$")] = "code"
+    memory_gib: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ConfigError("reward.args.argv=[]: the program and its arguments are needed")
+
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        answer = episode.response
+        files = {str(name): str(text) for name, text in episode.task.get("files", {}).items()}
+        files[self.answer_file] = command.code_of(answer) if self.extract == "code" else answer
+        try:
+            code, _ = await command.run(self.argv, files, limit_s, self.memory_gib)
+        except (OSError, ValueError) as error:
+            raise ScoringFailed(f"reward.args.argv={self.argv}: {error}") from error
+        return Score(reward=float(code == 0), success=code == 0, timed_out=code is None)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model behind an OpenAI-compatible server says a number, which `pattern` finds; `low` to
+    `high` become rewards of 0 to 1.
+
+    In `prompt`, {prompt}, {response}, {transcript} and {task.KEY} stand for the episode's. `url`
+    ends before /chat/completions. `api_key_file`: a file that holds the server's key.
+    """
+
+    url: str
+    model: str
+    prompt: str
+    pattern: str
+    low: float
+    high: float
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    api_key_file: str | None = None
+
+    PLACES: ClassVar[re.Pattern] = re.compile(r"\{(prompt|response|transcript|task\.\w+)\}")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"https?://\S+", self.url):
+            raise ConfigError(
+                f"reward.args.url={self.url!r}: must be http://HOST:PORT/v1 or the like"
+            )
+        if self.high <= self.low:
+            raise ConfigError(
+                f"reward.args.high={self.high}: must be above reward.args.low={self.low}"
+            )
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"reward.args.pattern={self.pattern!r}: {error}") from None
+        if groups != 1:
+            raise ConfigError(
+                f"reward.args.pattern={self.pattern!r}: must have one group, the number"
+            )
+        if self.api_key_file is not None and not Path(self.api_key_file).is_file():
+            raise ConfigError(f"reward.args.api_key_file={self.api_key_file!r}: no such file")
+
+    def filled(self, episode: Episode) -> str:
+        """`prompt` with the episode's texts in their places. Raises `ScoringFailed` for a KEY that
+        the task has not."""
+
+        def text(found: re.Match) -> str:
+            match found[1].partition("."):
+                case ("task", _, key):
+                    if key not in episode.task:
+                        raise ScoringFailed(
+                            f"reward.args.prompt asks for {{task.{key}}}; the environment's task "
+                            f"has {', '.join(episode.task) or 'nothing'}"
+                        )
+                    return str(episode.task[key])
+                case ("transcript", *_):
+                    return "".join(said.text for said in episode.transcript)
+                case (name, *_):
+                    return getattr(episode, name)
+
+        return self.PLACES.sub(text, self.prompt)
+
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        answer = await self._asked(self.filled(episode), limit_s)
+        numbers = re.findall(self.pattern, answer)
+        try:
+            number = float(numbers[-1])
+        except (IndexError, ValueError):
+            raise ScoringFailed(
+                f"the judge {self.model} gave no number that reward.args.pattern="
+                f"{self.pattern!r} finds: {answer[-ANSWER_CHARACTERS:]!r}"
+            ) from None
+        bounded = min(max(number, self.low), self.high)
+        return Score(reward=(bounded - self.low) / (self.high - self.low))
+
+    async def _asked(self, prompt: str, limit_s: float) -> str:
+        import aiohttp
+
+        key = Path(self.api_key_file).read_text().strip() if self.api_key_file else ""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+        }
+        where = f"{self.url.rstrip('/')}/chat/completions"
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
+                session.post(
+                    where, json=body, headers={"Authorization": f"Bearer {key}"} if key else {}
+                ) as response,
+            ):
+                text = await response.text()
+                if response.status != 200:
+                    raise ScoringFailed(
+                        f"the judge at {where} answered {response.status}: "
+                        f"{text[:ANSWER_CHARACTERS]}"
+                    )
+                return json.loads(text)["choices"][0]["message"]["content"] or ""
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise ScoringFailed(f"the judge at {where}: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of `parts` (name -> {name, args, weight}), each by its weight. Success is each
+    part's that has a word on it, all of them."""
+
+    parts: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("reward.args.parts={}: at least one part is needed")
+        made = {}
+        for label, part in self.parts.items():
+            key = f"reward.args.parts.{label}"
+            unknown = sorted(set(part) - {"name", "args", "weight"})
+            if unknown or "name" not in part or part["name"] == "sum":
+                others = ", ".join(name for name in KINDS if name != "sum")
+                raise ConfigError(
+                    f"{key}={part!r}: must be {{name, args, weight}} with a name of {others}"
+                )
+            weight = part.get("weight", 1.0)
+            if not isinstance(weight, int | float):
+                raise ConfigError(f"{key}.weight={weight!r}: must be a number")
+            try:
+                made[label] = (build(part["name"], part.get("args", {})), float(weight))
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("reward.args", f"{key}.args", 1)) from None
+        object.__setattr__(self, "made", made)
+
+    async def score(self, episode: Episode, limit_s: float) -> Score:
+        scores = await asyncio.gather(
+            *(scorer.score(episode, limit_s) for scorer, _ in self.made.values())
+        )
+        weights = [weight for _, weight in self.made.values()]
+        words = [score.success for score in scores if score.success is not None]
+        return Score(
+            reward=sum(w * score.reward for w, score in zip(weights, scores, strict=True)),
+            success=all(words) if words else None,
+            timed_out=any(score.timed_out for score in scores),
+        )
+
+
+KINDS: dict[str, type] = {
+    "environment": Environment,
+    "function": Function,
+    "command": Command,
+    "judge": Judge,
+    "sum": Sum,
+}
+
+
+def whole_paths(args: Any) -> Any:
+    """`reward.args` with paths of files from the root, wherever a worker starts."""
+    if isinstance(args, dict):
+        return {key: _whole(key, value) for key, value in args.items()}
+    return args
+
+
+def _whole(key: str, value: Any) -> Any:
+    if key == "path" and isinstance(value, str) and ".py:" in value:
+        file, colon, name = value.rpartition(":")
+        return f"{Path(file).resolve()}{colon}{name}"
+    if key == "api_key_file" and isinstance(value, str):
+        return str(Path(value).resolve())
+    return whole_paths(value)
+
+
+def build(name: str, args: dict[str, Any]) -> Scorer:
+    """The scorer of `reward.name` with `reward.args`. Raises `ConfigError`."""
+    if name not in KINDS:
+        raise ConfigError(f"reward.name={name!r}: no such reward; there are {', '.join(KINDS)}")
+    known = [each.name for each in fields(KINDS[name])]
+    for key, value in args.items():
+        if key not in known:
+            raise ConfigError(
+                f"reward.args.{key}={value!r}: {name} has no such argument; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+    try:
+        return msgspec.convert(args, KINDS[name])
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error))) from None
+
+
+def _explain(message: str) -> str:
+    """msgspec's words with the full key; what a `__post_init__` says names it itself."""
+    text, found, key = message.partition(" - at `$.")
+    if text.startswith("reward."):
+        return text
+    where = f"reward.args.{key.rstrip('`')}" if found else "reward.args"
+    return f"{where}: {text[0].lower()}{text[1:]}"

@@ -1,0 +1,79 @@
+"""A reward worker, started by a pool:
+
+    python -m rose.reward.worker --run RUN --pool HOST:PORT --token FILE --number N
+
+It builds the run's scorer once and answers one piece of work after the other, or as many at once as
+the pool gives it, until the pool closes the connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+
+from rose import config as configuration
+from rose.comm import frames
+from rose.processes import die_with_parent
+from rose.reward import scorers
+from rose.reward.episode import Episode
+from rose.reward.pool import FRAME_BYTES, Answer, Hello, Work
+from rose.reward.scorers import Scorer
+
+ERROR_CHARACTERS = 2_000
+
+
+async def serve(scorer: Scorer, host: str, port: int, hello: Hello) -> None:
+    """Until the connection ends."""
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(frames.frame(msgspec.msgpack.encode(hello)))
+    running: set[asyncio.Task] = set()
+    try:
+        while True:
+            work = msgspec.msgpack.decode(await frames.read(reader, FRAME_BYTES), type=Work)
+            running.add(task := asyncio.create_task(answer(scorer, work, writer)))
+            task.add_done_callback(running.discard)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the pool needs this worker no more
+    finally:
+        for task in running:
+            task.cancel()
+        writer.close()
+
+
+async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> None:
+    """Compute one score and send it, or why there is none."""
+    began, score, error = time.monotonic(), None, ""
+    try:
+        async with asyncio.timeout(work.limit_s):
+            score = await scorer.score(
+                msgspec.json.decode(work.episode, type=Episode), work.limit_s
+            )
+    except TimeoutError:
+        error = f"no score within its limit of {work.limit_s:g} s"
+    except Exception as raised:  # of a user's function, which may raise anything
+        error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+    said = Answer(work.number, score, error, time.monotonic() - began)
+    writer.write(frames.frame(msgspec.msgpack.encode(said)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a reward worker; started by a reward rank")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--pool", required=True)
+    parser.add_argument("--token", type=Path, required=True)
+    parser.add_argument("--number", type=int, required=True)
+    args = parser.parse_args()
+    die_with_parent()
+    settings = configuration.load(args.run / "config.json").reward
+    scorer = scorers.build(settings.name, settings.args)
+    host, _, port = args.pool.rpartition(":")
+    hello = Hello(args.token.read_text().strip(), args.number)
+    asyncio.run(serve(scorer, host, int(port), hello))
+
+
+if __name__ == "__main__":
+    main()

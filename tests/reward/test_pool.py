@@ -1,0 +1,311 @@
+"""A pool with its real worker processes: scores come once, whatever happens to the workers."""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rose import config as configuration
+from rose.comm import frames
+from rose.comm.tasks import Tasks
+from rose.reward import pool as pools
+from rose.reward.anchors import Anchors
+from rose.reward.episode import Episode, Said, ScoringFailed
+from rose.reward.pool import Answer, Hello, Pool
+from rose.reward.rank import start_worker
+from tests.conftest import compose_tree
+
+DEADLINE_S = 120.0
+FUNCTIONS = """
+import os, signal, time
+from pathlib import Path
+
+def note(episode, what):
+    folder = Path(episode.task["folder"])
+    with (folder / f"{episode.trajectory}.{what}").open("a") as file:
+        file.write(f"{os.getpid()} ")
+    return (folder / f"{episode.trajectory}.{what}").read_text().split()
+
+def score(episode):
+    tries = note(episode, "begun")
+    kind = episode.response
+    if kind == "dies once" and len(tries) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "raises":
+        raise ValueError("cannot say")
+    if kind == "hangs":
+        time.sleep(1000)
+    while kind == "waits" and not (Path(episode.task["folder"]) / "go").exists():
+        time.sleep(0.02)
+    return float(os.getpid()), True
+"""
+
+
+class World:
+    """A run's folder with its configuration, and pools of it."""
+
+    def __init__(self, folder: Path, *settings: str):
+        self.folder = folder
+        (folder / "mine.py").write_text(FUNCTIONS)
+        tree = compose_tree(
+            "reward=function", f"reward.args.path={folder / 'mine.py'}:score", *settings
+        )
+        self.config = configuration.from_dict(tree)
+        configuration.save(self.config, folder / "config.json")
+
+    def run(self, body) -> None:
+        """`await body(pool)` on an open pool, within the deadline."""
+
+        async def main():
+            tasks = Tasks()
+            home = self.folder / "pool"
+            start = functools.partial(start_worker, self.folder, home)
+            pool = Pool(self.config.reward, home, start, tasks.spawn)
+            try:
+                await pool.open()
+                async with asyncio.timeout(DEADLINE_S):
+                    await tasks.run_until(body(pool))
+            finally:
+                await pool.close()
+                await tasks.close(5.0)
+
+        asyncio.run(main())
+
+    def score(self, pool, name: str, kind: str = "fine", prompt: str = "p"):
+        episode = Episode(
+            trajectory=name,
+            domain="d",
+            seed=0,
+            task={"folder": str(self.folder)},
+            transcript=[Said(False, "q"), Said(True, kind)],
+            reward=0.0,
+            success=False,
+            truncated=False,
+            turns=1,
+        )
+        return asyncio.create_task(pool.score(name, prompt, msgspec.json.encode(episode)))
+
+    def tries(self, name: str) -> list[int]:
+        path = self.folder / f"{name}.begun"
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+@pytest.fixture
+def world(tmp_path):
+    return functools.partial(World, tmp_path)
+
+
+async def until(ready) -> None:
+    while not ready():
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_workers_come_by_demand_within_the_bounds_and_leave(world):
+    w = world("reward.max_workers=2", "reward.idle_s=0.5")
+
+    async def body(pool):
+        assert pool.workers == 0
+        waiting = [w.score(pool, f"t{i}", "waits") for i in range(5)]
+        await until(lambda: w.tries("t0") and w.tries("t1"))
+        assert pool.workers == 2 and pool.waiting == 3
+        (w.folder / "go").touch()
+        found = await asyncio.gather(*waiting)
+        assert len({each.score.reward for each in found}) == 2  # processes
+        assert max(each.queue_s for each in found) > 0
+        await until(lambda: pool.workers == 0)
+        await w.score(pool, "later")
+
+    w.run(body)
+
+
+@pytest.mark.slow
+def test_an_answer_is_scored_once_and_survives_its_worker(world):
+    w = world("reward.max_workers=2")
+
+    async def body(pool):
+        same = [w.score(pool, "a", "waits") for _ in range(3)]
+        await until(lambda: w.tries("a"))
+        dies = w.score(pool, "b", "dies once")
+        await until(lambda: len(w.tries("b")) == 2)
+        os.kill(w.tries("a")[0], signal.SIGKILL)
+        (w.folder / "go").touch()
+        found = await asyncio.gather(*same)
+        assert len({id(each) for each in found}) == 1 and len(w.tries("a")) == 2
+        assert (await dies).score.reward == w.tries("b")[1] != w.tries("b")[0]
+        assert (pool.retries, pool.failures) == (2, 0)
+
+    w.run(body)
+
+
+@pytest.mark.slow
+def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(world):
+    w = world("reward.max_workers=2", "reward.timeout_s=1", "reward.deadline_s=60")
+
+    async def body(pool):
+        bad = {kind: w.score(pool, kind, kind) for kind in ("dies", "raises", "hangs")}
+        good = [w.score(pool, f"good{i}") for i in range(4)]
+        await asyncio.gather(*good)
+        for kind, said in {
+            "dies": "worker .* is gone",
+            "raises": "ValueError: cannot say",
+            "hangs": "no score within its limit of 1 s",
+        }.items():
+            with pytest.raises(ScoringFailed, match=said):
+                await bad[kind]
+            assert len(w.tries(kind)) == 2
+        assert pool.failures == 3
+
+    w.run(body)
+
+
+@pytest.mark.slow
+def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forgotten(world):
+    w = world("reward.max_workers=1")
+
+    async def body(pool):
+        with pytest.raises(ScoringFailed):
+            await w.score(pool, "a", "raises")
+        running, waiting = w.score(pool, "b", "waits"), w.score(pool, "c")
+        await until(lambda: w.tries("b"))
+        pool.cancel("c")
+        pool.cancel("b")
+        (w.folder / "go").touch()
+        for task in (running, waiting):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await w.score(pool, "d")
+        assert not w.tries("c")
+
+    w.run(body)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_fail_what_waits(world):
+    w = world("reward.max_workers=1")
+    (w.folder / "mine.py").unlink()  # after the launcher's check
+
+    async def body(pool):
+        with pytest.raises(ScoringFailed, match="3 reward workers in a row ended"):
+            await w.score(pool, "a")
+
+    w.run(body)
+    assert "there is no file" in (w.folder / "pool" / "worker-0.log").read_text()
+
+
+def test_a_stranger_on_the_socket_gets_no_work(world):
+    w = world("reward.max_workers=1")
+
+    async def body(pool):
+        host, _, port = pool._address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.frame(msgspec.msgpack.encode(Hello("guess", 0))))
+        assert await reader.read() == b""
+        writer.close()
+        assert (w.folder / "pool" / "token").stat().st_mode & 0o777 == 0o600
+
+    w.run(body)
+
+
+class Puppet:
+    """A worker in this process, which says what a test wants; the pool sees no difference."""
+
+    def __init__(self, number, address, token):
+        self.number, self.address, self.token = number, address, token
+        self.task = asyncio.ensure_future(self.connect())
+
+    async def connect(self):
+        host, _, port = self.address.rpartition(":")
+        self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        self.say(Hello(self.token.read_text().strip(), self.number))
+
+    def say(self, message):
+        self.writer.write(frames.frame(msgspec.msgpack.encode(message)))
+
+    async def work(self):
+        await self.task
+        data = await frames.read(self.reader, pools.FRAME_BYTES)
+        return msgspec.msgpack.decode(data, type=pools.Work)
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        self.task.cancel()
+
+
+def test_limits_follow_the_slowest_right_answer_of_the_prompt(world, tmp_path):
+    w = world("reward.max_workers=1", "reward.adaptive=true", "reward.timeout_s=30")
+    puppets = []
+
+    async def main():
+        tasks = Tasks()
+
+        def start(*args):
+            puppets.append(Puppet(*args))
+            return puppets[-1]
+
+        async def one(pool, name, prompt, success, seconds):
+            asked = w.score(pool, name, prompt=prompt)
+            await until(lambda: puppets)
+            work = await puppets[0].work()
+            score = pools.Score(reward=float(success), success=success)
+            puppets[0].say(Answer(work.number, score, "", seconds))
+            await asked
+            return work.limit_s
+
+        pool = Pool(w.config.reward, tmp_path / "pool", start, tasks.spawn)
+        await pool.open()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await one(pool, "a", "p", False, 20.0) == 30.0
+            assert await one(pool, "b", "p", True, 4.0) == 30.0
+            assert await one(pool, "c", "p", True, 3.0) == 6.0
+            assert await one(pool, "d", "q", True, 0.1) == 30.0
+            assert await one(pool, "e", "q", True, 0.1) == 2.0
+            assert await one(pool, "f", "p", True, 29.0) == 6.0
+            assert await one(pool, "g", "p", True, 1.0) == 30.0
+        await pool.close()
+        await tasks.close(5.0)
+
+    asyncio.run(main())
+    kept = Anchors(tmp_path / "pool" / "anchors.json", 30.0, adaptive=True)
+    assert kept.limit_s("q") == 2.0 and kept.limit_s("p") == 30.0 and kept.limit_s("new") == 30.0
+    assert json.loads((tmp_path / "pool" / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}
+
+
+def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(world, monkeypatch):
+    monkeypatch.setattr(pools, "GRACE_S", 0.0)
+    w = world("reward.max_workers=2", "reward.timeout_s=0.3", "reward.deadline_s=60")
+    puppets = []
+
+    async def main():
+        tasks = Tasks()
+
+        def start(*args):
+            puppets.append(Puppet(*args))
+            return puppets[-1]
+
+        pool = Pool(w.config.reward, w.folder / "pool", start, tasks.spawn)
+        await pool.open()
+        async with asyncio.timeout(DEADLINE_S):
+            began = time.monotonic()
+            asked = w.score(pool, "a")
+            await until(lambda: puppets)
+            await puppets[0].work()  # and no word more
+            await until(lambda: len(puppets) == 2)
+            work = await puppets[1].work()
+            puppets[1].say(Answer(work.number, pools.Score(reward=1.0), "", 0.1))
+            assert (await asked).score.reward == 1.0
+            assert time.monotonic() - began > 0.3
+        await pool.close()
+        await tasks.close(5.0)
+
+    asyncio.run(main())

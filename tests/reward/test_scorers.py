@@ -1,0 +1,269 @@
+"""Scorers on their own: what they answer, and how bad arguments are refused."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from rose.config import ConfigError
+from rose.reward import command, scorers
+from rose.reward.episode import Episode, Said, Score, ScoringFailed, score_of
+
+FUNCTIONS = """
+import asyncio
+
+def length(episode, most=10):
+    return min(len(episode.response), most) / most
+
+async def both(episode):
+    await asyncio.sleep(0)
+    return episode.response == episode.task["answer"], True
+
+def named(episode):
+    return {"reward": 0.5, "success": None}
+
+def words(episode):
+    return "good"
+
+def infinite(episode):
+    return float("inf")
+
+number = 3
+"""
+
+
+def episode(response="four", task=None, reward=0.25):
+    said = [Said(False, "two and two? "), Said(True, "let me see"), Said(False, "go on")]
+    return Episode(
+        trajectory="g0.0",
+        domain="sums",
+        seed=2,
+        task=task or {},
+        transcript=[*said, Said(True, response)],
+        reward=reward,
+        success=True,
+        truncated=False,
+        turns=2,
+    )
+
+
+def scored(scorer, one=None, limit_s=20.0) -> Score:
+    return asyncio.run(scorer.score(one or episode(), limit_s))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def test_a_function_may_be_plain_or_async_and_take_arguments(file):
+    build = scorers.build
+    plain = build("function", {"path": f"{file}:length", "args": {"most": 8}})
+    assert scored(plain) == Score(reward=0.5)
+    asks = build("function", {"path": f"{file}:both"})
+    assert scored(asks, episode(task={"answer": "four"})) == Score(reward=1.0, success=True)
+    assert scored(build("function", {"path": f"{file}:named"})) == Score(reward=0.5)
+
+
+@pytest.mark.parametrize(("name", "said"), [("words", "'good'"), ("infinite", "inf")])
+def test_what_is_no_finite_number_is_no_score(file, name, said):
+    with pytest.raises(ScoringFailed, match=f"{name} (returned|gave the reward) {said}"):
+        scored(scorers.build("function", {"path": f"{file}:{name}"}))
+
+
+def test_score_of_takes_numpys_numbers():
+    import numpy as np
+
+    assert score_of(np.float32(0.5), "f") == Score(reward=0.5)
+    assert score_of((np.bool_(True), np.bool_(False)), "f") == Score(reward=1.0, success=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{file}", "must be FILE.py:FUNCTION"),
+        ("{file}:absent", "defines no absent"),
+        ("{file}:number", "number is a int, not a function"),
+        ("{folder}/none.py:f", "there is no file"),
+        ("no.such.module:f", "importing no.such.module failed: ModuleNotFoundError"),
+        ("{broken}:f", "running .* failed: ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused(file, tmp_path, path, said):
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    path = path.format(file=file, folder=tmp_path, broken=broken)
+    with pytest.raises(ConfigError, match=rf"^reward.args.path='.*': .*{said}"):
+        scorers.build("function", {"path": path})
+
+
+def test_a_command_checks_the_answers_code_with_the_tasks_files():
+    tests = {"test.py": "from answer import add\nassert add(2, 2) == 4\n"}
+    good = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+    run = scorers.build("command", {"argv": ["python", "test.py"]})
+    assert scored(run, episode(good, {"files": tests})) == Score(reward=1.0, success=True)
+    bad = good.replace("+", "-")
+    assert scored(run, episode(bad, {"files": tests})) == Score(reward=0.0, success=False)
+
+
+def test_a_command_that_takes_too_long_is_a_result():
+    loop = scorers.build("command", {"argv": ["python", "answer.py"]})
+    ended = scored(loop, episode("```\nwhile True: pass\n```"), limit_s=1.0)
+    assert ended == Score(reward=0.0, success=False, timed_out=True)
+
+
+def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path):
+    mark = tmp_path / "alive"
+    child = f"while true; do date > {mark}; sleep 0.1; done"
+    code = (
+        f"import subprocess\nsubprocess.Popen(['sh', '-c', {child!r}])\nimport time\ntime.sleep(1)"
+    )
+    run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
+    assert scored(run, episode(code)).success
+    mark.unlink()
+    asyncio.run(asyncio.sleep(0.5))  # five turns of a child that still ran
+    assert not mark.exists()
+
+
+def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    code = (
+        "import os, socket\nassert 'SECRET_TOKEN' not in os.environ\n"
+        "assert os.getcwd() == os.environ['HOME']\n"
+        "try:\n    socket.create_connection(('127.0.0.1', PORT), 1)\n"
+        "except OSError: pass\nelse: raise SystemExit(3)\n"
+    )
+
+    async def main():
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
+        score = await run.score(episode(code.replace("PORT", str(port))), 20.0)
+        server.close()
+        return score
+
+    assert command.isolation(), "unshare(1) gives no namespaces on this machine"
+    assert asyncio.run(main()).success
+
+
+def test_a_commands_memory_has_a_limit():
+    code = "x = bytearray(2**30)"
+    run = {"argv": ["python", "answer.py"], "extract": "text"}
+    assert scored(scorers.build("command", run), episode(code)).success
+    assert not scored(scorers.build("command", run | {"memory_gib": 0.5}), episode(code)).success
+
+
+def test_a_file_that_leads_out_of_the_folder_and_a_program_that_is_not_there_are_no_score():
+    run = scorers.build("command", {"argv": ["python", "answer.py"]})
+    with pytest.raises(ScoringFailed, match="outside"):
+        scored(run, episode(task={"files": {"../x": ""}}))
+
+
+class JudgeServer:
+    """A real OpenAI-compatible server that answers each prompt with what `answers` gives."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = list(answers), []
+
+    async def handle(self, request):
+        body = await request.json()
+        self.asked.append((request.headers.get("Authorization"), body))
+        answer = self.answers.pop(0)
+        if isinstance(answer, int):
+            return web.Response(status=answer, text="no")
+        return web.json_response({"choices": [{"message": {"content": answer}}]})
+
+    def ask(self, one, **args):
+        async def main():
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", self.handle)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = runner.addresses[0][1]
+            try:
+                judge = scorers.build(
+                    "judge", JUDGE | {"url": f"http://127.0.0.1:{port}/v1"} | args
+                )
+                return await judge.score(one, 20.0)
+            finally:
+                await runner.cleanup()
+
+        return asyncio.run(main())
+
+
+JUDGE = {
+    "url": "http://127.0.0.1:1/v1",
+    "model": "m",
+    "prompt": "{prompt}|{response}|{task.answer}|{other}",
+    "pattern": r"Rating: *(-?[0-9.]+)",
+    "low": 0.0,
+    "high": 10.0,
+}
+
+
+def test_a_judge_is_asked_with_the_episodes_texts_and_its_last_number_counts(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    server = JudgeServer(["Rating: 2 no: Rating: 7.5", "Rating: 12"])
+    one = episode("4", {"answer": "four {prompt}"})
+    assert server.ask(one, api_key_file=str(key)) == Score(reward=0.75)
+    authorization, body = server.asked[0]
+    assert authorization == "Bearer sesame"
+    assert body["messages"][0]["content"] == "two and two? |4|four {prompt}|{other}"
+    assert server.ask(one) == Score(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(503, "answered 503: no"), ("fine", "gave no number")]
+)
+def test_a_judge_that_fails_is_no_score(answer, said):
+    with pytest.raises(ScoringFailed, match=said):
+        JudgeServer([answer]).ask(episode(task={"answer": "4"}))
+
+
+def test_a_judge_that_is_not_there_and_a_task_without_the_key_are_no_score():
+    judge = scorers.build("judge", JUDGE)
+    with pytest.raises(ScoringFailed, match=r"asks for \{task.answer\}.*nothing"):
+        scored(judge)
+    with pytest.raises(ScoringFailed, match="127.0.0.1:1"):
+        scored(judge, episode(task={"answer": "4"}))
+
+
+def test_parts_add_up_by_their_weights(file):
+    parts = {
+        "own": {"name": "environment", "weight": 2.0},
+        "form": {"name": "function", "args": {"path": f"{file}:length"}, "weight": -1.0},
+    }
+    total = scored(scorers.build("sum", {"parts": parts}))
+    assert total == Score(reward=2 * 0.25 - 0.4, success=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("magic", {}, "reward.name='magic': no such reward; there are environment, function"),
+        ("function", {}, "reward.args: .*path"),
+        ("function", {"path": 3}, "reward.args.path: expected `str`"),
+        ("command", {"argv": []}, r"reward.args.argv=\[\]"),
+        ("command", {"argv": ["x"], "memory": 3}, "reward.args.memory=3: command has no such"),
+        ("judge", JUDGE | {"url": "localhost"}, "reward.args.url='localhost'"),
+        ("judge", JUDGE | {"pattern": "("}, "reward.args.pattern"),
+        ("judge", JUDGE | {"pattern": "x"}, "must have one group"),
+        ("judge", JUDGE | {"high": 0.0}, "reward.args.high=0.0: must be above"),
+        ("judge", JUDGE | {"api_key_file": "/no/file"}, "api_key_file='/no/file'"),
+        ("sum", {"parts": {}}, "at least one part"),
+        ("sum", {"parts": {"a": {"name": "sum"}}}, "reward.args.parts.a=.*a name of environment"),
+        (
+            "sum",
+            {"parts": {"a": {"name": "command", "args": {"argv": []}}}},
+            r"reward.args.parts.a.args.argv=\[\]",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_by_their_key(name, args, said):
+    with pytest.raises(ConfigError, match=said):
+        scorers.build(name, args)
