@@ -36,11 +36,17 @@ def test_a_message_comes_back_equal(message):
     "change, words",
     [
         (lambda d: b"HTTP" + d[4:], "begins with b'ROSE', this one with b'HTTP'"),
-        (lambda d: d[:4] + struct.pack("<H", 9) + d[6:], f"protocol version 9, this rank {PROTOCOL_VERSION}"),
+        (
+            lambda d: d[:4] + struct.pack("<H", 9) + d[6:],
+            f"protocol version 9, this rank {p.PROTOCOL_VERSION}",
+        ),
         (lambda d: d[:-1], "promises"),
         (lambda d: d + b"x", "promises"),
         (lambda d: d[:5], "5 bytes are too few"),
-        (lambda d: d[:12] + b"\xc1" * (len(d) - 12), f"not a message of protocol version {PROTOCOL_VERSION}"),
+        (
+            lambda d: d[:12] + b"\xc1" * (len(d) - 12),
+            f"not a message of protocol version {p.PROTOCOL_VERSION}",
+        ),
     ],
 )
 def test_bad_bytes_are_one_clear_error(change, words):
