@@ -21,7 +21,17 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from reproduce_rose import CONSOLE, REPOSITORY, composed, put, read_csv, shown, write_csv
+from reproduce_rose import (
+    CONSOLE,
+    REPOSITORY,
+    composed,
+    markdown,
+    put,
+    read_csv,
+    shown,
+    with_bounds,
+    write_csv,
+)
 
 from rose.sim.study import runs
 from rose.sim.study.gains import Interval, gain, interval
@@ -136,26 +146,20 @@ def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str,
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:
-    """papers.csv as a table of Markdown."""
-    lines = [
-        "| setting | system, its | paper | ours [95%] | ours / paper | paper's number; what else "
-        "differs |",
-        "|---|---|---|---|---|---|",
-    ]
+    """papers.csv as a table of Markdown; sources and remarks stay in the file."""
+    lines = []
     for row in rows:
-        form = "{:,.0f}" if row["what"] == "tokens/s" else "{:.2f}"
-        low, high = form.format(float(row["paper_low"])), form.format(float(row["paper_high"]))
-        bounds = ""
-        if row["ours_low"]:
-            ends = (form.format(float(row[f"ours_{end}"])) for end in ("low", "high"))
-            bounds = f" [{', '.join(ends)}]"
+        form = ",.0f" if row["what"] == "tokens/s" else ".2f"
+        ends = [format(float(row[f"paper_{end}"]), form) for end in ("low", "high")]
         lines.append(
-            f"| {row['setting']} | {row['system']}, {row['what']} | "
-            f"{low if low == high else f'{low} to {high}'} | "
-            f"{form.format(float(row['ours']))}{bounds} | {float(row['ratio']):.2f} | "
-            f"{row['source']}; {row['remark']} |"
+            [
+                f"{row['setting'].replace('sim.n_serving=', '')}: {row['system']}, {row['what']}",
+                " to ".join(dict.fromkeys(ends)),
+                with_bounds(row, "ours", "ours_low", "ours_high", form),
+                f"{float(row['ratio']):.2f}",
+            ]
         )
-    return "\n".join(lines)
+    return markdown(["setting: system, its", "paper", "ours [95%]", "ours / paper"], lines)
 
 
 def main(arguments: Sequence[str]) -> int:

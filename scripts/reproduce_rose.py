@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -364,33 +364,66 @@ def picture(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
+# --------------------------------------------------------------------------- tables of the docs
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, "|---" * len(header) + "|", *rest])
+
+
+def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
+    """1.31 (1.28–1.34), from three columns of a CSV file; without bounds where one seed has none."""
+    mean, *bounds = (
+        format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
+    )
+    return f"{mean} ({'–'.join(bounds)})" if all(bounds) else mean
+
+
+def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    return [name for name in SETTINGS if any(row["setting"] == name for row in rows)]
+
+
 def effects(rows: Sequence[dict[str, str]]) -> str:
-    """Throughput of each system over the resource-fixed one, as a table of Markdown; from
-    rose_systems.csv."""
-    lines = [
-        "| setting | system | throughput over roll_grpo [95%] | step, s | staleness | dropped | "
-        "SLO kept |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        systems: dict[str, list[dict[str, str]]] = {}
-        for row in rows:
-            if row["setting"] == setting:
-                systems.setdefault(row["system"], []).append(row)
-        base = _column(systems["roll_grpo"], "trajectories_s")
-        for name, each in systems.items():
-            over = (
-                table.words(gain(_column(each, "trajectories_s"), base))
-                if name != "roll_grpo"
-                else "1"
+    """rose_systems.csv as a table of Markdown: throughput of each system over the resource-fixed
+    one, and what online requests kept."""
+    systems: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for row in rows:
+        systems.setdefault(row["system"], {}).setdefault(row["setting"], []).append(row)
+    settings = settings_in(rows)
+    header = ["system"]
+    for name in settings:
+        header += [f"{SETTINGS[name]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+    lines, attained = [], []
+    for name, measured in systems.items():
+        line = [name]
+        for setting in settings:
+            if setting not in measured:
+                line += ["", "", ""]
+                continue
+            each, base = measured[setting], systems["roll_grpo"][setting]
+            over = gain(_column(each, "trajectories_s"), _column(base, "trajectories_s"))
+            step_s, stale, dropped, kept = (
+                fmean(_column(each, key))
+                for key in ("step_s", "staleness", "dropped", "attainment")
             )
-            kept = fmean(_column(each, "attainment"))
-            lines.append(
-                f"| {SETTINGS[setting]} | {name} | {over} | {fmean(_column(each, 'step_s')):.0f} | "
-                f"{fmean(_column(each, 'staleness')):.2f} | {fmean(_column(each, 'dropped')):.1%} "
-                f"| {'' if math.isnan(kept) else f'{kept:.2%}'} |"
-            )
-    return "\n".join(lines)
+            attained += [] if math.isnan(kept) else [kept]
+            line += ["1" if name == "roll_grpo" else brief(over), f"{step_s:.0f}"]
+            line += [f"{stale:.2f}, {dropped:.1%}"]
+        lines.append(line)
+    said = markdown(header, lines)
+    if attained:
+        said += (
+            f"\n\nOnline requests within both targets where GPUs are borrowed from serving: "
+            f"{min(attained):.2%} to {max(attained):.2%}."
+        )
+    return said
+
+
+def brief(found: Interval) -> str:
+    """1.31 (1.28–1.34)"""
+    bounds = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
+    return f"{found.mean:.2f}{bounds}"
 
 
 def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
@@ -398,74 +431,62 @@ def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
 
 
 def beside(rows: Sequence[dict[str, str]]) -> str:
-    """rose_paper.csv as a table of Markdown."""
-    lines = [
-        "| setting | system | its | paper | ours [95%] | ours is |",
-        "|---|---|---|---|---|---|",
-    ]
+    """rose_paper.csv as a table of Markdown: the paper's number and ours, per setting."""
+    settings = settings_in(rows)
+    header = ["system, its"]
+    for name in settings:
+        header += [f"{SETTINGS[name]}: paper", "ours [95%], off by"]
+    found: dict[str, dict[str, tuple[str, str]]] = {}
     for row in rows:
         share = row["what"] == "allocation overhead"
-
-        def form(key: str) -> str:
-            return (
-                ""
-                if not row[key]
-                else f"{float(row[key]):.1%}"
-                if share
-                else f"{float(row[key]):.2f}"
-            )
-
-        same = row["paper_low"] == row["paper_high"]
-        paper = form("paper_low") if same else f"{form('paper_low')} to {form('paper_high')}"
-        bounds = f" [{form('ours_low')}, {form('ours_high')}]" if row["ours_low"] else ""
-        off = f"{float(row['difference']):+.0%}" if row["difference"] else ""
-        what = f"{row['what']} of" if share else row["what"]
-        lines.append(
-            f"| {SETTINGS[row['setting']]} | {row['mine']} | {what} {row['rival']} | "
-            f"{paper or 'none'} | "
-            f"{form('ours')}{bounds} | {off} |"
-        )
-    return "\n".join(lines)
+        form = ".1%" if share else ".2f"
+        ends = [format(float(row[k]), form) for k in ("paper_low", "paper_high") if row[k]]
+        paper = " to ".join(dict.fromkeys(ends)) or "none"
+        mine = with_bounds(row, "ours", "ours_low", "ours_high", form)
+        off = f", {float(row['difference']):+.0%}" if row["difference"] else ""
+        what = f"{row['mine']}, {row['what']}{' of' if share else ''} {row['rival']}"
+        found.setdefault(what, {})[row["setting"]] = (paper, mine + off)
+    return markdown(
+        header,
+        [
+            [what, *(cell for name in settings for cell in cells.get(name, ("", "")))]
+            for what, cells in found.items()
+        ],
+    )
 
 
 def table1_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_table1.csv as a table of Markdown."""
-    lines = [
-        "| setting | system | rollout, s: paper, ours | P99 TTFT, ms: paper, ours "
-        "| P99 TPOT, ms: paper; ours of a request, between tokens |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        n = {
-            key: f"{float(row[key]):.0f}" if row[key] else "–"
-            for key in row
-            if key not in ("setting", "system")
-        }
+        n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key.endswith("s")}
         lines.append(
-            f"| {SETTINGS[row['setting']]} | {row['system']} | {n['paper_rollout_s']}, "
-            f"{n['rollout_s']} | "
-            f"{n['paper_ttft_ms']}, {n['ttft_ms']} | {n['paper_tpot_ms']}; {n['tpot_ms']}, "
-            f"{n['gap_ms']} |"
+            [
+                f"{SETTINGS[row['setting']].split(',')[0]}, {row['system']}",
+                f"{n['paper_rollout_s']}, {n['rollout_s']}",
+                f"{n['paper_ttft_ms']}, {n['ttft_ms']}",
+                f"{n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']}",
+            ]
         )
-    return "\n".join(lines)
+    header = ["system", "rollout, s: paper, ours", "P99 TTFT, ms: paper, ours"]
+    return markdown([*header, "P99 TPOT, ms: paper; ours of a request, between tokens"], lines)
 
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
-    """rose_sensitivity.csv as a table of Markdown: at 0.8 and 1.2 times a parameter's value."""
+    """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
-    lines = [
-        "| setting | parameter | " + " | ".join(f"{key}: 0.8 x, 1.2 x" for key in rivals) + " |",
-        "|---|---|" + "---|" * len(rivals),
-    ]
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        mine = [row for row in rows if row["setting"] == setting]
-        for name in dict.fromkeys(row["parameter"] for row in mine):
-            each = [row for row in mine if row["parameter"] == name]
-            cells = " | ".join(
-                ", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals
-            )
-            lines.append(f"| {SETTINGS[setting]} | {name} | {cells} |")
-    return "\n".join(lines)
+    tables = []
+    for setting in settings_in(rows):
+        values_of: dict[str, list[dict[str, str]]] = {}
+        for row in rows:
+            if row["setting"] == setting:
+                values_of.setdefault(row["parameter"], []).append(row)
+        lines = [
+            [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
+            for name, each in values_of.items()
+        ]
+        tables.append(markdown([SETTINGS[setting], *rivals], lines))
+    return "\n\n".join(tables)
 
 
 def put(page: Path, name: str, text: str) -> None:

@@ -35,11 +35,21 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 import msgspec
 import yaml
-from reproduce_rose import SETTINGS, composed, outcomes_of, put, read_csv, write_csv
+from reproduce_rose import (
+    SETTINGS,
+    composed,
+    markdown,
+    outcomes_of,
+    put,
+    read_csv,
+    settings_in,
+    with_bounds,
+    write_csv,
+)
 
 from rose.config import Config, Policy, Scheduler, SimSystem
-from rose.sim.study import runs, table
-from rose.sim.study.gains import Interval, gain
+from rose.sim.study import runs
+from rose.sim.study.gains import gain
 from rose.sim.study.outcome import Outcome, by_system, mean, values
 
 CONF = REPOSITORY / "conf" / "scheduler"
@@ -360,38 +370,45 @@ def search(
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:
-    """The last round of policies_search.csv as a table of Markdown: the front, and what has a
-    name."""
-    lines = [
-        "| setting | batching, order, routing, provisioning | is | tokens/s over ROSE [95%] | "
-        "step, s | staleness: mean, largest | dropped | on the front |",
-        "|---|---|---|---|---|---|---|---|",
+    """The last round of each setting in policies_search.csv as a table of Markdown: the front, and
+    what has a name, freshest first."""
+    names, settings = named(), settings_in(rows)
+    shown: dict[str, dict[str, dict[str, str]]] = {}
+    header = [
+        "batching, order, routing, provisioning",
+        "is",
+        "staleness: mean, largest",
+        "dropped, at most",
     ]
-    names = named()
-    for setting in dict.fromkeys(row["setting"] for row in rows):
+    for setting in settings:
         mine = [row for row in rows if row["setting"] == setting]
-        last = max(row["round"] for row in mine)
-        shown = [
-            row
-            for row in mine
-            if row["round"] == last and (_name(row) in names or row["front"] == "1")
-        ]
-        for row in sorted(
-            shown, key=lambda row: (float(row["staleness_max"]), -float(row["tokens_s"]))
-        ):
-            over = table.words(
-                Interval(*(float(row[key] or math.nan) for key in ("over_rose", "low", "high")))
-            )
-            part = (
-                "" if row["divided"] == "1" else f", 1/{row['divided']} of it, {row['seeds']} seed"
-            )
-            lines.append(
-                f"| {SETTINGS[setting]}{part} | {_name(row)} | {names.get(_name(row), '')} | "
-                f"{over} | {float(row['step_s']):.0f} | {float(row['staleness']):.2f}, "
-                f"{float(row['staleness_max']):.0f} | {float(row['dropped']):.1%} | "
-                f"{'yes' if row['front'] == '1' else ''} |"
-            )
-    return "\n".join(lines)
+        last = [row for row in mine if row["round"] == max(each["round"] for each in mine)]
+        for row in last:
+            if _name(row) in names or row["front"] == "1":
+                shown.setdefault(_name(row), {})[setting] = row
+        part = last[0]
+        size = "" if part["divided"] == "1" else f", 1/{part['divided']}, {part['seeds']} seed"
+        header += [f"{SETTINGS[setting]}{size}: tokens/s over ROSE [95%]", "step, s"]
+
+    def freshness(name: str) -> tuple[float, float]:
+        row = next(iter(shown[name].values()))
+        return float(row["staleness_max"]), -float(row["tokens_s"])
+
+    lines = []
+    for name in sorted(shown, key=freshness):
+        each = list(shown[name].values())
+        mean_, most, lost = (
+            max(float(row[key]) for row in each)
+            for key in ("staleness", "staleness_max", "dropped")
+        )
+        line = [name, names.get(name, ""), f"{mean_:.2f}, {most:.0f}", f"{lost:.1%}"]
+        for setting in settings:
+            row = shown[name].get(setting)
+            front = "*" if row and row["front"] == "1" else ""
+            over = with_bounds(row, "over_rose", "low", "high") + front if row else ""
+            line += [over, f"{float(row['step_s']):.0f}" if row else ""]
+        lines.append(line)
+    return markdown(header, lines) + "\n\n\\* on the front of speed and staleness"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -75,7 +75,8 @@ def test_a_setting_is_simulated_and_written_and_the_page_gets_a_line_for_it(tmp_
     assert all(float(row["ours"]) > 0 for row in rows)
     words = papers.words(rows)
     assert (
-        words.count("\n") == 1 + len(rows) and "| libra, throughput over balanced | 1.80 |" in words
+        words.count("\n") == 1 + len(rows)
+        and "| libra_14b: libra, throughput over balanced | 1.80 |" in words
     )
 
 

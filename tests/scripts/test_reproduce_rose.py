@@ -89,10 +89,13 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_picture_is_valid_svg(o
     rows = reproduce_rose.read_csv(path)
     assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     assert ElementTree.fromstring(reproduce_rose.picture(rows)).tag.endswith("svg")
+    words = reproduce_rose.beside(rows)
     assert (
-        "| rose | throughput over roll_grpo | 1.31 | 1.50 [1.50, 1.50] |"
-        in reproduce_rose.beside(rows)
+        "| rose, throughput over roll_grpo | 1.31 | 1.50 (1.50–1.50), +14% | 1.46 | 1.50" in words
     )
+    assert "| best, throughput over rose | none | 1.33 (1.33–1.33) | none |" in words
+    alone = reproduce_rose.beside([row for row in rows if row["setting"] == "rose_32b"])
+    assert "8B" not in alone and words.count("\n") == alone.count("\n")
 
 
 def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(
@@ -120,9 +123,12 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
     path = tmp_path / "rose_table1.csv"
     reproduce_rose._merge(path, "rose_8b", reproduce_rose.table1("rose_8b", some))
     words = reproduce_rose.table1_words(reproduce_rose.read_csv(path)).splitlines()
-    assert words[2] == "| Qwen3-8B, FrozenLake | rose | 496, 520 | 338, 350 | 136; 40, 90 |"
-    assert words[3] == "| Qwen3-8B, FrozenLake | serving alone | –, – | 315, 300 | 118; 30, 70 |"
-    assert [line.split(" | ")[1] for line in words[4:]] == ["uncontrolled", "prism"]
+    assert words[2] == "| Qwen3-8B, rose | 496, 520 | 338, 350 | 136; 40, 90 |"
+    assert words[3] == "| Qwen3-8B, serving alone | –, – | 315, 300 | 118; 30, 70 |"
+    assert [line.split(" | ")[0] for line in words[4:]] == [
+        "| Qwen3-8B, uncontrolled",
+        "| Qwen3-8B, prism",
+    ]
 
 
 def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
@@ -138,7 +144,11 @@ def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path)
         {"setting": "rose_8b"} | dict(zip(table.CSV_COLUMNS, line.split(","), strict=False))
         for line in table.csv_text(outcomes).splitlines()[1:]
     ]
-    assert "| best | 2.00 [2.00, 2.00] | 100 |" in reproduce_rose.effects(rows)
+    words = reproduce_rose.effects(rows)
+    assert "| best | 2.00 (2.00–2.00) | 100 | 0.01, 1.0% |" in words
+    assert "Online requests" not in words, "nobody lent"
+    lent = [row | {"attainment": "0.998"} if row["system"] == "rose" else row for row in rows]
+    assert reproduce_rose.effects(lent).endswith(": 99.80% to 99.80%.")
 
 
 def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
