@@ -473,7 +473,8 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
-    """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value."""
+    """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value. What
+    changes no number by more than 0.02 has no row."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
@@ -481,11 +482,23 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
         for row in rows:
             if row["setting"] == setting:
                 values_of.setdefault(row["parameter"], []).append(row)
+        [base] = values_of["as it is"]
+        same = [
+            name
+            for name, each in values_of.items()
+            if each != [base]
+            and all(
+                abs(float(row[key]) - float(base[key])) <= 0.02 for row in each for key in rivals
+            )
+        ]
         lines = [
             [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
             for name, each in values_of.items()
+            if name not in same
         ]
         tables.append(markdown([SETTINGS[setting], *rivals], lines))
+        if same:
+            tables.append(f"By 0.02 at most: {', '.join(same)}.")
     return "\n\n".join(tables)
 
 
