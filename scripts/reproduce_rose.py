@@ -474,7 +474,7 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value. What
-    changes no number by more than 0.02 has no row."""
+    changes no number by more than 0.05 has no row."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
@@ -488,7 +488,7 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
             for name, each in values_of.items()
             if each != [base]
             and all(
-                abs(float(row[key]) - float(base[key])) <= 0.02 for row in each for key in rivals
+                abs(float(row[key]) - float(base[key])) <= 0.05 for row in each for key in rivals
             )
         ]
         lines = [
@@ -498,7 +498,7 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
         ]
         tables.append(markdown([SETTINGS[setting], *rivals], lines))
         if same:
-            tables.append(f"By 0.02 at most: {', '.join(same)}.")
+            tables.append(f"By 0.05 at most: {', '.join(same)}.")
     return "\n\n".join(tables)
 
 
