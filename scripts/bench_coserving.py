@@ -4,7 +4,6 @@ real HTTP traffic.
     python scripts/bench_coserving.py                                   # a quarter of an hour
     python scripts/bench_coserving.py trace=AzureLLMInferenceTrace_conv_2023.csv seconds=60 seeds=5
     python scripts/bench_coserving.py scenarios=alone,naive,ours seconds=20 seeds=2
-    python scripts/bench_coserving.py burst=true                        # and a 20x burst while R holds its full budget
 
 Slices of a trace (Azure's format; made by rose.sim.traces if none is given) are replayed open loop
 against the online server S, with the rollout engine R beside it in a closed loop; both engines are
@@ -35,10 +34,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-import bench_coserving_burst
 from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options
 from bench_coserving_engines import Failed
-from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, lines, table, targets
+from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, shown, table
+from rich.console import Console
 
 LATE_S = 0.02  # of the client at P99: more is said
 
@@ -56,8 +55,8 @@ def parse(argv: list[str]) -> Options:
                 f"{word!r}: no such option; there are {', '.join(f'{name}=' for name in known)}"
             )
         try:
-            value = {"true": True, "false": False}[text] if known[key] is bool else known[key](text)
-        except (ValueError, KeyError):
+            value = known[key](text)
+        except ValueError:
             raise Failed(f"{word!r}: {text!r} is no {known[key].__name__}") from None
         setattr(options, key, value)
     for name in options.scenarios.split(","):
@@ -77,8 +76,8 @@ def parse(argv: list[str]) -> Options:
     return options
 
 
-def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
-    """After each seed what was found so far is in `out`."""
+def measure(bench: Bench, out: Path) -> list[dict]:
+    """The table's rows; after each seed what was found so far is in `out`."""
     chosen = bench.options.scenarios.split(",")
     bench.start(ALONE)
     for words in bench.calibrate():
@@ -103,11 +102,11 @@ def measure(bench: Bench, out: Path) -> tuple[list[Run], Alone]:
         for scenario in order[turn:] + order[:turn]:
             runs.append(bench.calm_run(scenario, seed, traffic, bench.options.seconds))
             say(_words(runs[-1], bench.slo))
-        write(bench, out, runs, alone, [])
-    return runs, alone
+        rows = write(bench, out, runs, alone)
+    return rows
 
 
-def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[dict]) -> list[dict]:
+def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
     """The table's rows."""
     rows = table(runs, bench.slo, alone)
     found = {
@@ -117,7 +116,6 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone, bursts: list[d
         "alone": dataclasses.asdict(alone),
         "table": rows,
         "runs": [dataclasses.asdict(run) for run in runs],
-        "bursts": bursts,
     }
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
     (out / "bench_coserving.csv").write_text(as_csv(rows))
@@ -155,11 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with Bench(options) as bench:
-        runs, alone = measure(bench, out)
-        bursts = bench_coserving_burst.measure(bench) if options.burst else []
-    rows = write(bench, out, runs, alone, bursts)
-    print("", *lines(rows, bench.slo, alone), "\ntargets:", *targets(rows), sep="\n")
-    print(*bench_coserving_burst.lines(bursts), sep="\n")
+        rows = measure(bench, out)
+    Console(width=160).print(shown(rows, bench.slo))
     say(f"in {out}")
     return 0
 

@@ -66,7 +66,6 @@ class Options:
     seconds: float = 25.0  # of traffic a run
     seeds: int = 3
     scenarios: str = ",".join(PLAN)
-    burst: bool = False
     busy: float = 0.25  # of the device by S alone
     slack: float = 1.25  # targets / percentiles of S alone
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, by commas
