@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -229,7 +228,6 @@ def show(measured: list[list[dict]]) -> None:
             f"{min(ratios):.2f}..{max(ratios):.2f}",
         )
     Console().print(table)
-    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

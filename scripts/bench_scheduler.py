@@ -3,7 +3,6 @@
     python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
     python scripts/bench_scheduler.py --sizes 100 --policies rose --csv
     docs/results/bench_scheduler.csv
-    python scripts/bench_scheduler.py --profile rose                     # cProfile of the largest size
 
 Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a
 fifth of the turns waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed
@@ -19,10 +18,8 @@ is in the simulator.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import csv
 import gc
-import pstats
 import sys
 import time
 from collections import deque
@@ -31,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -38,7 +37,6 @@ sys.path.insert(0, str(REPOSITORY))
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
-from rose.policies.registry import POLICIES
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 
@@ -74,8 +72,8 @@ def scheduler(names: tuple[str, ...]) -> Scheduler:
 class Load:
     """Drives a scheduler at constant concurrency, and times it."""
 
-    def __init__(self, scheduler: Scheduler, workers: int, seed: int) -> None:
-        self.scheduler, self.draw = scheduler, np.random.default_rng(seed)
+    def __init__(self, scheduler: Scheduler, workers: int) -> None:
+        self.scheduler, self.draw = scheduler, np.random.default_rng(1)
         self.costs: dict[str, list[int]] = {}  # event -> ns
         self.at = 0.0
         self.kinds = [
@@ -257,8 +255,8 @@ class Load:
                 self.running[place], self.place[last] = last, place
 
 
-def measure(system: str, workers: int, events: int, seed: int) -> dict[str, Any]:
-    load = Load(scheduler(SYSTEMS[system]), workers, seed)
+def measure(system: str, workers: int, events: int) -> dict[str, Any]:
+    load = Load(scheduler(SYSTEMS[system]), workers)
     load.fill()
     load.run(events // 10)  # warm
     load.costs.clear()
@@ -283,23 +281,11 @@ def measure(system: str, workers: int, events: int, seed: int) -> dict[str, Any]
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = list(rows[0])
-    cells = [heads] + [
-        [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
-    ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells
-    )
-
-
-def known() -> list[str]:
-    return [
-        name
-        for name, system in SYSTEMS.items()
-        if all(p in POLICIES[kind] for kind, p in zip(KINDS, system, strict=True))
-    ]
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(*rows[0])
+    for row in rows:
+        made.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
+    return made
 
 
 def main() -> None:
@@ -307,26 +293,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parse.add_argument("--sizes", default="100,1000,10000")
-    parse.add_argument("--policies", default=",".join(known()))
+    parse.add_argument("--policies", default=",".join(SYSTEMS))
     parse.add_argument("--events", type=int, default=20_000, help="turns ended, of each row")
-    parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--csv", type=Path)
-    parse.add_argument("--profile", choices=known())
     args = parse.parse_args()
     sizes = [int(size) for size in args.sizes.split(",")]
-    if args.profile:
-        load = Load(scheduler(SYSTEMS[args.profile]), sizes[-1], args.seed)
-        load.fill()
-        with cProfile.Profile() as profile:
-            load.run(args.events)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-        return
     rows = [
-        measure(system, size, args.events, args.seed)
-        for system in args.policies.split(",")
-        for size in sizes
+        measure(system, size, args.events) for system in args.policies.split(",") for size in sizes
     ]
-    print(table(rows))
+    Console(width=120).print(table(rows))
     if args.csv:
         with args.csv.open("w", newline="") as file:
             out = csv.DictWriter(file, list(rows[0]))

@@ -1,5 +1,5 @@
 """What the simulator costs: time, memory and events/s at three sizes, and beside simpy on the same
-small models.
+small model.
 
     python scripts/bench_simulator.py                          # 100, 1,000 and 10,000 GPUs (a few minutes)
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
@@ -8,8 +8,7 @@ Each GPU is an engine, with five trajectories of eight turns for each, scheduled
 routing: the whole of `rose.sim.probes.scale`, the scheduler's decisions included. A size runs in a
 process of its own, for its memory. Beside simpy (`pip install simpy`), on the same arrivals: k
 engines with one sequence each (M/M/k; simpy: a Resource), where rose.sim also makes a scheduler's
-decision for each; and one engine that batches continuously, its step as long as its batch (simpy: a
-process that takes every step, as it must, since it knows no runs of like steps).
+decision for each.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
     return draw.exponential(1.0, count)
 
 
-def arrivals(workers: int, count: int, seed: int) -> tuple[list[float], list[int]]:
+def arrivals(workers: int) -> tuple[list[float], list[int]]:
     """(at, tokens): those of `probes.queue`."""
-    draw = np.random.default_rng(seed)
-    tokens = np.maximum(np.ceil(lengths(draw, count) * TOKENS - 0.5), 1).astype(int)
-    at = np.sort(draw.random(count)) * count * TOKENS * probes.TOKEN_S / (LOAD * workers)
+    draw = np.random.default_rng(0)
+    tokens = np.maximum(np.ceil(lengths(draw, ARRIVALS) * TOKENS - 0.5), 1).astype(int)
+    at = np.sort(draw.random(ARRIVALS)) * ARRIVALS * TOKENS * probes.TOKEN_S / (LOAD * workers)
     return at.tolist(), tokens.tolist()
 
 
-def simpy_servers(workers: int, count: int, seed: int) -> float:
+def simpy_servers(workers: int) -> float:
     """Mean seconds in the system, each worker serving one arrival at a time."""
     import simpy
 
@@ -77,69 +76,30 @@ def simpy_servers(workers: int, count: int, seed: int) -> float:
             yield world.timeout(tokens * probes.TOKEN_S)
         total += world.now - at
 
-    for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
+    for at, tokens in zip(*arrivals(workers), strict=True):
         world.process(served(at, tokens))
     world.run()
-    return total / count
+    return total / ARRIVALS
 
 
-def simpy_batch(workers: int, count: int, seed: int) -> float:
-    """Mean seconds in the system of one engine that makes a token of each sequence per step."""
-    import simpy
-
-    world, total, batch = simpy.Environment(), 0.0, []
-    came = [world.event()]
-
-    def arrive():
-        for at, tokens in zip(*arrivals(workers, count, seed), strict=True):
-            yield world.timeout(at - world.now)
-            batch.append([at, tokens])
-            if not came[0].triggered:
-                came[0].succeed()
-
-    def engine():
-        nonlocal batch, total
-        while True:
-            if not batch:
-                came[0] = world.event()
-                yield came[0]
-            inside = list(batch)
-            yield world.timeout(len(inside) * probes.TOKEN_S)
-            for sequence in inside:
-                sequence[1] -= 1
-                if not sequence[1]:
-                    total += world.now - sequence[0]
-            batch = [sequence for sequence in batch if sequence[1]]
-
-    world.process(arrive())
-    world.process(engine())
-    world.run()
-    return total / count
+def ours(workers: int) -> float:
+    return probes.queue(LOAD, TOKENS, workers, 1, ARRIVALS, 0, lengths).mean()
 
 
-def ours(workers: int, sequences: int) -> float:
-    return probes.queue(LOAD, TOKENS, workers, sequences, ARRIVALS, 0, lengths).mean()
-
-
-def pace(run: Callable[..., float], *arguments: int) -> str:
+def pace(run: Callable[[int], float], workers: int) -> str:
     """Arrivals per second of this thread's processor time, and the mean time in the system, which
     tells that both simulate the same."""
     began = time.thread_time()
-    mean = run(*arguments)
+    mean = run(workers)
     took = time.thread_time() - began
     return f"{ARRIVALS / took:,.0f} arrivals/s (mean {1000 * mean:.1f} ms in the system)"
 
 
 def beside_simpy() -> None:
-    for workers, sequences, rival in (
-        (4, 1, simpy_servers),
-        (100, 1, simpy_servers),
-        (1, 256, simpy_batch),
-    ):
-        what = f"engines {workers}, sequences each {sequences}"
-        print(f"{what}: rose.sim {pace(ours, workers, sequences)}", flush=True)
+    for workers in (4, 100):
+        print(f"{workers} engines: rose.sim {pace(ours, workers)}", flush=True)
         try:
-            print(f"{what}: simpy {pace(rival, workers, ARRIVALS, 0)}", flush=True)
+            print(f"{workers} engines: simpy {pace(simpy_servers, workers)}", flush=True)
         except ModuleNotFoundError:
             print("simpy is not installed (pip install simpy): no comparison")
 

@@ -4,9 +4,9 @@ systems.
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
     python scripts/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
-    python scripts/reproduce_rose.py draw=true                         picture and tables again, from the CSV files
-Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv, rose_sensitivity.csv and
-rose_paper.svg (out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands
+    python scripts/reproduce_rose.py draw=true                         the tables again, from the CSV files
+Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv and rose_sensitivity.csv
+(out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands
 between their marks. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here
 or there is set for one system or row, and where ours differs from the paper the table says by how
 much. Why it does: docs/simulator.md. Left out: what the paper gives in figures only.
@@ -275,7 +275,7 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     return rows
 
 
-# --------------------------------------------------------------------------- files and pictures
+# --------------------------------------------------------------------------- files
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -310,58 +310,6 @@ def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
             )
         )
     return made
-
-
-def picture(rows: Sequence[dict[str, str]]) -> str:
-    """Ratios only: the paper's as rings, ours as dots with 95% intervals; as SVG."""
-    ratios = [row for row in rows if row["what"] != "allocation overhead"]
-    left, right, line = 380, 660, 26
-    high = len(ratios) * line + 80
-    numbers = [
-        float(row[key])
-        for row in ratios
-        for key in ("paper_low", "ours", "ours_low", "ours_high")
-        if row[key]
-    ]
-    low, top = math.log(min(numbers + [1.0]) / 1.1), math.log(max(numbers + [1.0]) * 1.1)
-
-    def x(value: float) -> float:
-        return left + (math.log(value) - low) / (top - low) * (right - left)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {high}" '
-        'font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="700" height="{high}" fill="#fdfdfb"/>',
-        '<text x="14" y="22" font-size="14" fill="#1d1f24">ROSE over its rivals: the paper '
-        "(rings), ours "
-        "(dots, 95% over seeds)</text>",
-    ]
-    for mark in (0.25, 0.5, 1, 2, 4):
-        if low <= math.log(mark) <= top:
-            parts.append(
-                f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="36" y2="{high - 30}" '
-                f'stroke="{"#5d6470" if mark == 1 else "#dcdedf"}"/><text x="{x(mark):.1f}" '
-                f'y="{high - 12}" text-anchor="middle" fill="#5d6470">{mark:g}</text>'
-            )
-    for index, row in enumerate(ratios):
-        y = 54 + index * line
-        parts.append(
-            f'<text x="{left - 14}" y="{y + 4}" text-anchor="end" fill="#1d1f24">{row["setting"]}: '
-            f"{row['mine']}, {row['what']} {row['rival']}</text>"
-        )
-        if row["ours_low"]:
-            parts.append(
-                f'<line x1="{x(float(row["ours_low"])):.1f}" x2="{x(float(row["ours_high"])):.1f}" '
-                f'y1="{y}" y2="{y}" stroke="#1f6fb2" stroke-width="2"/>'
-            )
-        parts.append(f'<circle cx="{x(float(row["ours"])):.1f}" cy="{y}" r="4.5" fill="#1f6fb2"/>')
-        if row["paper_low"]:
-            parts.append(
-                f'<circle cx="{x(float(row["paper_low"])):.1f}" cy="{y}" r="5.5" fill="none" '
-                'stroke="#c8501e" stroke-width="2"/>'
-            )
-    return "\n".join([*parts, "</svg>\n"])
 
 
 # --------------------------------------------------------------------------- tables of the docs
@@ -546,7 +494,6 @@ def main(arguments: Sequence[str]) -> int:
         )
     if absolute == "only":
         return 0
-    write_whole(out / "rose_paper.svg", picture(read_csv(out / "rose_paper.csv")).encode())
     docs = REPOSITORY / "docs"
     if out == docs / "results":
         put(docs / "policies.md", "measured", effects(read_csv(out / "rose_systems.csv")))

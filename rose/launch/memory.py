@@ -2,7 +2,7 @@
 
 P parameters, N trainer ranks, b bytes per element of the role's dtype, T =
 trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What is said of DeepSpeed was
-read in 0.19.8 and measured by scripts/check_memory.py (with bfloat16; in float32 stages 1 and 2
+read in 0.19.8 and measured by tests/trainer/allocated.py (with bfloat16; in float32 stages 1 and 2
 need up to 8 P more).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):

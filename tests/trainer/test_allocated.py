@@ -1,21 +1,16 @@
 """The estimates of dry runs against what DeepSpeed allocates, counted tensor by tensor on the
 CPU."""
 
-import sys
-
 import pytest
 
-from rose.models import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-import check_memory
+from tests.trainer import allocated
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "vocab"), [(3, 2048), (3, 256), (2, 2048)])
 def test_a_trainer_rank_allocates_what_is_estimated(stage, vocab):
     """With a large vocabulary the logits need most, with a small one the layers."""
-    found = check_memory.measure(True, 1, 256, [f"trainer.zero_stage={stage}"], vocab)
+    found = allocated.measure(256, [f"trainer.zero_stage={stage}"], vocab)
     assert found.keys() == {"forward and backward", "update", "between steps"}
-    for moment, (estimated, allocated) in found.items():
-        assert estimated == pytest.approx(allocated, rel=0.15), (moment, found)
+    for moment, (estimated, counted) in found.items():
+        assert estimated == pytest.approx(counted, rel=0.15), (moment, found)
