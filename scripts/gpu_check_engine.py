@@ -149,13 +149,14 @@ def engine(report: Report) -> None:
     asyncio.run(_engine(report))
 
 
-async def _engine(report: Report) -> None:
-    config = settings(report)
+async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
+    config = settings(report, *overrides)
     running = await start(report, config)
     try:
-        _ways(report, running)
-        await _speed(report, running)
-        old, new, versions = await flip_under_traffic(report, running, config)
+        if speed:
+            _ways(report, running)
+            await _speed(report, running)
+        *_, versions = await flip_under_traffic(report, running, config)
         scored = await asyncio.gather(
             *(
                 turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
@@ -283,10 +284,7 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
         np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
         for tensors in (versions.tensors, None)
     )
-    words = (
-        "a wrong kernel, or weights that are not the version's: run scripts/bench_mismatch.py "
-        "--gpus"
-    )
+    words = "a wrong kernel, or weights that are not the version's: the check precision tells which"
     if sizes.dtype == "float32":
         report.figure(
             "largest |difference|, new weights",
@@ -316,27 +314,11 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
 
 def precision(report: Report) -> None:
     """float32: everything that is not rounding shows."""
-    asyncio.run(_weights(report, "rollout.enforce_eager=true"))
+    asyncio.run(_engine(report, "rollout.enforce_eager=true", speed=False))
 
 
 def tensor_parallel(report: Report) -> None:
-    asyncio.run(_weights(report))
-
-
-async def _weights(report: Report, *overrides: str) -> None:
-    config = settings(report, *overrides)
-    running = await start(report, config)
-    try:
-        *_, versions = await flip_under_traffic(report, running, config)
-        scored = await asyncio.gather(
-            *(
-                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
-            )
-        )
-        compare(report, scored, versions)
-    finally:
-        await running.shutdown()
+    asyncio.run(_engine(report, speed=False))
 
 
 # --------------------------------------------------------------------------- sleep
@@ -446,7 +428,7 @@ CHECKS = (
         precision,
         {"cuda": NARROW, "cpu": NARROW_CPU},
         180.0,
-        "python scripts/bench_mismatch.py --gpus compares both dtypes",
+        "a wrong kernel, or weights that are not the version's: the log has the engine's words",
     ),
     Check(
         "tp2",
