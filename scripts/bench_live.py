@@ -2,11 +2,11 @@
 and best, as ratios.
 
     python scripts/bench_live.py                                  # about an hour
-    python scripts/bench_live.py --seeds 1 --steps 4 --borrowed 1 # a look
+    python scripts/bench_live.py --seeds 1 --steps 4              # a look
     python scripts/bench_live.py --csv docs/results/bench_live.csv
 
     fixed  two dedicated engines, synchronous steps, cache-affine routing
-    rose   the same and up to --borrowed engines of serving devices: ROSE's provisioning and routing
+    rose   the same and two engines of serving devices: ROSE's provisioning and routing
     best   the same devices, earliest-finish routing, unfinished groups carried over to the next step
 
 Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two
@@ -19,11 +19,10 @@ row, from when all borrowed engines have joined: the first during which the hype
 than 5% of a virtual machine (live_runs.CALM).
 
 Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest,
-largest), the share of tokens that borrowed engines made, and what serving's users got. Above ratios
-of quotas: (dedicated + borrowed x what serving leaves) / dedicated is what can be had of the
-rollout phase at most. The figures mean something on a machine that does nothing else, with (2 +
-borrowed) x quota cores and one and a half more for trainer, hosts and clients; under a quota of
-0.15 an engine of this size runs for too short a time at once (docs/benchmarks.md).
+largest), the share of tokens that borrowed engines made, and what serving's users got. The figures
+mean something on a machine that does nothing else, with 4 x quota cores and one and a half more for
+trainer, hosts and clients; under a quota of 0.15 an engine of this size runs for too short a time
+at once.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,13 +45,12 @@ from typing import NamedTuple
 import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import free_port, plugin_folder
-from hydra import compose, initialize_config_dir
 from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop, wait_for_calm
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from rose import config as cfg
+from rose import front
 from rose.models import resolve
 from rose.processes import die_with_parent
 from rose.sim import traces
@@ -60,6 +59,10 @@ DEADLINE_S = 1800.0  # of one run
 START_S = 600.0  # of a serving device
 TRACE_S, PIECE_S, DRAIN_S = 3600.0, 30.0, 10.0
 SERVED = "chat"
+BORROWED = 2  # serving devices
+BATCH = 256  # trajectories of a step
+RATE = 0.08  # online requests per second and device
+SLO = "{ttft_p50_s: 1.0, ttft_p99_s: 2.0, tpot_p50_s: 0.25, tpot_p99_s: 0.5}"
 # Ranks of a busy machine, where an engine's host has no core of its own, may be late by seconds;
 # none is lost here.
 ALIKE = ("trainer.steps=1000000", "rollout.workers=2", "serving.lost_after_s=30")
@@ -100,7 +103,7 @@ class Device:
             "serving.online.dtype=float32",
             "serving.online.kv_cache_gib=0.1",
             "serving.online.max_context=512",
-            f"serving.online.slo={slo(options)}",
+            f"serving.online.slo={SLO}",
             *([f"serving.lending.profile={profile}"] if profile else []),
         ]
         parent = os.getpid()
@@ -117,20 +120,18 @@ class Device:
 
     async def ready(self) -> None:
         """Serves. Raises `SystemExit`."""
-        import aiohttp
-
         end = time.monotonic() + START_S
-        async with aiohttp.ClientSession() as session:
-            while time.monotonic() < end and self._process.poll() is None:
-                try:
-                    async with session.get(f"{self.url}/health") as answer:
-                        if answer.status == 200:
-                            self._check_lends()
-                            return
-                except (aiohttp.ClientError, OSError):
-                    pass
-                await asyncio.sleep(1.0)
+        while time.monotonic() < end and self._process.poll() is None:
+            if await asyncio.to_thread(self._healthy):
+                self._check_lends()
+                return
+            await asyncio.sleep(1.0)
         raise SystemExit(f"a serving device did not start within {START_S:g} s; see {self.log}")
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False
 
     def _check_lends(self) -> None:
         """With a profile it should: without, a run would wait for its borrowed engines in vain."""
@@ -167,17 +168,8 @@ class Measured(NamedTuple):
 
 def rollout_model(overrides: list[str]) -> Path:
     """The run's own, which the online servers serve, too."""
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("config", overrides)
-    OmegaConf.set_struct(composed, False)
-    return resolve(cfg.from_dict(OmegaConf.to_container(composed, resolve=True)).model)
-
-
-def slo(options: argparse.Namespace) -> str:
-    return (
-        f"{{ttft_p50_s: {options.ttft_slo / 2}, ttft_p99_s: {options.ttft_slo}, tpot_p50_s: {options.tpot_slo / 2}, "
-        f"tpot_p99_s: {options.tpot_slo}}}"
-    )
+    tree = front.compose(REPOSITORY / "conf", overrides)[0]
+    return resolve(cfg.from_dict(tree).model)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -232,17 +224,11 @@ async def measure(
     profiled: Path,
 ) -> Measured:
     name = f"{system}-{seed}"
-    wanted = 0 if system == "fixed" else options.borrowed
+    wanted = 0 if system == "fixed" else BORROWED
     live = Live(
         folder,
         name,
-        [
-            *ALIKE,
-            f"trainer.batch_size={options.batch}",
-            f"seed={seed}",
-            *SYSTEMS[system],
-            *overrides,
-        ],
+        [*ALIKE, f"trainer.batch_size={BATCH}", f"seed={seed}", *SYSTEMS[system], *overrides],
         options.quota,
     )
     devices, clients, over, words = [], [], asyncio.Event(), cfg.read_shape(model).vocab
@@ -250,13 +236,13 @@ async def measure(
         await _until(live, lambda: live.phase == "rollout", "its first step")
         devices = [
             Device(folder, number, options, model, name, profiled if wanted else None)
-            for number in range(options.borrowed)
+            for number in range(BORROWED)
         ]
         for number, device in enumerate(devices):
             await device.ready()
             device.limit()
             trace = traces.generate(
-                1000 * seed + number, TRACE_S, options.rate, prompt=(64.0, 0.6), output=(24.0, 0.6)
+                1000 * seed + number, TRACE_S, RATE, prompt=(64.0, 0.6), output=(24.0, 0.6)
             )
             clients.append(
                 asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words))
@@ -352,9 +338,7 @@ def save(found: list[Measured], file: Path) -> None:
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
     fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
     table = Table(
-        title=(
-            f"2 dedicated engines, {options.borrowed} serving devices, {options.quota:g} cores each"
-        )
+        title=(f"2 dedicated engines, {BORROWED} serving devices, {options.quota:g} cores each")
     )
     for column in (
         "",
@@ -392,18 +376,9 @@ def main() -> None:
     parser.add_argument(
         "--quota", type=float, default=0.15, help="cores of each engine and device; 0: no quota"
     )
-    parser.add_argument("--borrowed", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5, help="that count, of each run")
-    parser.add_argument("--batch", type=int, default=256, help="trajectories of a step")
-    parser.add_argument(
-        "--rate", type=float, default=0.08, help="online requests per second and device"
-    )
-    parser.add_argument("--ttft-slo", type=float, default=2.0, help="P99, s")
-    parser.add_argument("--tpot-slo", type=float, default=0.5, help="P99, s")
     parser.add_argument("--profile-s", type=float, default=60.0)
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--csv", type=Path, help="rows that it has of other seeds and systems stay")
     parser.add_argument(
         "--keep", type=Path, help="leave the runs in this folder; a profile there is used again"
@@ -419,11 +394,9 @@ def main() -> None:
         if not file.exists():
             wait_for_calm(console.print)
             profile(folder, args, model)
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            order = (
-                args.systems[seed % len(args.systems) :] + args.systems[: seed % len(args.systems)]
-            )
-            for system in order:
+        names = list(SYSTEMS)
+        for seed in range(args.seeds):
+            for system in names[seed % len(names) :] + names[: seed % len(names)]:
                 wait_for_calm(console.print)
                 found.append(
                     asyncio.run(measure(folder, system, seed, args, overrides, model, file))

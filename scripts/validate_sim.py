@@ -88,6 +88,7 @@ LIVE: dict[str, tuple[str, ...]] = {
     ),
 }
 ENOUGH = 6  # training steps that count
+SKIP = 2  # first steps that don't count
 IDLE_S = 0.002  # between two steps: the engine had nothing to do
 MOST_GAP_S = 0.1  # between steps of a busy engine: more is no overhead
 DEADLINE_S = 1800.0
@@ -131,7 +132,7 @@ class Window(NamedTuple):
     end: float
 
 
-def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
+def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
     """Of live runs with their step logs."""
     logs, groups, rows, there, back, pauses = [], [], [], [], [], []
     for live, log in runs:
@@ -140,7 +141,7 @@ def profile_of(runs: list[tuple[Ran, Path]], skip: int) -> Profile:
         rewards = {t.id: t.reward for step in saved.values() for group in step for t in group}
         [journal] = (live.run / "journal").glob("attempt-*.jsonl")
         groups += calibrate.of_journal(journal, rewards)
-        counted = live.calm_steps(skip)
+        counted = live.calm_steps(SKIP)
         rows += [
             row | {"tokens": sum(len(t.mask) for group in saved[row["step"]] for t in group)}
             for row in counted
@@ -241,7 +242,7 @@ def ways(
 # --------------------------------------------------------------------------- predicted, measured
 
 
-def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures:
+def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
     """Means over seeds."""
     gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
     engine = spec.Engine(
@@ -283,11 +284,11 @@ def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures
     )
     found = []
     for seed in range(SEEDS):
-        tail = Durations(skip + 1)
+        tail = Durations(SKIP + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
         found.append(
             Figures(
-                statistics.median(step.seconds for step in ran.steps[skip:]),
+                statistics.median(step.seconds for step in ran.steps[SKIP:]),
                 statistics.median(tail.p95.values()),
                 ran.utilisation("dedicated"),
             )
@@ -295,14 +296,14 @@ def predicted(c: cfg.Config, profile: Profile, steps: int, skip: int) -> Figures
     return Figures(*np.mean(found, axis=0))
 
 
-def measured(runs: list[Ran], skip: int) -> tuple[Figures, tuple[float, float]]:
+def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
     """And the quartiles of the step time."""
     rows, tails = [], []
     for live in runs:
-        tail = Durations(skip + 1)
+        tail = Durations(SKIP + 1)
         for event, actions in live.entries():
             tail.write(event, actions)
-        calm = live.calm_steps(skip)
+        calm = live.calm_steps(SKIP)
         rows += calm
         tails += [tail.p95[row["step"]] for row in calm if row["step"] in tail.p95]
     low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
@@ -321,8 +322,7 @@ def run_all(
 
     def lacking() -> dict[str, int]:
         counts = {
-            name: sum(len(live.calm_steps(options.skip)) for live in runs)
-            for name, runs in done.items()
+            name: sum(len(live.calm_steps(SKIP)) for live in runs) for name, runs in done.items()
         }
         return {name: count for name, count in counts.items() if count < ENOUGH}
 
@@ -338,8 +338,8 @@ def run_all(
                 live.wait(DEADLINE_S)
             done[name].append(live)
             console.print(
-                f"round {at + 1}, {name}: {len(live.calm_steps(options.skip))} of "
-                f"{len(live.steps(options.skip))} steps on a calm machine",
+                f"round {at + 1}, {name}: {len(live.calm_steps(SKIP))} of "
+                f"{len(live.steps(SKIP))} steps on a calm machine",
                 highlight=False,
             )
     if short := lacking():
@@ -411,7 +411,6 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6, help="at most")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
-    parser.add_argument("--skip", type=int, default=2, help="first steps that don't count")
     parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
     parser.add_argument("--csv", type=Path)
     parser.add_argument(
@@ -421,8 +420,8 @@ def main() -> None:
     )
     args, overrides = parser.parse_known_args()
     end_in_order()
-    if args.steps < args.skip + 2:
-        parser.error(f"--steps {args.steps}: at least two beyond the --skip {args.skip} first")
+    if args.steps < SKIP + 2:
+        parser.error(f"--steps {args.steps}: at least two beyond the first {SKIP}")
     console = Console()
     alike = [f"trainer.steps={args.steps}", "serving=none", *overrides]
     with tempfile.TemporaryDirectory(prefix="rose-validate-") as scratch:
@@ -430,19 +429,12 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         done = run_all(folder, [*PROFILES, *args.only], args, alike, console)
         profile = profile_of(
-            [(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]],
-            args.skip,
+            [(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]]
         )
         rows = []
         for name in args.only:
             config = cfg.load(done[name][0].run / "config.json")
-            rows.append(
-                Row(
-                    name,
-                    predicted(config, profile, args.steps, args.skip),
-                    *measured(done[name], args.skip),
-                )
-            )
+            rows.append(Row(name, predicted(config, profile, args.steps), *measured(done[name])))
         show(rows, profile, args.quota, console)
         if args.csv:
             write_csv(args.csv, rows)
