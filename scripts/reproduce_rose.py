@@ -114,6 +114,7 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
 VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
+SAME = 0.075  # a parameter that changes each ratio by less has no row of its own
 CONSOLE = Console(width=120)
 
 
@@ -148,9 +149,12 @@ def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
 
 
 def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    rows = []
-    systems = by_system(outcomes)
-    for row in PUBLISHED:
+    rows, systems = [], by_system(outcomes)
+    beyond = [  # no counterpart in any paper
+        Published("throughput over", "rose", (math.nan,) * 2, (math.nan,) * 2, name)
+        for name in ("best", "best_sync")
+    ]
+    for row in (*PUBLISHED, *beyond):
         if row.rival not in systems or row.mine not in systems:
             continue
         low, high = getattr(row, setting)
@@ -169,25 +173,6 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "difference": found.mean / fmean((low, high)) - 1,
             }
         )
-    # no counterpart in any paper
-    for name in (name for name in ("best", "best_sync") if name in systems):
-        found = gain(
-            values(systems[name], "trajectories_s"), values(systems["rose"], "trajectories_s")
-        )
-        rows.append(
-            {
-                "setting": setting,
-                "mine": name,
-                "what": "throughput over",
-                "rival": "rose",
-                "paper_low": math.nan,
-                "paper_high": math.nan,
-                "ours": found.mean,
-                "ours_low": found.low,
-                "ours_high": found.high,
-                "difference": math.nan,
-            }
-        )
     return rows
 
 
@@ -197,35 +182,23 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
-        ttft, tpot, gap = (
-            1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap")
-        )
-        rollout = math.nan if alone else fmean(values(ran, "rollout_s"))
+        paper_rollout_s, paper_ttft_ms, paper_tpot_ms = published[setting]
+
+        def ms(what: str, ran: list[Outcome] = ran, alone: str = alone) -> float:
+            return 1e3 * fmean(values(ran, f"{alone}{what}_p99_s"))
+
         rows.append(
-            {"setting": setting, "system": name}
-            | dict(
-                zip(
-                    (
-                        "paper_rollout_s",
-                        "rollout_s",
-                        "paper_ttft_ms",
-                        "ttft_ms",
-                        "paper_tpot_ms",
-                        "tpot_ms",
-                        "gap_ms",
-                    ),
-                    (
-                        published[setting][0],
-                        rollout,
-                        published[setting][1],
-                        ttft,
-                        published[setting][2],
-                        tpot,
-                        gap,
-                    ),
-                    strict=False,
-                )
-            )
+            {
+                "setting": setting,
+                "system": name,
+                "paper_rollout_s": paper_rollout_s,
+                "rollout_s": math.nan if alone else fmean(values(ran, "rollout_s")),
+                "paper_ttft_ms": paper_ttft_ms,
+                "ttft_ms": ms("ttft"),
+                "paper_tpot_ms": paper_tpot_ms,
+                "tpot_ms": ms("tpot"),
+                "gap_ms": ms("gap"),
+            }
         )
     return rows
 
@@ -422,7 +395,7 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
     """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value. What
-    changes no number by more than 0.05 has no row."""
+    changes no ratio by more than `SAME` is a line's word."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
@@ -430,23 +403,20 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
         for row in rows:
             if row["setting"] == setting:
                 values_of.setdefault(row["parameter"], []).append(row)
-        [base] = values_of["as it is"]
-        same = [
-            name
-            for name, each in values_of.items()
-            if each != [base]
-            and all(
-                abs(float(row[key]) - float(base[key])) <= 0.05 for row in each for key in rivals
-            )
-        ]
+        base = values_of.pop("as it is")
+
+        def change(each: list[dict[str, str]], base: dict[str, str] = base[0]) -> float:
+            return max(abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
+
+        same = [name for name, each in values_of.items() if change(each) <= SAME]
+        shown = {"as it is": base} | {k: v for k, v in values_of.items() if k not in same}
         lines = [
             [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
-            for name, each in values_of.items()
-            if name not in same
+            for name, each in shown.items()
         ]
         tables.append(markdown([SETTINGS[setting], *rivals], lines))
         if same:
-            tables.append(f"By 0.05 at most: {', '.join(same)}.")
+            tables.append(f"No ratio changes by more than {SAME} with: {', '.join(same)}.")
     return "\n\n".join(tables)
 
 

@@ -149,6 +149,16 @@ def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path)
     assert reproduce_rose.effects(lent).endswith(": 99.80% to 99.80%.")
 
 
+def test_parameters_that_change_little_share_a_line():
+    def row(parameter, ratio):
+        return {"setting": "rose_8b", "parameter": parameter, "over areal": str(ratio)}
+
+    rows = [row("as it is", 1.0), row("turns", 0.9), row("turns", 1.1), row("load", 1.01)]
+    table, words = reproduce_rose.varied_words(rows).split("\n\n")
+    assert table.splitlines()[2:] == ["| as it is | 1.00 |", "| turns | 0.90, 1.10 |"]
+    assert words.endswith(": load.")
+
+
 def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- measured: by a script -->\nold\n<!-- end of measured -->\nb\n")
