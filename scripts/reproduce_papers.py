@@ -21,23 +21,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from reproduce_rose import (
-    CONSOLE,
-    REPOSITORY,
-    composed,
-    markdown,
-    put,
-    read_csv,
-    shown,
-    with_bounds,
-    write_csv,
-)
+from csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from reproduce_rose import CONSOLE, REPOSITORY, composed
 
 from rose.sim.study import runs
 from rose.sim.study.gains import Interval, gain, interval
 from rose.sim.study.outcome import Outcome, by_system, values
-
-RESULTS = REPOSITORY / "docs" / "results"
 
 
 class Row(NamedTuple):
@@ -186,11 +175,8 @@ def main(arguments: Sequence[str]) -> int:
         found = compared(rows, simulated(rows, overrides, processes))
         short = [{key: row[key] for key in row if key not in ("source", "remark")} for row in found]
         CONSOLE.print(shown(short, "Each paper and ours"))
-        kept = read_csv(path) if only and path.exists() else []
-        new = {row["setting"] for row in found}
         order = [" ".join([row.setting, *row.overrides]) for row in ROWS]
-        table = [row for row in kept if row["setting"] not in new] + found
-        write_csv(path, sorted(table, key=lambda row: order.index(row["setting"])))
+        merge(path, found, lambda row: row["setting"], lambda row: order.index(row["setting"]))
     if out == RESULTS:
         put(REPOSITORY / "docs" / "simulator.md", "papers", words(read_csv(path)))
     return 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_bounds
 from rich.console import Console
-from rich.table import Table
 
 from rose import config as configuration
 from rose import front
 from rose.config import Config
 from rose.config.errors import value_at
-from rose.files import write_whole
 from rose.launch import model
 from rose.sim.hardware import EFFICIENCY
 from rose.sim.study import runs, table
@@ -248,57 +247,7 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     return rows
 
 
-# --------------------------------------------------------------------------- files
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    def plain(value: Any) -> Any:
-        return ("" if math.isnan(value) else f"{value:.4g}") if isinstance(value, float) else value
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        out = csv.DictWriter(
-            file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
-        )
-        out.writeheader()
-        out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    for key in rows[0]:
-        made.add_column(
-            key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right"
-        )
-    for row in rows:
-        made.add_row(
-            *(
-                "–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v)
-                for v in row.values()
-            )
-        )
-    return made
-
-
 # --------------------------------------------------------------------------- tables of the docs
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
-    return "\n".join([first, "|---" * len(header) + "|", *rest])
-
-
-def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
-    """1.31 (1.28–1.34), from three columns of a CSV file; without bounds where one seed has none."""
-    mean, *bounds = (
-        format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
-    )
-    return f"{mean} ({'–'.join(bounds)})" if all(bounds) else mean
 
 
 def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -420,21 +369,9 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
     return "\n\n".join(tables)
 
 
-def put(page: Path, name: str, text: str) -> None:
-    """Between <!-- NAME: ... --> and <!-- end of NAME --> of a page."""
-    before, begun, rest = page.read_text().partition(f"<!-- {name}: ")
-    first, newline, rest = rest.partition("\n")
-    _, ended, after = rest.partition(f"<!-- end of {name} -->")
-    if not (begun and ended):
-        raise SystemExit(
-            f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between"
-        )
-    write_whole(page, f"{before}{begun}{first}{newline}{text}\n{ended}{after}".encode())
-
-
 def main(arguments: Sequence[str]) -> int:
     given = dict(argument.split("=", 1) for argument in arguments)
-    out = Path(given.pop("out", REPOSITORY / "docs" / "results"))
+    out = Path(given.pop("out", RESULTS))
     settings = [given.pop("only")] if "only" in given else list(SETTINGS)
     processes, seeds = (
         runs.cores(int(given.pop("processes", 0)) or None),
@@ -456,24 +393,19 @@ def main(arguments: Sequence[str]) -> int:
         _measure_table1(out, settings, timing, seeds, processes)
     if not drawn and absolute != "only":
         _measure(out, settings, systems, timing, seeds, processes, varied)
-    if out == REPOSITORY / "docs" / "results" and (out / "rose_table1.csv").exists():
-        put(
-            REPOSITORY / "docs" / "simulator.md",
-            "table1",
-            table1_words(read_csv(out / "rose_table1.csv")),
-        )
-    if absolute == "only":
+    if out != RESULTS:
         return 0
     docs = REPOSITORY / "docs"
-    if out == docs / "results":
-        put(docs / "policies.md", "measured", effects(read_csv(out / "rose_systems.csv")))
-        put(docs / "simulator.md", "paper", beside(read_csv(out / "rose_paper.csv")))
-        if (out / "rose_sensitivity.csv").exists():
-            put(
-                docs / "simulator.md",
-                "sensitivity",
-                varied_words(read_csv(out / "rose_sensitivity.csv")),
-            )
+    pages = [("simulator.md", "table1", table1_words, "rose_table1.csv")]
+    if absolute != "only":
+        pages += [
+            ("policies.md", "measured", effects, "rose_systems.csv"),
+            ("simulator.md", "paper", beside, "rose_paper.csv"),
+            ("simulator.md", "sensitivity", varied_words, "rose_sensitivity.csv"),
+        ]
+    for page, name, words, file in pages:
+        if (out / file).exists():
+            put(docs / page, name, words(read_csv(out / file)))
     return 0
 
 
@@ -517,8 +449,8 @@ def _measure(
 
 
 def _merge(path: Path, setting: str, rows: list[dict[str, Any]]) -> None:
-    others = [row for row in read_csv(path) if row["setting"] != setting] if path.exists() else []
-    write_csv(path, sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])))
+    order = list(SETTINGS)
+    merge(path, rows, lambda row: row["setting"], lambda row: order.index(row["setting"]))
 
 
 if __name__ == "__main__":

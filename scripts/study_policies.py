@@ -35,17 +35,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 import msgspec
 import yaml
-from reproduce_rose import (
-    SETTINGS,
-    composed,
-    markdown,
-    outcomes_of,
-    put,
-    read_csv,
-    settings_in,
-    with_bounds,
-    write_csv,
-)
+from csv_tables import RESULTS, markdown, put, read_csv, with_bounds, write_csv
+from reproduce_rose import SETTINGS, composed, outcomes_of, settings_in
 
 from rose.config import Config, Policy, Scheduler, SimSystem
 from rose.sim.study import runs
@@ -413,7 +404,7 @@ def words(rows: Sequence[dict[str, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     given = dict(argument.split("=", 1) for argument in arguments)
-    out = Path(given.pop("out", REPOSITORY / "docs" / "results"))
+    out = Path(given.pop("out", RESULTS))
     settings = [given.pop("only")] if "only" in given else list(SETTINGS)
     processes, drawn = (
         runs.cores(int(given.pop("processes", 0)) or None),
@@ -447,7 +438,7 @@ def main(arguments: Sequence[str]) -> int:
                 out / FILE,
                 sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])),
             )
-    if out == REPOSITORY / "docs" / "results":
+    if out == RESULTS:
         put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import csv_tables
 import reproduce_papers as papers
 
 from rose.sim.study import build
@@ -70,7 +71,7 @@ def test_a_rollout_is_under_the_rivals_by_their_quotient_and_overrides_name_the_
 def test_a_setting_is_simulated_and_written_and_the_page_gets_a_line_for_it(tmp_path):
     code = papers.main(["only=libra_14b", "seeds=1", "steps=2", "processes=1", f"out={tmp_path}"])
     assert code == 0
-    rows = papers.read_csv(tmp_path / "papers.csv")
+    rows = csv_tables.read_csv(tmp_path / "papers.csv")
     assert {row["setting"] for row in rows} == {"libra_14b"}
     assert all(float(row["ours"]) > 0 for row in rows)
     words = papers.words(rows)

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import csv_tables
 import reproduce_rose
 
 from rose.sim.study import table
@@ -85,7 +86,7 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_page_has_both(outcomes
     path = tmp_path / "rose_paper.csv"
     for setting in ("rose_32b", "rose_8b", "rose_8b"):
         reproduce_rose._merge(path, setting, reproduce_rose.compared(setting, outcomes))
-    rows = reproduce_rose.read_csv(path)
+    rows = csv_tables.read_csv(path)
     assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     words = reproduce_rose.beside(rows)
     assert (
@@ -120,7 +121,7 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
     ]
     path = tmp_path / "rose_table1.csv"
     reproduce_rose._merge(path, "rose_8b", reproduce_rose.table1("rose_8b", some))
-    words = reproduce_rose.table1_words(reproduce_rose.read_csv(path)).splitlines()
+    words = reproduce_rose.table1_words(csv_tables.read_csv(path)).splitlines()
     assert words[2] == "| Qwen3-8B, rose | 496, 520 | 338, 350 | 136; 40, 90 |"
     assert words[3] == "| Qwen3-8B, serving alone | –, – | 315, 300 | 118; 30, 70 |"
     assert [line.split(" | ")[0] for line in words[4:]] == [
@@ -134,7 +135,7 @@ def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
     reproduce_rose._merge(
         tmp_path / "a.csv", "rose_32b", [{"setting": "rose_32b", "old": 2.0, "new": 3.0}]
     )
-    assert [row["new"] for row in reproduce_rose.read_csv(tmp_path / "a.csv")] == ["", "3"]
+    assert [row["new"] for row in csv_tables.read_csv(tmp_path / "a.csv")] == ["", "3"]
 
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
@@ -162,12 +163,12 @@ def test_parameters_that_change_little_share_a_line():
 def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- measured: by a script -->\nold\n<!-- end of measured -->\nb\n")
-    reproduce_rose.put(page, "measured", "new")
+    csv_tables.put(page, "measured", "new")
     assert (
         page.read_text() == "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
     )
     with pytest.raises(SystemExit, match="end of other"):
-        reproduce_rose.put(page, "other", "x")
+        csv_tables.put(page, "other", "x")
 
 
 def test_a_factor_multiplies_what_the_setting_has(make_config):

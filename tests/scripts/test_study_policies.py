@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import csv_tables
 import reproduce_rose
 import study_policies as study
 
@@ -143,16 +144,16 @@ def test_the_table_shows_the_last_round_by_staleness(tmp_path):
         for found in study.search("rose_8b", small(), rounds, [1, 2, 3], outcomes_of)
         for row in found
     ]
-    study.write_csv(tmp_path / study.FILE, rows)
-    lines = study.words(study.read_csv(tmp_path / study.FILE)).splitlines()
+    csv_tables.write_csv(tmp_path / study.FILE, rows)
+    lines = study.words(csv_tables.read_csv(tmp_path / study.FILE)).splitlines()
     mine = next(line for line in lines[2:] if line.split(" | ")[1] == "ROSE")
     assert mine == (
         "| synchronous, fifo, rose, rose | ROSE | 0.00, 0 | 0.0% | 1.00 (1.00–1.00) | 1000 |"
     )
     few = [row | {"divided": 2, "seeds": 1} for row in rows if row["round"] == 1]
-    study.write_csv(tmp_path / study.FILE, few)
+    csv_tables.write_csv(tmp_path / study.FILE, few)
     assert "| Qwen3-8B, FrozenLake, 1/2, 1 seed: tokens/s" in study.words(
-        study.read_csv(tmp_path / study.FILE)
+        csv_tables.read_csv(tmp_path / study.FILE)
     )
     table = lines[2:-2]
     stale = [float(line.split(" | ")[2].split(", ")[1]) for line in table]

@@ -1,0 +1,91 @@
+"""Tables of scripts: CSV files that keep what was found, and Markdown in the docs between marks. Not
+a command."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose.files import write_whole
+
+RESULTS = REPOSITORY / "docs" / "results"
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    def plain(value: Any) -> Any:
+        return ("" if math.isnan(value) else f"{value:.4g}") if isinstance(value, float) else value
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(
+            file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+        )
+        out.writeheader()
+        out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def merge(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    key: Callable[[Mapping[str, Any]], Any],
+    order: Callable[[Mapping[str, Any]], Any],
+) -> None:
+    """Write `rows`, and beside them those of the file that have another `key`, in `order`."""
+    new = {key(row) for row in rows}
+    kept = [row for row in (read_csv(path) if path.exists() else []) if key(row) not in new]
+    write_csv(path, sorted([*kept, *rows], key=order))
+
+
+def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    made = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        made.add_column(
+            key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right"
+        )
+    for row in rows:
+        made.add_row(
+            *(
+                "–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v)
+                for v in row.values()
+            )
+        )
+    return made
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, "|---" * len(header) + "|", *rest])
+
+
+def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
+    """1.31 (1.28–1.34), from three columns of a CSV file; without bounds where one seed has none."""
+    mean, *bounds = (
+        format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
+    )
+    return f"{mean} ({'–'.join(bounds)})" if all(bounds) else mean
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Between <!-- NAME: ... --> and <!-- end of NAME --> of a page."""
+    before, begun, rest = page.read_text().partition(f"<!-- {name}: ")
+    first, newline, rest = rest.partition("\n")
+    _, ended, after = rest.partition(f"<!-- end of {name} -->")
+    if not (begun and ended):
+        raise SystemExit(
+            f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between"
+        )
+    write_whole(page, f"{before}{begun}{first}{newline}{text}\n{ended}{after}".encode())
