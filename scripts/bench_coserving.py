@@ -36,7 +36,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options
 from bench_coserving_engines import Failed
-from bench_coserving_tables import ALONE, Alone, Run, Slo, as_csv, shown, table
+from bench_coserving_tables import ALONE, Alone, Run, Slo, flat, shown, table
+from csv_tables import write_csv
 from rich.console import Console
 
 LATE_S = 0.02  # of the client at P99: more is said
@@ -118,7 +119,7 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
         "runs": [dataclasses.asdict(run) for run in runs],
     }
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
-    (out / "bench_coserving.csv").write_text(as_csv(rows))
+    write_csv(out / "bench_coserving.csv", flat(rows))
     return rows
 
 

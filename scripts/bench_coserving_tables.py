@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -178,9 +176,9 @@ def _range(
     return f"{middle}{unit} ({low} to {high})"
 
 
-def as_csv(rows: list[dict]) -> str:
+def flat(rows: list[dict]) -> list[dict]:
     """The table with one number a cell: spreads become three columns."""
-    flat = []
+    found = []
     for row in rows:
         cells = {}
         for name, value in row.items():
@@ -188,10 +186,6 @@ def as_csv(rows: list[dict]) -> str:
                 ends = zip(("low", "mean", "high"), value or ("", "", ""), strict=True)
                 cells |= {f"{name}_{end}": x for end, x in ends}
             else:
-                cells[name] = "" if value is None else value
-        flat.append(cells)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, flat[0])
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
+                cells[name] = value
+        found.append(cells)
+    return found

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import csv
 import os
 import statistics
 import subprocess
@@ -45,6 +44,7 @@ from typing import NamedTuple
 import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import free_port, plugin_folder
+from csv_tables import merge
 from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop, wait_for_calm
 from rich.console import Console
 from rich.table import Table
@@ -326,13 +326,12 @@ def _p99(values: list[float | None]) -> float:
 
 def save(found: list[Measured], file: Path) -> None:
     """Rows of other seeds and systems that the file has stay as they are."""
-    rows = {(m.system, str(m.seed)): list(map(str, m)) for m in found}
-    if file.exists():
-        with file.open(newline="") as old:
-            rows = {(row[0], row[1]): row for row in list(csv.reader(old))[1:]} | rows
-    order = sorted(rows, key=lambda key: (int(key[1]), list(SYSTEMS).index(key[0])))
-    with file.open("w", newline="") as out:
-        csv.writer(out).writerows([Measured._fields, *(rows[key] for key in order)])
+    merge(
+        file,
+        [m._asdict() for m in found],
+        lambda row: (row["system"], int(row["seed"])),
+        lambda row: (int(row["seed"]), list(SYSTEMS).index(row["system"])),
+    )
 
 
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:

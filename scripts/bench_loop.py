@@ -227,7 +227,7 @@ def show(measured: list[list[dict]]) -> None:
             f"{r['ratio']:.2f}",
             f"{min(ratios):.2f}..{max(ratios):.2f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """What a decision of the scheduler costs, by cluster size and policy.
 
     python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
-    python scripts/bench_scheduler.py --sizes 100 --policies rose --csv
-    docs/results/bench_scheduler.csv
+    python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
 
 Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a
 fifth of the turns waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed
@@ -18,7 +17,6 @@ is in the simulator.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import sys
 import time
@@ -28,8 +26,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+from csv_tables import shown, write_csv
 from rich.console import Console
-from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -281,13 +279,6 @@ def measure(system: str, workers: int, events: int) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(*rows[0])
-    for row in rows:
-        made.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
-    return made
-
-
 def main() -> None:
     parse = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -301,15 +292,9 @@ def main() -> None:
     rows = [
         measure(system, size, args.events) for system in args.policies.split(",") for size in sizes
     ]
-    Console(width=120).print(table(rows))
+    Console(width=120).print(shown(rows, "one decision, by event: medians and percentiles"))
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            out = csv.DictWriter(file, list(rows[0]))
-            out.writeheader()
-            out.writerows(
-                {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
-                for row in rows
-            )
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

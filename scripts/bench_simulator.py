@@ -14,7 +14,6 @@ decision for each.
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import resource
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from csv_tables import write_csv
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -115,10 +115,7 @@ def main() -> None:
             rows.append(process.apply(measured, (gpus,)))
         print("  ".join(f"{key} {value:,}" for key, value in rows[-1].items()), flush=True)
     if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(options.csv, rows)
     beside_simpy()
 
 

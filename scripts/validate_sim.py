@@ -28,14 +28,14 @@ host is busy is slower for minutes: only training steps count in which the hyper
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from csv_tables import write_csv
 from live_runs import Durations, Live, Ran, end_in_order, wait_for_calm
 from rich.console import Console
 from rich.table import Table
@@ -374,32 +374,14 @@ def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> N
     )
 
 
-def write_csv(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="") as file:
-        out = csv.writer(file)
-        out.writerow(
-            [
-                "run",
-                *(
-                    f"{name}_{side}"
-                    for name in Figures._fields
-                    for side in ("predicted", "measured")
-                ),
-                "step_measured_q1",
-                "step_measured_q3",
-            ]
-        )
-        for name, sim, live, spread in rows:
-            out.writerow(
-                [
-                    name,
-                    *(
-                        f"{value:.4f}"
-                        for pair in (*zip(sim, live, strict=False), spread)
-                        for value in pair
-                    ),
-                ]
-            )
+def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
+    found = []
+    for name, sim, live, (low, high) in rows:
+        row: dict[str, Any] = {"run": name}
+        for field, predicted_, measured_ in zip(Figures._fields, sim, live, strict=True):
+            row |= {f"{field}_predicted": predicted_, f"{field}_measured": measured_}
+        found.append(row | {"step_measured_q1": low, "step_measured_q3": high})
+    return found
 
 
 def main() -> None:
@@ -437,7 +419,7 @@ def main() -> None:
             rows.append(Row(name, predicted(config, profile, args.steps), *measured(done[name])))
         show(rows, profile, args.quota, console)
         if args.csv:
-            write_csv(args.csv, rows)
+            write_csv(args.csv, as_rows(rows))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,6 @@ def test_the_rows_of_other_seeds_stay_in_the_csv_of_bench_live(tmp_path):
     lines = (tmp_path / "live.csv").read_text().splitlines()
     assert [line.split(",")[:3] for line in lines[1:]] == [
         ["fixed", "0", "25.5"],
-        ["rose", "0", "24.0"],
+        ["rose", "0", "24"],
         ["rose", "1", "25.5"],
     ]
