@@ -404,7 +404,7 @@ def main() -> None:
     end_in_order()
     if args.steps < SKIP + 2:
         parser.error(f"--steps {args.steps}: at least two beyond the first {SKIP}")
-    console = Console()
+    console = Console(width=120)
     alike = [f"trainer.steps={args.steps}", "serving=none", *overrides]
     with tempfile.TemporaryDirectory(prefix="rose-validate-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
