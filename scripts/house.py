@@ -8,6 +8,7 @@ or folders of rose/ import each other in a circle, imports inside of functions i
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,8 +35,9 @@ def small_files() -> int:
 
 
 def words() -> int:
+    """Of prose, tables and commands; bars of tables are none."""
     pages = [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]
-    return sum(len(page.read_text().split()) for page in pages)
+    return sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages)
 
 
 def circles() -> list[str]:
