@@ -25,9 +25,7 @@ FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mi
 # compatibility").
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
-FREE_SHARE = (
-    0.95  # of a GPU's memory; with less free another process is on it, and vLLM refuses to start
-)
+FREE_SHARE = 0.95  # of a GPU's memory; with less another process is on it, and vLLM refuses
 SHM = Path("/dev/shm")
 LEAST_SHM_GIB = 1.0  # NCCL and vLLM's worker queues; a container's default of 64 MiB lets both fail
 GIB = 2**30
@@ -163,9 +161,8 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
             "warning",
             PART,
             f"{words}; GPU {sliced[0]} is cut into MIG slices",
-            "NCCL connects no slices: "
-            "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 "
-            "undoes it",
+            "NCCL connects no slices: one trainer rank and engines with rollout.tensor_parallel=1 "
+            "only; nvidia-smi -mig 0 undoes it",
         )
     if least.free_mib < FREE_SHARE * least.total_mib:
         return Finding(

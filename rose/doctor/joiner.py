@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from rose import config as configuration
 from rose import protocol as p
-from rose.comm import join, singleton
+from rose.comm import join, mpi_process
 from rose.comm.wire import decode, encode
 from rose.doctor.finding import say
 
@@ -31,7 +31,7 @@ BEATS = 2  # of the host, until it is killed or leaves
 def main(run_dir: Path) -> int:
     say("started")
     mpi = configuration.load(run_dir / "config.json").cluster.mpi
-    for name in singleton.launchers():
+    for name in mpi_process.launchers():
         del os.environ[name]
     os.environ.update(mpi.env | mpi.join_env)
     end = time.monotonic() + FOUND_S

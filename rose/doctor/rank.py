@@ -30,10 +30,10 @@ def main() -> None:
         say("files", **exchange(Path(sys.argv[1]), int(sys.argv[2])))
     from mpi4py import MPI
 
-    from rose.comm import shared_memory
+    from rose.comm import mpi_process
 
     world = MPI.COMM_WORLD
-    shared_memory.unname(world)
+    mpi_process.unname(world)
     say("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
     world.Barrier()
     os._exit(0)

@@ -15,9 +15,7 @@ from rose.engine import names
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-ACTIVATE_TIMEOUT_S = (
-    300.0  # to read the weights again from the model's folder, or for who reads them to end
-)
+ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again, or for a thread that reads them to end
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,8 @@ class Headroom:
                 "vLLM's profile run, a step of the largest size, found too little GPU memory "
                 f"beside the weights; {self._remedy()}"
             ) from error
-        peak, lasting = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.memory_allocated(self.device),
-        )
+        peak = torch.cuda.max_memory_allocated(self.device)
+        lasting = torch.cuda.memory_allocated(self.device)
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
     def keep(self, spare: int = SPARE) -> None:

@@ -55,10 +55,8 @@ class Ahead:
 
     def catch_up(self, seconds: float) -> bool:
         """Go on for so long at most, and a piece; whether all of it is resident now."""
-        end, until = (
-            (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE,
-            time.monotonic() + seconds,
-        )
+        end = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        until = time.monotonic() + seconds
         if self._at is None:
             return True
         self._at = min(self._at, end)  # some may have been given back

@@ -26,9 +26,7 @@ SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping en
 class InactiveWorker:
     """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
 
-    _rose_initial: dict[str, str] | None = (
-        None  # checksums of the folder's own weights, where they were seen
-    )
+    _rose_initial: dict[str, str] | None = None  # checksums of the folder's weights, if seen
     _rose_asleep: set[str] | frozenset[str] = frozenset()  # what `rose_wake` brings back
 
     def rose_deactivate(self) -> None:

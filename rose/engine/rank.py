@@ -30,9 +30,7 @@ from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
-PROGRESS_S = (
-    0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
-)
+PROGRESS_S = 0.1  # between two messages of a turn: what a lost worker costs, against their price
 # for a broadcast to begin, and to end, after the word that it was sent
 BEGINS_S, ARRIVES_S = (0.2, 30.0)
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
@@ -86,9 +84,8 @@ class RolloutWorker:
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()
         self._ends = False
-        self._hands_back = (
-            False  # an ended turn's last tokens are still wanted: it goes on elsewhere
-        )
+        # an ended turn's last tokens are still wanted: it goes on elsewhere
+        self._hands_back = False
         self._returned = 0  # turns that the engine gave back
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 

@@ -131,9 +131,8 @@ def engine_args(
         seed=seed,
     )
     if deterministic:
-        args["enable_chunked_prefill"] = (
-            False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
-        )
+        # on CPU vLLM dies of a seeded prompt that is prefilled in parts
+        args["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):

@@ -110,11 +110,9 @@ class Engine(Activation, Staging):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context, self._turn_timeout_s, self._threads = (
-            max_context,
-            turn_timeout_s,
-            threads,
-        )
+        self._max_context = max_context
+        self._turn_timeout_s = turn_timeout_s
+        self._threads = threads
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
@@ -283,10 +281,8 @@ class Engine(Activation, Staging):
         try:
             async for output in self._llm.generate(request, params, turn.request):
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
-                tokens, logprobs = (
-                    list(part.token_ids),
-                    list(part.logprobs.logprobs) if part.token_ids else [],
-                )
+                tokens = list(part.token_ids)
+                logprobs = list(part.logprobs.logprobs) if part.token_ids else []
                 self._cached += cached if first else 0
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None

@@ -215,8 +215,7 @@ class PagePool:
                 raise
             raise MemoryError(
                 f"no GPU memory for another page of {self.page} bytes of KV cache "
-                f"({self.mapped_bytes} of "
-                f"{self.nbytes} are mapped): {error}"
+                f"({self.mapped_bytes} of {self.nbytes} are mapped): {error}"
             ) from error
 
     def _drop(self, offsets: list[int]) -> None:

@@ -64,15 +64,13 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         if not key.startswith(MAY_DIFFER) or key in FIXED:
             raise ConfigError(
                 f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
-                "serving.*, cluster.*, observe.*, model.path and transfer.relay, "
-                "relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
-                "load_timeout_s"
+                "serving.*, cluster.*, observe.*, model.path and transfer.relay, relay_token_file, "
+                "threads, stage_gib, stage_device_gib, verify_every and load_timeout_s"
             )
         _set(tree, key, value, str(path))
         if key == "model.path" and tree["model"]["source"] == "hub":
-            tree["model"]["source"] = (
-                "folder"  # a copy that this node has, in place of the snapshot in the run's cache
-            )
+            # a copy that this node has, in place of the snapshot in the run's cache
+            tree["model"]["source"] = "folder"
     return configuration.from_dict(tree)
 
 

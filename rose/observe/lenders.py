@@ -57,10 +57,9 @@ def html(run_dir: Path) -> str:
     )
     return (
         "<h3>What serving kept</h3><div "
-        f"class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>"
-        "</table></div><p class=muted>Attainment: online requests within both P99 targets. "
-        "Latencies: measured, and the "
-        "target. A server may have served longer than this run lasted.</p>"
+        f"class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div><p "
+        "class=muted>Attainment: online requests within both P99 targets. Latencies: measured, and "
+        "the target. A server may have served longer than this run lasted.</p>"
     )
 
 

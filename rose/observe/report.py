@@ -178,10 +178,8 @@ def _result(evals: list[dict[str, Any]]) -> str:
         )
     return (
         "<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th "
-        "scope=col>Success</th>"
-        "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean "
-        "reward</th></tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
+        "scope=col>Success</th><th scope=col>95% interval</th><th scope=col>Solved</th><th "
+        f"scope=col>Mean reward</th></tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -234,8 +232,7 @@ def _happened(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     body = "".join(
-        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
-        f"<td>{escape(str(f.get('what', '')))}</td><td "
+        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td><td>{escape(str(f.get('what', '')))}</td><td "
         f"class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
         for f in rows[-MAX_TABLE_ROWS:]
     )

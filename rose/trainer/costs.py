@@ -24,9 +24,8 @@ from rose.trainer.prefix_tree import build_from_rows
 
 TOKENS = 4096  # of a measurement, at most; enough to fill a GPU
 ROUNDS = 4  # of which the first is not counted
-BRANCHES = (
-    6  # of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
-)
+# of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
+BRANCHES = 6
 
 
 def measure(

@@ -32,9 +32,7 @@ from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.reference import Reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAVE_BEFORE_S = (
-    1800.0  # for the last checkpoint to be on disk; the coordinator asks for no other one sooner
-)
+SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
@@ -134,8 +132,7 @@ def join_world(
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
         raise RendezvousError(
             f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect "
-            "all "
-            f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
+            f"all ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
             f"{place.listing()}"
         ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = (
-    20.0  # exp(20) = 5e8: beyond any cap or clip range, and its products stay finite in float32
-)
+# exp(20) = 5e8: beyond any cap or clip range, and its products stay finite in float32
+LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:

@@ -52,10 +52,8 @@ def run(
     if index == 0:
         # versions of earlier attempts: no engine holds them
         shutil.rmtree(store.parent, ignore_errors=True)
-    shape, degrees = (
-        read_shape(model),
-        {*config.transfer.tensor_parallel, config.rollout.tensor_parallel},
-    )
+    shape = read_shape(model)
+    degrees = {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0
     if resume_from is not None:

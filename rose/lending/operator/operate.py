@@ -127,12 +127,10 @@ class Operator:
     def __init__(
         self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
     ) -> None:
-        self.run_dir, self.overrides, self.serving, self.profile = (
-            run_dir,
-            overrides,
-            serving,
-            profile,
-        )
+        self.run_dir = run_dir
+        self.overrides = overrides
+        self.serving = serving
+        self.profile = profile
         self.folder, self._lock = claim(run_dir.name)
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
@@ -300,8 +298,7 @@ class Operator:
                     "the online server meets its targets by itself again and lends"
                     if lends
                     else "the online server misses its targets with nothing lent "
-                    "(serving.online.slo): it lends "
-                    "nothing"
+                    "(serving.online.slo): it lends nothing"
                 )
             await asyncio.sleep(EVERY_S)
 

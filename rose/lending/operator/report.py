@@ -207,8 +207,7 @@ def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float])
     return (
         _table(["Latency", "Target", "Measured", ""], rows)
         + "<p class=muted>Measured by the online server over all requests since its last start, "
-        "within the width of "
-        "its histogram's buckets.</p>"
+        "within the width of its histogram's buckets.</p>"
         + _table(
             ["Online requests", "Finished", "Within both P99 targets", "Attainment"], by_lending
         )
@@ -241,8 +240,7 @@ def _events(events: Iterable[Event]) -> str:
     return (
         (
             "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
-            "scope=col>What</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>"
+            f"scope=col>What</th></tr></thead><tbody>{body}</tbody></table></div>"
         )
         if body
         else '<p class="empty">Nothing happened.</p>'

@@ -210,8 +210,7 @@ class OnlineServer:
                     if self._process.returncode is not None:
                         raise ServerError(
                             f"the online server {_ended(self._process.returncode)} before it "
-                            "served; "
-                            f"its log, {self.log}, ends with\n{self.last_lines()}"
+                            f"served; its log, {self.log}, ends with\n{self.last_lines()}"
                         )
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rose import protocol as p
-from rose.comm import singleton
+from rose.comm import mpi_process
 from rose.comm.join import Answer, Application, JoinError, endpoint
 from rose.config import Config, ConfigError
 from rose.engine import names
@@ -48,7 +48,7 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
-    for name in singleton.launchers():
+    for name in mpi_process.launchers():
         del os.environ[name]
     try:
         code = run(run_dir, settings.of_run(run_dir, overrides), on_join)

@@ -114,10 +114,8 @@ class BorrowedWorker(RolloutWorker):
                 continue
             if incarnation != self.incarnation:
                 incarnation = self.incarnation
-                board, watch = (
-                    EngineBoard(path, engine.pid),
-                    CapacityWatch(engine.kv_tokens, self._max_sequences),
-                )
+                board = EngineBoard(path, engine.pid)
+                watch = CapacityWatch(engine.kv_tokens, self._max_sequences)
             # the scheduler sends it nothing of these before it hears this
             if returned != self._returned:
                 returned = self._returned

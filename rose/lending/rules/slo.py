@@ -112,11 +112,9 @@ def _prefill(
             chunks.append((new, before))
             left, before, room = left - new, before + new, room - new
             if not left:
-                due, joining, joining_context = (
-                    min(due, _due(now, request, slo)),
-                    joining + 1,
-                    joining_context + before,
-                )
+                due = min(due, _due(now, request, slo))
+                joining += 1
+                joining_context += before
             if room and at < last:
                 continue  # the next prompt's first chunk goes along
             spent += predictor.p99(Work(tuple(chunks), decodes, context))
@@ -191,9 +189,8 @@ class Attainment:
         self._slo = slo
         self.finished = self.met = self.finished_lending = self.met_lending = self.aborted = 0
         self._alone: deque[bool] = deque(maxlen=WINDOW)
-        self.misses_alone = (
-            False  # S misses its targets by itself, by the last WINDOW requests without lending
-        )
+        # S misses its targets by itself, by the last WINDOW requests without lending
+        self.misses_alone = False
 
     def add(
         self, ttft_s: float | None, tpot_s: float | None, lent: bool, aborted: bool = False

@@ -164,10 +164,8 @@ class OnlineScheduler(Member):
     def _tell(self, step_ends: float | None = None) -> None:
         with self._writing:
             s = self.state
-            s.running, s.waiting = (
-                len(self.running),
-                len(self.waiting) + len(self.kv_holding_waiting),
-            )
+            s.running = len(self.running)
+            s.waiting = len(self.waiting) + len(self.kv_holding_waiting)
             if step_ends is not None:
                 s.step_ends = step_ends
             s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
@@ -256,12 +254,10 @@ class OnlineScheduler(Member):
         self._attainment.add(ttft, tpot, seen.lent)
         with self._writing:
             s, a = self.state, self._attainment
-            s.finished, s.met, s.finished_lending, s.met_lending = (
-                a.finished,
-                a.met,
-                a.finished_lending,
-                a.met_lending,
-            )
+            s.finished = a.finished
+            s.met = a.met
+            s.finished_lending = a.finished_lending
+            s.met_lending = a.met_lending
             s.lends = float(not a.misses_alone)
 
     # ------------------------------------------------------------------ memory
@@ -359,10 +355,8 @@ class OnlineScheduler(Member):
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():
             return False  # each step looks anyway
-        hold, now = (
-            self._to_hold(self._needed()) if self._lends() else self.pool.total,
-            self.pool.limit_bytes,
-        )
+        hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
+        now = self.pool.limit_bytes
         room = self.device.kv_bytes - self._lent() - self.pool.mapped
         return (
             room < 0

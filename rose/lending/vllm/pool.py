@@ -25,9 +25,8 @@ AGAIN_S = 1.0  # before memory is asked for that the device has just not had
 # that change hands while a step is planned: about 10 ms on a GPU, during which no request goes on.
 AT_ONCE = 2**28
 FEW = 16  # blocks that aren't asked for one by one
-SETTLE = (
-    32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
-)
+# steps between two looks whether pages have become free, each a few ms for 50,000 blocks
+SETTLE = 32
 
 # a method of every worker, with block ids -> bytes that each reports
 Call = Callable[[str, list[int]], Sequence[int]]
@@ -58,10 +57,8 @@ class Pool:
         used. `layout`, `page`: of their KV caches; without them blocks share no pages."""
         self._call = call
         if layout is None:
-            layout, page = (
-                Layout(self.total, self.count + 1, (0,), (self.block_bytes,)),
-                self.block_bytes,
-            )
+            layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
+            page = self.block_bytes
         self._pages = Pages(layout, page)
         self.grain = self._pages.grain  # bytes of pages that one more block may take
 

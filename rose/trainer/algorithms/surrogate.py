@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
 
-STD_EPSILON = (
-    1e-6  # added to a standard deviation of rewards, as in verl: far below any reward scale in use
-)
+# added to a standard deviation of rewards, as in verl: far below any reward scale in use
+STD_EPSILON = 1e-6
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
