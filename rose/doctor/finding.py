@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 DEADLINE_S = 55.0  # of one check; they run side by side
@@ -43,11 +42,8 @@ class Ended(NamedTuple):
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """What it said by `say`, in order; other words are left out.
-
-        An event may begin within a line: a launcher that merges the output of several ranks can put
-        a rank's words between another's and their line break.
-        """
+        """What it printed by `say`, in order. An event may begin within a line: a launcher that
+        merges the output of several ranks can put it between another's and their line break."""
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
             try:
@@ -84,12 +80,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         self._out.close()
         self._err.close()
@@ -103,8 +94,7 @@ class Child:
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
-        """Wait until it has said enough: True; False when it ended without, or `deadline_s` went
-        by."""
+        """Wait until `enough`: True; False when it ended without, or after `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not enough(self.so_far()):
             if self._process.poll() is not None or time.monotonic() > end:

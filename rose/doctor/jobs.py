@@ -15,22 +15,16 @@ CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread besid
 
 
 def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
-    """Its own job, of `work_s` seconds at most, in whole minutes; ends if it doesn't start within
-    `queue_s`."""
+    """A job of `work_s` seconds at most, in whole minutes; ends unless it starts in `queue_s`."""
     return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
 
 
 def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
     """Options for one task on a node of this component; with GPUs only if the run has some."""
-    named = {
-        name: getattr(component, name) for name in ("partition", "account", "qos", "constraint")
-    }
-    return [
-        "--nodes=1",
-        "--ntasks=1",
-        *(f"--{name}={value}" for name, value in named.items() if value is not None),
-        *([f"--gpus-per-node={gpus}"] if c.cluster.gpus else []),
-    ]
+    options = {n: getattr(component, n) for n in ("partition", "account", "qos", "constraint")}
+    named = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    with_gpus = [f"--gpus-per-node={gpus}"] if c.cluster.gpus else []
+    return ["--nodes=1", "--ntasks=1", *named, *with_gpus]
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:

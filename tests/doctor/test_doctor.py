@@ -12,7 +12,7 @@ import pytest
 from rose.doctor import __main__ as command
 from rose.doctor import jobs, join, machine, rank, slurm
 from rose.doctor.finding import Child, Ended, run
-from rose.doctor.world import world
+from rose.doctor.machine import world
 from rose.launch.gpus import Device
 
 
