@@ -59,11 +59,9 @@ class Member(Timed):
                 "this engine's workers can't give memory back: start it with worker_extension_cls="
                 f"rose.engine.kv_worker.KvWorker ({error})"
             ) from error
-        self.begin(
-            lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
-            Layout(*(layout[name] for name in Layout._fields)),
-            layout["page_bytes"],
-        )
+        where = Layout(*(layout[name] for name in Layout._fields))
+        call = core.model_executor.collective_rpc
+        self.begin(lambda method, ids: call(method, args=(ids,)), where, layout["page_bytes"])
         self._publish()
         self._beats.start()
 
@@ -77,11 +75,9 @@ class Member(Timed):
     def _ends_at(self, predictor: Predictor | None) -> float:
         """When all steps in flight will have ended at their P99; 0 without any, or without a
         predictor."""
-        return (
-            time.monotonic() + self._in_flight_s(predictor)[1]
-            if predictor and self._in_flight
-            else 0.0
-        )
+        if not predictor or not self._in_flight:
+            return 0.0
+        return time.monotonic() + self._in_flight_s(predictor)[1]
 
     def _publish(self) -> None:
         with self._writing:

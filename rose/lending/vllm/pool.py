@@ -116,11 +116,9 @@ class Pool:
     def paced(self, nbytes: float, soon: float = 0.0) -> float:
         """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon`
         must be there."""
-        return (
-            min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
-            if nbytes > self.limit_bytes
-            else nbytes
-        )
+        if nbytes <= self.limit_bytes:
+            return nbytes
+        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of
@@ -163,10 +161,8 @@ class Pool:
         if not self.strewn:
             return False
         self._calls += 1
-        return (
-            self._calls % SETTLE == 0
-            or self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
-        )
+        idle = self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
+        return self._calls % SETTLE == 0 or idle
 
     def _ideal(self) -> int:
         """Bytes of pages that so many blocks take at the low end."""

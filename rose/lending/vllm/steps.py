@@ -50,19 +50,8 @@ class Timed:
             ended = time.monotonic()
             began, self._last_ended = max(began, self._last_ended), ended
             if self._log is not None:
-                self._log.write(
-                    msgspec.json.encode(
-                        {
-                            "began": began,
-                            "ended": ended,
-                            "wall": time.time(),
-                            "prefill": work.prefill,
-                            "decodes": work.decodes,
-                            "decode_context": work.decode_context,
-                        }
-                    )
-                    + b"\n"
-                )
+                times = {"began": began, "ended": ended, "wall": time.time()}
+                self._log.write(msgspec.json.encode(times | work._asdict()) + b"\n")
             self._step_ended(work, began, ended)
         return outputs
 
