@@ -60,15 +60,10 @@ def layout_of(kv_cache, name: str) -> Layout:
             "bytes; KV memory can be lent for models with one group of attention layers"
         )
     if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
-        raise ValueError(
-            "the model's KV cache is not made of attention layers: its memory can't be lent by "
-            "block"
-        )
+        raise ValueError("a KV cache not of attention layers alone can't be lent by block")
     tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
     if any(tensor.host_resident for tensor in tensors):
-        raise ValueError(
-            "part of the KV cache is kept on the host: its memory can't be lent by block"
-        )
+        raise ValueError("a KV cache of which part is kept on the host can't be lent by block")
     if name[0] == "B":  # a block is one span, all layers in it
         spans = {0: tensors[0].block_stride}
     elif name[:2] == "LB":
@@ -86,15 +81,9 @@ def layout_of(kv_cache, name: str) -> Layout:
 
 
 def _checked(layout: Layout) -> Layout:
-    ends = [
-        start + layout.blocks * stride
-        for start, stride in zip(layout.starts, layout.strides, strict=False)
-    ]
-    order = np.argsort(layout.starts)
-    if (
-        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:], strict=False))
-        or max(ends) > layout.nbytes
-    ):
+    starts = np.array(layout.starts)
+    order, ends = np.argsort(starts), starts + layout.blocks * np.array(layout.strides)
+    if (ends[order][:-1] > starts[order][1:]).any() or ends.max() > layout.nbytes:
         raise ValueError(f"KV cache regions overlap or leave its {layout.nbytes} bytes: {layout}")
     return layout
 

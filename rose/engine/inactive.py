@@ -33,10 +33,7 @@ class InactiveWorker:
         """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
         on_cpu = self.device.type == "cpu"
         if not on_cpu and not self.model_config.enable_sleep_mode:
-            raise RuntimeError(
-                "the engine was started without enable_sleep_mode, so its weights can't be given "
-                "back"
-            )
+            raise RuntimeError("started without enable_sleep_mode, so weights can't be given back")
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
         self.weight_transfer_engine.begin_anew()
@@ -46,11 +43,10 @@ class InactiveWorker:
             self.sleep(level=2)
             return
         model = self.model_runner.get_model()
-        kept = _storages(model.buffers())
-        spans = _storages(model.parameters()) - kept
-        give_back(
-            spans if self.rose_kv is not None else spans | _storages(self.model_runner.kv_caches)
-        )
+        spans = _storages(model.parameters()) - _storages(model.buffers())
+        if self.rose_kv is None:
+            spans |= _storages(self.model_runner.kv_caches)
+        give_back(spans)
         ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:

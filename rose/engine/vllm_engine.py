@@ -77,12 +77,10 @@ class Stats(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    version: int
     nbytes: int  # of payloads read
     changed: int  # values
     route: list[str]  # edges of the store
     mirrored: int  # of them, read from this node's memory
-    seconds: float  # whole call
     stage_s: float
     flip_s: float
     pause_s: float  # without generation
@@ -110,17 +108,15 @@ class Engine(Activation, Staging):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context = max_context
-        self._turn_timeout_s = turn_timeout_s
+        self._max_context, self._turn_timeout_s = max_context, turn_timeout_s
         self._threads = threads
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
-        self._took_s: dict[
-            str, float
-        ] = {}  # see `_settled`: state of a new version -> how long the last one was in it
+        # see `_settled`: state of a new version -> how long the last one was in it
+        self._took_s: dict[str, float] = {}
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
@@ -143,19 +139,13 @@ class Engine(Activation, Staging):
         gpus: bool = False,
         seed: int = 0,
     ) -> Engine:
-        """Start the engine process and wait until it serves.
-
-        `seed`, of the turns without one; it must differ between engines, or they draw alike.
-
-        Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process
-        is left then.
-        """
+        """Start the engine process and wait until it serves. `seed`, of turns without one, must
+        differ between engines, or they draw alike. Raises `EngineError` with the cause, or after
+        `rollout.engine_start_timeout_s`; no process is left then."""
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
-        shares = names.FOLDER in os.environ
-        for name, value in environment(
-            gpus, 1 if deterministic else rollout.threads, shares
-        ).items():
+        threads, shares = 1 if deterministic else rollout.threads, names.FOLDER in os.environ
+        for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
@@ -180,14 +170,8 @@ class Engine(Activation, Staging):
             if isinstance(error, Exception):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
-        return cls(
-            llm,
-            latest,
-            folder,
-            model.max_context,
-            rollout.turn_timeout_s,
-            rollout.threads or usable_threads(),
-        )
+        threads = rollout.threads or usable_threads()
+        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, threads)
 
     # ------------------------------------------------------------------ turns
 
@@ -345,7 +329,6 @@ class Engine(Activation, Staging):
         `EngineError` after `transfer.load_timeout_s` seconds. After each, and after a cancellation,
         the next version can be loaded.
         """
-        start = time.monotonic()
         timeout_s = transfer.load_timeout_s
         update = {
             "version": version,
@@ -367,12 +350,10 @@ class Engine(Activation, Staging):
                 paused, resumed = await self._flip(version, transfer)
                 checked = await self._settled("checking", timeout_s)
         return Loaded(
-            version,
             max(s["nbytes"] for s in staged),
             sum(s["changed"] for s in staged),
             staged[0]["route"],
             staged[0]["mirrored"],
-            time.monotonic() - start,
             max(s["stage_s"] for s in staged),
             max(s["flip_s"] for s in checked),
             resumed - paused,
@@ -424,9 +405,7 @@ class Engine(Activation, Staging):
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
-        except (
-            Exception
-        ) as error:  # vLLM turns what a worker raised into a bare Exception with its text
+        except Exception as error:  # vLLM makes a bare Exception of what a worker raised
             raise TransferError(str(error)) from error
 
     async def checksum(self) -> list[dict[str, str]]:
@@ -501,8 +480,7 @@ class Engine(Activation, Staging):
             raise EngineDied(f"engine process {self.pid} is gone")
 
     def _on_death(self) -> None:
-        """The process is gone (its sentinel became readable), or will be: end every iterator
-        now."""
+        """The process is gone (its sentinel became readable), or will be: end every iterator."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)

@@ -22,11 +22,7 @@ from typing import Protocol
 from rose.memory import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-SPARE = (
-    2**28
-    # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow
-    # a little
-)
+SPARE = 2**28  # bytes of a GPU that no KV cache takes: kernels are loaded late, allocators grow
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE

@@ -26,9 +26,7 @@ from rose.files import refusal
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
-# of the copy's bytes must be free: the engines' and the page cache's share of the host goes on
-# growing
-SPARE = 1.25
+SPARE = 1.25  # times the copy's bytes must be free: engines and page cache go on growing
 CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -85,11 +83,11 @@ class CheckpointWriter(CheckpointEngine):
         self._thread.start()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether nothing is being written any more, `deadline_s` seconds at most."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
-            return not self._thread.is_alive()
-        return True
+        """Whether nothing is being written any more, after `deadline_s` seconds at most."""
+        if self._thread is None:
+            return True
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
         try:
@@ -102,13 +100,10 @@ class CheckpointWriter(CheckpointEngine):
                 sync(path)
         except Exception as error:  # whatever it was: the coordinator is told, and ends the run
             why = f"{type(error).__name__}: {error}"
-            if (
-                refused := refusal(folder)
-            ) is not None:  # torch.save does not say so of a full disk
-                why += f"; {refused}"
-            checkpoint.mark(folder, self._rank, why)
-            return
-        checkpoint.mark(folder, self._rank, "")
+            refused = refusal(folder)  # of a full disk torch.save does not say so
+            checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)
+        else:
+            checkpoint.mark(folder, self._rank, "")
 
 
 def host_copy(state: Any) -> Any:
@@ -167,10 +162,8 @@ def _left(group: Path, limit: str, usage: str) -> float:
         if most == "max":
             return math.inf
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = sum(
-            int(stat.get(f"total_{name}", stat.get(name, 0)))
-            for name in ("active_file", "inactive_file")
-        )
+        kinds = ("active_file", "inactive_file")
+        files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
         return max(0, int(most) - int((group / usage).read_text()) + files)
     except (OSError, ValueError):
         return math.inf  # a group without limits, as the root

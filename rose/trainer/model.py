@@ -70,13 +70,8 @@ class Policy(nn.Module):
         """Elements of its parameters, also where ZeRO-3 has split them; 0 for a model that isn't
         made of such layers."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
-        return max(
-            (
-                sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
-                for layer in layers
-            ),
-            default=0,
-        )
+        sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
+        return max(map(sum, sizes), default=0)
 
     def why_not_flex(self, device: torch.device) -> str:
         """Why flex attention can't train this model on this device; "" if it can. It is tried, with

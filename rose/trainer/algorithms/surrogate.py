@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
 
-# added to a standard deviation of rewards, as in verl: far below any reward scale in use
-STD_EPSILON = 1e-6
+STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far below any scale
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -70,9 +69,8 @@ def clipped_surrogate(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
     with torch.no_grad():
-        cut = ((ratio > 1 + clip_high) & (advantages > 0)) | (
-            (ratio < 1 - clip_low) & (advantages < 0)
-        )
+        above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+        cut = (above & (advantages > 0)) | (below & (advantages < 0))
         statistics = {
             "clip_fraction": (cut * batch.mask).sum(),
             "ratio": (ratio * batch.mask).sum(),
