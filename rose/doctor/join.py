@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from rose import config as configuration
 from rose.config import Config, ConfigError
-from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding
-from rose.doctor.jobs import srun, task
+from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding, srun, task
 from rose.launch import container
 from rose.launch import local as launcher
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rose.config import Config
 from rose.doctor import devices, join, machine, rank
-from rose.doctor.finding import Finding, run
-from rose.doctor.jobs import GPUS_S, QUEUE_S, gpu_task, srun, task
+from rose.doctor.finding import GPUS_S, QUEUE_S, Finding, gpu_task, run, srun, task
 from rose.launch import container, local
 
 

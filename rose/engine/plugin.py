@@ -14,7 +14,13 @@ import os
 from typing import Any
 
 from rose.config.checks import NO_DRAFTS
-from rose.engine import heap, names
+from rose.engine import heap
+
+# Names that engines, schedulers and commands agree on.
+FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
+CONFIG = "config.json"  # in it: what `rose.lending.vllm.device.Device` reads
+STEPS = "ROSE_COSERVING_STEPS"  # environment: a file for an engine's steps, a JSON object a line
+EVICTED = "rose-evicted"  # vLLM's stop_reason of a request handed back for want of memory or time
 
 
 def register() -> None:
@@ -29,7 +35,7 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    if names.FOLDER not in os.environ:
+    if FOLDER not in os.environ:
         return
     from vllm.v1.engine.core import EngineCoreProc
 

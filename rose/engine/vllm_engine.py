@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from rose import protocol
 from rose.config import Model, Rollout, Transfer
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.activation import Activation
 from rose.engine.staging import Staging
 from rose.engine.start import (
@@ -144,7 +144,7 @@ class Engine(Activation, Staging):
         `rollout.engine_start_timeout_s`; no process is left then."""
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
-        threads, shares = 1 if deterministic else rollout.threads, names.FOLDER in os.environ
+        threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
@@ -179,7 +179,7 @@ class Engine(Activation, Staging):
         self, turn_id: str, tokens: bytes, sampling: protocol.Sampling
     ) -> AsyncIterator[Chunk]:
         """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or
-        when a co-serving engine gives the turn back (stop_reason `names.EVICTED`).
+        when a co-serving engine gives the turn back (stop_reason `plugin.EVICTED`).
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
         continued from partial tokens doesn't draw the same numbers again. Raises `EngineDied`;
@@ -270,7 +270,7 @@ class Engine(Activation, Staging):
                 self._cached += cached if first else 0
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None
-                turn.evicted = part.stop_reason == names.EVICTED
+                turn.evicted = part.stop_reason == plugin.EVICTED
                 ends = self._version_ends(turn.request, part, version, made, len(tokens))
                 for low, high, made_by in ends[:-1]:
                     yield Chunk(tokens[low:high], logprobs[low:high], made_by, None, cached)

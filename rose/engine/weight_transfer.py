@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.config import read_shape
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST
@@ -65,7 +65,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # What is free of a device that engines share is KV memory that was given back: who needs it
         # takes it at once. The allocator keeps the little that staging takes: emptied, it would
         # lose what steps need (rose/engine/headroom.py).
-        self._shares = device.type == "cuda" and names.FOLDER in os.environ
+        self._shares = device.type == "cuda" and plugin.FOLDER in os.environ
         self._live: Live | None = None
         # lineage, version; (_, null): a mixture
         self._held: tuple[str | None, int | None] = (None, INITIAL)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.engine.start import EngineError
 from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.vllm import priority
@@ -75,7 +75,7 @@ class Measured:
         self._dice = random.Random(seed)
         self._serial = itertools.count()
         here = dict(os.environ)
-        os.environ.update(side.environment | {names.STEPS: str(log)})
+        os.environ.update(side.environment | {plugin.STEPS: str(log)})
         try:
             self._llm, _ = start.build(side.args, gpus)
         except Exception as error:

@@ -30,7 +30,7 @@ import aiohttp
 from rose import processes
 from rose.config import ConfigError, Serving, checks
 from rose.config.tree import Online
-from rose.engine import names, start
+from rose.engine import plugin, start
 
 SCHEDULER = "rose.lending.vllm.online.scheduler"
 WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
@@ -125,7 +125,7 @@ class OnlineServer:
 
     def environment(self) -> dict[str, str]:
         found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
-        found[names.FOLDER] = str(self.folder)
+        found[plugin.FOLDER] = str(self.folder)
         return found
 
     async def run(self, say: Callable[[str], object]) -> None:

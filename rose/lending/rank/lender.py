@@ -15,7 +15,7 @@ from pathlib import Path
 from rose import processes
 from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.launch import caches, gpus, resume
 from rose.lending import settings
 from rose.lending.rank import member
@@ -143,7 +143,7 @@ class Lender:
         forked from here. What it reads at its import must be as this run wants it, so for another
         run this process begins anew. Raises `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
-        shares = names.FOLDER in os.environ
+        shares = plugin.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus:
             count = config.rollout.tensor_parallel

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rose.config.tree import Serving
-from rose.engine import names
+from rose.engine import plugin
 from rose.files import write_whole
 
 
@@ -31,8 +31,8 @@ def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> 
     there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
-    write_whole(folder / names.CONFIG, words.encode())
-    return {names.FOLDER: str(folder)}
+    write_whole(folder / plugin.CONFIG, words.encode())
+    return {plugin.FOLDER: str(folder)}
 
 
 def here() -> Device | None:
@@ -40,13 +40,13 @@ def here() -> Device | None:
 
     Raises `ValueError` naming the file when its description is absent or damaged.
     """
-    if not (folder := os.environ.get(names.FOLDER)):
+    if not (folder := os.environ.get(plugin.FOLDER)):
         return None
-    path = Path(folder) / names.CONFIG
+    path = Path(folder) / plugin.CONFIG
     try:
         found = json.loads(path.read_text())
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
     except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
         raise ValueError(
-            f"{names.FOLDER}={folder}: {path}: {error}; rose.lending.vllm.device.describe writes it"
+            f"{plugin.FOLDER}={folder}: {path}: {error}; rose.lending.vllm.device writes it"
         ) from None

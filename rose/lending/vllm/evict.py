@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from rose.engine import names
+from rose.engine import plugin
 
 
 class Evicting:
@@ -31,7 +31,7 @@ class Evicting:
                     request.request_id,
                     [],
                     finish_reason=FinishReason.ABORT,
-                    stop_reason=names.EVICTED,
+                    stop_reason=plugin.EVICTED,
                 )
             )
         self._evicted.clear()

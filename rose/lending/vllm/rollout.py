@@ -6,7 +6,7 @@ any time.
 Each step asks the gate (rose/lending/rules/gate.py) how many tokens it may take in; a shut gate is
 looked at again and again, the less often the longer it is shut. KV memory beyond the budget
 (rose/lending/rules/budget.py) is not in vLLM's pool; when the budget falls, whole requests end at
-once with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
+once with stop reason `plugin.EVICTED` and the tokens made so far, those first that lose least.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a vLLM scheduler knows of its engine's steps: what each computes, when it began and ended.
 
-A mixin before vLLM's own class. With the environment variable `names.STEPS` every step is appended
+A mixin before vLLM's own class. With the environment variable `plugin.STEPS` every step is appended
 to that file, from which `python -m rose.lending.profile` fits the predictor.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rose.engine import names
+from rose.engine import plugin
 from rose.lending.rules.predictor import Predictor, Work
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Timed:
         super().__init__(*args, **kwargs)
         self._in_flight: deque[tuple[object, Work, float]] = deque()
         self._last_ended = 0.0
-        path = os.environ.get(names.STEPS)
+        path = os.environ.get(plugin.STEPS)
         # Closed with the process.
         self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
 
