@@ -151,8 +151,7 @@ class Door:
 
 
 def endpoint(run_dir: Path) -> Endpoint | None:
-    """That of the run's attempt, which may be dead; None without one. Raises `JoinError` when it
-    can't be used."""
+    """That of the run's attempt, which may be dead; None without one. Raises `JoinError`."""
     path = folder(run_dir) / "endpoint.json"
     try:
         found = msgspec.json.decode(_read(path), type=Endpoint)

@@ -59,8 +59,7 @@ def _join(
     host: Sequence[str],
     joiners: Callable[[str], Sequence[Sequence[str]]],
 ) -> Finding:
-    """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to
-    try them."""
+    """`host`: what starts that side; `joiners(its node)`: ways to start the other, to be tried."""
     if not c.cluster.mpi.join:
         words = f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})"
         remedy = "Idle serving GPUs can't help: a run uses its dedicated rollout ranks only"

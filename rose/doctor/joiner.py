@@ -60,8 +60,7 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Answer the host's heartbeats; at the second be killed, or leave. Raises `JoinError`,
-    `LinkError`, `TimeoutError`."""
+    """Answer heartbeats; at the second be killed, or leave. Raises what breaks it off."""
     answer = application.ask(ANSWER_S)
     from rose.comm.link import Link  # initialises MPI, which reads its environment then
 

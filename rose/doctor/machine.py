@@ -77,8 +77,7 @@ def gpus(c: Config) -> list[Finding]:
 def nccl(
     count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
 ) -> Finding:
-    """An all-reduce over `count` GPUs, with the variables that ranks have, on this node or on that
-    where `python` (an srun) starts one."""
+    """An all-reduce over `count` GPUs, as ranks do it, here or where `python` (an srun) starts."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
     return reduced(run(argv, local.environment(c), deadline_s), count)
 

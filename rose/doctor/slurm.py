@@ -75,8 +75,7 @@ def _kinds_of_mpi(c: Config) -> list[Finding]:
 
 
 def over_components(c: Config, folder: Path | None) -> list[Finding]:
-    """One heterogeneous job of a task in each component: files between its nodes, and one MPI
-    world."""
+    """A heterogeneous job of a task in each component: files between nodes, and one MPI world."""
     argv = srun(*c.cluster.mpi.srun)
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
@@ -98,8 +97,7 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Those of one node of the trainer's component, as many as the run may have there, and NCCL
-    between them."""
+    """GPUs of one node of the trainer's component, as many as a run has, and NCCL between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
     starter = [
         *srun("--mpi=none", work_s=GPUS_S),

@@ -36,8 +36,7 @@ class Pool(Protocol):
 
 
 class Layout(NamedTuple):
-    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of a buffer of
-    `nbytes`."""
+    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of `nbytes`."""
 
     nbytes: int
     blocks: int
@@ -89,8 +88,7 @@ def _checked(layout: Layout) -> Layout:
 
 
 class BlockMemory:
-    """Holds no block at first. Ids that are held already, or not held, are passed over by `map` and
-    `release`."""
+    """Holds no block at first. `map` passes over ids that are held, `release` those that aren't."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
@@ -149,8 +147,7 @@ class BlockMemory:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of
-        it."""
+        """Any block may be touched meanwhile. What was in those held stays, and nothing else."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
@@ -166,8 +163,7 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Count the spans of these runs in or out; the pages that thereby got their first, or lost
-        their last."""
+        """Count these runs' spans in or out; the pages that got their first or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:

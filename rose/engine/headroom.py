@@ -32,8 +32,7 @@ class Headroom:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where there
-        is too little."""
+        """Around vLLM's profile run, a largest step. Raises `RuntimeError` for want of memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:

@@ -54,8 +54,7 @@ def register() -> None:
         return original(self)
 
     def rose_rest(self, resting):
-        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they
-        do."""
+        """A utility for `Engine`: see `RolloutScheduler.rest`; nothing for other schedulers."""
         if hasattr(self.scheduler, "rest"):
             self.scheduler.rest(resting)
 
@@ -83,8 +82,7 @@ def ask_for_amx() -> None:
 
 
 def find_gpus_of_slices(platform: type, nvml) -> None:
-    """Mend `platform`, vLLM's for CUDA by NVML; `nvml`: its module pynvml. May be called any number
-    of times."""
+    """Mend `platform`, vLLM's for CUDA; `nvml`: its module pynvml. May be called again."""
     original = platform.device_control_id_to_physical_device_id
     if getattr(original, "knows_slices", False):
         return

@@ -89,8 +89,7 @@ class RolloutWorker:
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
-        """Until the coordinator says `Shutdown`. Raises when the engine died more often than
-        allowed."""
+        """Until the coordinator says `Shutdown`. Raises when the engine died too often."""
         self._tasks = Tasks()
         try:
             await self._tasks.run_until(*self._services())
@@ -181,8 +180,7 @@ class RolloutWorker:
         return NOTHING
 
     async def _wake(self) -> Moved:
-        """Weights, the version that came meanwhile, then the KV cache: while a version is staged
-        there is room."""
+        """Weights, the version that came meanwhile, then the KV cache: staging needs the room."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING

@@ -89,8 +89,7 @@ def local_folder(model: str | Path) -> Path:
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """End-of-turn token ids of generation_config.json and config.json. Raises `EngineError` if
-    there is none."""
+    """End-of-turn ids of generation_config.json and config.json. Raises `EngineError` for none."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -107,8 +106,7 @@ def stop_tokens(folder: Path) -> list[int]:
 def engine_args(
     folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int, gpus: bool = False
 ) -> dict:
-    """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its
-    first token."""
+    """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew."""
     args = dict(
         model=str(folder),
         skip_tokenizer_init=True,

@@ -308,8 +308,7 @@ class Engine(Activation, Staging):
         return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
-        """Stop a turn: its iterator ends with what it has and finish ABORT. Unknown turns are
-        ignored: they ended."""
+        """End a turn's iterator with what it has and finish ABORT; unknown turns have ended."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.aborted = True
@@ -460,8 +459,7 @@ class Engine(Activation, Staging):
         )
 
     async def shutdown(self) -> None:
-        """End the engine process and every iterator; killed if it doesn't leave within
-        `STOP_TIMEOUT_S`."""
+        """End the engine process and every iterator; killed after `STOP_TIMEOUT_S`."""
         if self._llm is None:
             return
         if self.alive:

@@ -122,8 +122,7 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Waits for the device, then gives these pages back; those without memory are passed over.
-        Raises `CudaError`."""
+        """Waits for the device, then gives these pages back, if mapped. Raises `CudaError`."""
         gone = [
             offset
             for low, high in self._within(ranges)

@@ -223,8 +223,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status = {"state": "failed", "error": text, "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Raises `TransferError` unless the blocks fit the engine's parameters and together fill
-        each of them."""
+        """Raises `TransferError` unless the blocks fill the engine's parameters exactly."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         places, filled = place_blocks(

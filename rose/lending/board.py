@@ -62,8 +62,7 @@ class Online:
 
 @dataclasses.dataclass
 class Rollout:
-    """The rollout engine's state, written by its scheduler each step, and while it waits at the
-    gate."""
+    """The rollout engine's state, written by its scheduler each step and while the gate is shut."""
 
     pid: float = 0
     pid_started: float = 0
@@ -147,8 +146,7 @@ class _File(Generic[State]):
 
 
 class Writer(_File[State]):
-    """Set fields of `state`, then `write`. One writer a board; a new one takes over from a dead
-    one's."""
+    """Set fields of `state`, then `write`. One writer a board; a new one replaces a dead one's."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -177,8 +175,7 @@ class Reader(_File[State]):
         self.why = ""
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
-        """The state, if it is whole and not older than `stale_after_s`; else None, and `why` says
-        what is wrong."""
+        """The state, if whole and not older than `stale_after_s`; else None, and `why` says why."""
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:

@@ -67,8 +67,7 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """One engine process; its steps land in the file `log`. Blocks until it serves. Raises
-    `EngineError`."""
+    """One engine process; its steps land in `log`. Blocks until it serves. Raises `EngineError`."""
 
     def __init__(self, side: Side, gpus: bool, log: Path, seed: int = 0) -> None:
         self.side, self._log, self._read = side, log, 0
@@ -108,8 +107,7 @@ class Measured:
         self._longest = tokens
 
     async def sweep(self, seconds: float) -> None:
-        """Traffic of 1, 2, 4, ... clients, up to as many as the engine has sequences. Raises
-        `EngineError`."""
+        """Traffic of 1, 2, 4, ... clients, up to the engine's sequences. Raises `EngineError`."""
         levels = [2**n for n in range(self._most.bit_length()) if 2**n < self._most] + [self._most]
         for clients in levels:
             await self.traffic(clients, seconds / len(levels))

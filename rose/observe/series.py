@@ -110,8 +110,7 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Shares of responses per length bin, first fifth of the steps against the last fifth (of one
-    step: that)."""
+    """Shares of responses per length bin, first fifth of the steps against the last fifth."""
     rows = [row for row in steps if row.get("response_hist")]
     if not rows:
         return None

@@ -29,8 +29,7 @@ Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the
 
 
 class Packing(Protocol):
-    """How many tokens a micro-batch computes. `order` puts rows that go well together side by
-    side."""
+    """How many tokens a micro-batch computes. `order`: rows that go well together, adjacent."""
 
     lengths: list[int]
     order: list[int]
@@ -67,8 +66,7 @@ class Shared:
         return size + self.lengths[row] - self._in_common(rows[-1], row)
 
     def pairs(self, rows: list[int], dense: bool) -> float:
-        """Of tokens that attention computes in the tree of `rows`: all, or those that attend to
-        each other and what blocks waste."""
+        """Pairs that attention computes in the tree of `rows`: all, or those attended and waste."""
         if dense:
             return float(size_of(rows, self) ** 2)
         # where each leaves the one before
@@ -128,8 +126,7 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 
 def flops(shape: ModelShape, flex: bool = False) -> Costs:
-    """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair
-    and channel."""
+    """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.intermediate)
@@ -234,8 +231,7 @@ def train_messages(
     trees: bool,
     trajectories: list[p.Trajectory],
 ) -> list[p.Message]:
-    """`TrainStep`, then the trajectories of the rank's rows in as many `TrainPart`s as their size
-    asks for."""
+    """`TrainStep`, then the trajectories of the rank's rows in `TrainPart`s of bounded size."""
     rows = [row for update in micro_batches for batch in update for row in batch]
     parts: list[list[int]] = [[]]
     size = 0

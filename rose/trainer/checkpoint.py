@@ -47,8 +47,7 @@ def mark(folder: Path, rank: int, error: str) -> None:
 
 
 def saved(folder: Path) -> int:
-    """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them
-    met."""
+    """How many ranks have written their part. Raises `SaveFailed` with what one of them met."""
     marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
     for found in marks:
         if found[1] == FAILED:

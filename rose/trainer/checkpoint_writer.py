@@ -31,8 +31,7 @@ CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, which copy at
-    the same time."""
+    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, copying too."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
@@ -107,8 +106,7 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def host_copy(state: Any) -> Any:
-    """The same structure with every tensor copied to host memory; nothing in it is shared with
-    `state`."""
+    """The same structure with all tensors copied to host memory; nothing is shared with `state`."""
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
     if isinstance(state, torch.Tensor):
@@ -139,8 +137,7 @@ def available_bytes() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, name of the limit's file, of the usage's): this process's group and those above it,
-    of both versions."""
+    """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
     for line in PROCESS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":

@@ -302,8 +302,7 @@ class DeepSpeedEngine:
         self.writer.finish(folder)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S`
-        seconds."""
+        """Wait until no checkpoint is written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "

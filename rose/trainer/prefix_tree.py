@@ -62,8 +62,7 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """A tree of numbers: row i begins with the first shared[i] tokens of all, own[i] of its own
-    follow."""
+    """A tree of numbers: row i is the first shared[i] tokens of all, then own[i] of its own."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):

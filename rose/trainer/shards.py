@@ -20,8 +20,7 @@ PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 class ShardReader:
-    """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`:
-    of what is read."""
+    """`weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
 
     def __init__(
         self,

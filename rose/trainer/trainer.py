@@ -168,8 +168,7 @@ class Trainer:
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder, as `DeepSpeedEngine.save` does: the files are written
-        beside what comes next."""
+        """Checkpoint into an existing folder; see `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
             self.engine.save(Path(folder))
 
@@ -179,8 +178,7 @@ class Trainer:
             self.engine.load(Path(folder))
 
     def share_device(self, folder: Path) -> None:
-        """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of
-        `folder`."""
+        """The device will be shared; on a CPU states wait in a file of `folder`."""
         self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
@@ -192,8 +190,7 @@ class Trainer:
             return self._offload.give_back()
 
     def take_device(self) -> DeviceMemory:
-        """What `give_device_back` moved is on the device again. Raises `RuntimeError` for want of
-        room."""
+        """What was given back is on the device again. Raises `RuntimeError` for want of room."""
         with self.recorder.timed("reload"):
             return self._offload.take()
 
@@ -205,8 +202,7 @@ class Trainer:
 
 
 class _Peers:
-    """The trainer ranks over torch.distributed, by the hosts' memory (`join_world`'s group): the
-    device may be an engine's while they tidy."""
+    """The trainer ranks in host memory (`join_world`'s group): the device may be an engine's."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group

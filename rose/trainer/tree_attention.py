@@ -116,8 +116,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def why_not_flex(
     device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> str:
-    """Why attention of this shape can't be trained by flex attention on this device; "" if it can.
-    It is tried."""
+    """Why flex attention can't train this shape on this device; "" if it can. It is tried."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     form = (heads, kv_heads, head_dim, dtype)

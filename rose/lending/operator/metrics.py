@@ -60,8 +60,7 @@ def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}, requests; both latencies within their P99
-    targets."""
+    """{"with" lending: (met, finished), "without": ...}, requests; met: both P99 targets."""
     return {
         "with": (o.met_lending, o.finished_lending),
         "without": (o.met - o.met_lending, o.finished - o.finished_lending),

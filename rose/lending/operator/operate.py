@@ -361,8 +361,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """The folder of this device's boards, which no living process has, and the lock that says so.
-    Raises `ConfigError`."""
+    """The folder of this device's boards, which nobody has, and its lock. Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

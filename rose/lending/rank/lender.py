@@ -30,8 +30,7 @@ BACK_OFF_S = (1.0, 60.0)
 
 
 class Lender:
-    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that
-    is not there."""
+    """`overrides`: of the run's configuration. `wanted`: whether to wait for an absent run."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -160,8 +159,7 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run one; pass signals on. Its exit code, negative for a signal, and whether it had
-        joined."""
+        """Run one; pass signals on. Its exit code, negative for a signal, and whether it joined."""
         here = os.getpid()
         told, tells = os.pipe()
         sys.stdout.flush()

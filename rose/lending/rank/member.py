@@ -130,8 +130,7 @@ async def _take_part(
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:
-    """(where the engine publishes its state, if it shares its device; what tells it of a new
-    version)."""
+    """(where the engine's board is, if it shares its device; what tells it of a new version)."""
     folder = os.environ.get(plugin.FOLDER)
     if folder is None:
         return None, lambda version: None

@@ -251,8 +251,7 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
-    """The better KEPT of each kind: dropping over all of them at once could leave one kind without
-    samples."""
+    """The better KEPT of each kind: over both at once, one could be left without samples."""
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]

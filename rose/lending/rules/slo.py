@@ -89,8 +89,7 @@ def _prefill(
     slo: Slo,
     max_batched_tokens: int,
 ) -> float:
-    """`hold_until` for a queue of prompts before which `decodes` run; step by step until the last
-    prompt is through."""
+    """`hold_until` for a queue of prompts before which `decodes` run, step by step."""
     hold, spent = INFINITE, 0.0  # seconds of the steps before
     chunks: list[tuple[int, int]] = []
     due, joining, joining_context = INFINITE, 0, 0  # of the prompts that end in this step

@@ -15,8 +15,7 @@ from rose.engine.blocks import Layout
 
 
 class Pages:
-    """`page`: bytes. Where blocks share no page with each other, a block counts as one page of its
-    size."""
+    """`page`: bytes. Blocks that share no page with each other count as one page of their size."""
 
     def __init__(self, layout: Layout, page: int) -> None:
         starts = np.array(layout.starts, np.int64)[:, None]

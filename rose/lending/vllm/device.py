@@ -1,5 +1,4 @@
-"""What an engine process finds of the device that it shares: the configuration, the profile, the
-boards."""
+"""What an engine finds of the device that it shares: configuration, profile, boards."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Device(NamedTuple):
 
 
 def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
-    """Write what both engines must know into `folder`; returns the environment that leads them
-    there."""
+    """Write what both engines must know into `folder`; returns the environment that names it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
     write_whole(folder / plugin.CONFIG, words.encode())

@@ -1,5 +1,4 @@
-"""Requests that a vLLM scheduler hands back by itself: whole, at once, with the tokens made so
-far."""
+"""Requests that a vLLM scheduler hands back: whole, at once, with the tokens made so far."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from rose.engine import plugin
 
 
 class Evicting:
-    """Mixin before vLLM's scheduler; `Member`, whose board counts what is handed back, comes after
-    it."""
+    """Mixin before vLLM's scheduler; `Member`, whose board counts evictions, comes after it."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -21,8 +19,7 @@ class Evicting:
         return super().has_requests() or bool(self._evicted)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        """vLLM tells a client only of ends that it brings about; of these the output is made
-        here."""
+        """vLLM tells clients only of ends that it causes; for evictions the output is made here."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self._evicted:
             group = outputs.setdefault(request.client_index, EngineCoreOutputs())

@@ -21,8 +21,7 @@ LATE = 16  # a shut gate is polled after a 16th of the time for which it has bee
 
 
 class Member(Timed):
-    """Mixin before vLLM's scheduler. Without a device in the environment it is vLLM's scheduler,
-    timed."""
+    """Mixin before vLLM's scheduler, which without a device in the environment is only timed."""
 
     kind: type  # of its board
     board_name: str
@@ -110,14 +109,12 @@ class Member(Timed):
         """In the beat's thread, each time."""
 
     def _wants_turn(self) -> bool:
-        """In the beat's thread: whether memory should change hands though no request calls for a
-        step."""
+        """In the beat's thread: whether memory should move though no request calls for a step."""
         raise NotImplementedError
 
 
 def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
-    """Seconds until the next look at a gate that has been shut for `shut_s`, from `first_s` to
-    `last_s`."""
+    """Seconds until the next poll of a gate that has been shut for `shut_s`, within the limits."""
     return min(max(first_s, shut_s / LATE), last_s)
 
 

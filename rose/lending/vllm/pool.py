@@ -74,8 +74,7 @@ class Pool:
 
     @property
     def overhead(self) -> int:
-        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part of
-        them."""
+        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part."""
         return max(0, self.mapped - self.limit_bytes)
 
     @property
@@ -89,8 +88,7 @@ class Pool:
 
     @property
     def can_map(self) -> bool:
-        """Whether it is worth asking for more: blocks are withheld, and the device has not just
-        refused."""
+        """Whether to ask for more: blocks are withheld, and the device has not just refused."""
         return not self._usable.all() and (
             not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S
         )
@@ -145,8 +143,7 @@ class Pool:
         return self.mapped
 
     def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
-        """Where no page is shared it doesn't matter where blocks lie: those go whose cached
-        prefixes are oldest."""
+        """Where no page is shared, those blocks go whose cached prefixes are oldest."""
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()

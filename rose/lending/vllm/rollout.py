@@ -100,8 +100,7 @@ class RolloutScheduler(Evicting, Member):
     # ------------------------------------------------------------------ the gate
 
     def _pass_gate(self) -> int:
-        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is
-        called."""
+        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the loop is called."""
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
@@ -146,8 +145,7 @@ class RolloutScheduler(Evicting, Member):
         self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
 
     def _rotate(self, count: int) -> None:
-        """vLLM serves `running` from its head: with fewer tokens than requests the tail would
-        starve."""
+        """vLLM serves `running` from its head: with fewer tokens than requests the tail starves."""
         self.running = self.running[count:] + self.running[:count]
 
     def _step_begins(self, work: Work, began: float) -> None:
@@ -208,8 +206,7 @@ class RolloutScheduler(Evicting, Member):
         self.state.frozen = float(self._budget.frozen)
 
     def _give_up_on_large(self) -> None:
-        """Requests that don't fit into what is lent wait as long as those at a shut gate, and then
-        are handed back."""
+        """Requests too large for what is lent wait like those at a shut gate, then are evicted."""
         blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
         large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
         if not large:

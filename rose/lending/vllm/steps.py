@@ -56,8 +56,7 @@ class Timed:
         return outputs
 
     def _in_flight_s(self, predictor: Predictor) -> tuple[float, float]:
-        """Seconds until the steps in flight have ended, as predicted: on average, and if each takes
-        its P99."""
+        """Seconds until the steps in flight have ended: on average, and if each takes its P99."""
         mean = p99 = 0.0
         for _, work, _ in self._in_flight:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
@@ -68,8 +67,7 @@ class Timed:
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
     def _tokens_in_flight(self) -> Counter[str]:
-        """Of each request, those that its steps in flight compute; vLLM counts them as computed
-        already."""
+        """Tokens of each request in flight, which vLLM counts as computed already."""
         counts: Counter[str] = Counter()
         for output, _, _ in self._in_flight:
             counts.update(output.num_scheduled_tokens)

@@ -41,15 +41,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
 
 
 def sequence_mean_weights(summary: Summary) -> Tensor:
-    """Mean over a trajectory's tokens, then over the N trajectories: (N,) 1 / (N * tokens); 0
-    without tokens."""
+    """Mean over tokens, then over N trajectories: (N,) 1 / (N * tokens); 0 without tokens."""
     tokens = summary.response_tokens
     return (tokens > 0).float() / (tokens.clamp(min=1) * max(1, len(tokens)))
 
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean over all response tokens of the batch: (N,) 1 / total for the rows of `keep` (N,) bool,
-    else 0."""
+    """Mean over all response tokens: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
     kept = torch.ones_like(response_tokens) if keep is None else keep.long()
     return kept.float() / (response_tokens * kept).sum().clamp(min=1)
 
