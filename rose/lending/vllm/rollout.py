@@ -15,12 +15,15 @@ import copy
 import time
 from collections import deque
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from rose.engine import plugin
 from rose.lending import board
 from rose.lending.board import Peer
 from rose.lending.rules.budget import Budget
 from rose.lending.rules.gate import Gate, Reason
 from rose.lending.rules.predictor import Work
-from rose.lending.vllm.evict import Evicting
 from rose.lending.vllm.member import Member, pause_s, vllm_scheduler
 from rose.lending.vllm.pool import AT_ONCE
 from rose.lending.vllm.priority import Priority
@@ -36,11 +39,12 @@ def scheduler(vllm_config, **rest):
     return vllm_scheduler(RolloutScheduler, vllm_config, **rest)
 
 
-class RolloutScheduler(Evicting, Member):
+class RolloutScheduler(Member):
     kind, board_name = board.Rollout, "rollout"
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self._evicted: list[Request] = []  # of which clients are to be told
         if self.device is None:
             return
         lending = self._lending = self.device.serving.lending
@@ -94,8 +98,26 @@ class RolloutScheduler(Evicting, Member):
             return outputs
         for group in outputs.values():
             self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
+        for request in self._evicted:  # vLLM tells clients only of ends that it causes
+            ended = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
+        self._evicted.clear()
         self._tell()
         return outputs
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self._evicted)
+
+    def evict(self, victims: list[Request]) -> None:
+        """Hand these requests back: whole, at once, with the tokens made so far."""
+        if not victims:
+            return
+        self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
+        self._evicted += victims
+        self.state.evicted += len(victims)
+        self.state.wasted_tokens += sum(r.num_computed_tokens for r in victims)
 
     # ------------------------------------------------------------------ the gate
 
