@@ -41,7 +41,7 @@ from rose.launch import (
     state,
     supervise,
 )
-from rose.observe import terminal, views
+from rose.observe import report, terminal
 from rose.observe.terminal import say
 from rose.reward import scorers
 
@@ -304,7 +304,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
         c.cluster,
     )
     outcome = _follow(job, c, console)
-    views.build(c.observe, c.run_dir)
+    report.build_views(c.observe, c.run_dir)
     if outcome.failure:
         say(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:

@@ -40,7 +40,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     address.check_interface(config.cluster.interface)  # MPI, which uses it, too, would not name it
     from mpi4py import MPI  # initialises MPI
 
-    from rose.comm import shared_memory
+    from rose.comm import mpi_process
     from rose.comm.mailbox import COORDINATOR, Mailbox, share_text, split_by_role
 
     world = MPI.COMM_WORLD
@@ -49,7 +49,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
             f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py "
             "built for the MPI whose mpiexec started it?"
         )
-    shared_memory.unname(world)
+    mpi_process.unname(world)
     peers = split_by_role(world, me.role)
     rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from rose.config import ConfigError
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.lending import settings
 from rose.lending.operator import operate
 from rose.lending.rank.lender import Lender
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             )
         serving = settings.of_server(overrides)
         # started by an operator, beside its server
-        if serving.online.model is None or names.FOLDER in os.environ:
+        if serving.online.model is None or plugin.FOLDER in os.environ:
             return Lender(run_dir, overrides).run()
         measured = None
         if serving.lending.profile is not None:

@@ -57,12 +57,12 @@ class Encoder:
 def rank_main(arguments) -> None:
     from mpi4py import MPI
 
-    from rose.comm import shared_memory
+    from rose.comm import mpi_process
     from rose.transfer.broadcast_mpi import MpiBroadcast
     from rose.transfer.mirror import Mirror
 
     world = MPI.COMM_WORLD
-    shared_memory.unname(world)
+    mpi_process.unname(world)
     rank, receivers = world.Get_rank(), world.Get_size() - 1
     total = (arguments.mib << 20) // PAYLOAD * PAYLOAD
     broadcast = MpiBroadcast(world, [0], range(1, receivers + 1), 60)

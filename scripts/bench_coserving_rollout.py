@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 from bench_coserving_client import WORDS
 
 from rose import config, protocol
-from rose.engine import names
+from rose.engine import plugin
 from rose.lending.vllm import priority
 
 PRIORITY = (
@@ -105,7 +105,7 @@ class EngineLoop(Loop):
             yaml.safe_load((conf / "model/tiny.yaml").read_text()), config.Model
         )
         model = msgspec.structs.replace(model, max_context=job["max_context"])
-        if names.FOLDER in os.environ:
+        if plugin.FOLDER in os.environ:
             os.nice(priority.NICE)  # as rose.lending.rank.member
         self._engine, self._number = (
             await Engine.start(job["model"], rollout, model, seed=job["seed"]),

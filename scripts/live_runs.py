@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose.coordinator import journal
-from rose.engine import names
+from rose.engine import plugin
 from rose.lending.profile import stolen_s
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
@@ -222,7 +222,7 @@ class Live(Ran):
     ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
-        environment = os.environ | ({names.STEPS: str(steps_log)} if steps_log else {})
+        environment = os.environ | ({plugin.STEPS: str(steps_log)} if steps_log else {})
         command = [
             sys.executable,
             str(REPOSITORY / "launch.py"),

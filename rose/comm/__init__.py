@@ -1,4 +1,2 @@
-"""MPI between ranks: bytes on the wire, one mailbox per rank, the first handshake.
-
-May import `rose.protocol`. Knows nothing of what messages mean.
-"""
+"""MPI between ranks: bytes on the wire, one mailbox per rank, the first handshake. May import
+`rose.protocol`; knows nothing of what messages mean."""

@@ -1,5 +1,4 @@
-"""Where ranks on several hosts meet for torch.distributed: an address that every one of them has
-reached.
+"""Where ranks on several hosts meet for torch.distributed: an address that each of them reached.
 
 A host's own name is no address of it: Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites to
 a network that compute nodes don't share, some not at all. So the first rank listens on each address
@@ -32,8 +31,7 @@ LOOPBACK = "127.0.0.1"
 ALIKE = ("docker", "virbr", "br-", "veth", "cni", "podman")
 INTERFACES, INFINIBAND = Path("/sys/class/net"), 32  # its hardware type there (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
-# Where gloo and NCCL look for the interface of their connections. To NCCL a bare name is a prefix:
-# eth1 is eth10, too.
+# Where gloo and NCCL look for their interface. To NCCL a bare name is a prefix: eth1 is eth10, too.
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 Gather = Callable[[str], list[str]]  # collective: every rank's text, by rank
@@ -44,8 +42,7 @@ class RendezvousError(RuntimeError):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """What a rank tells of the host that it is on. `space` differs between hosts and network
-    namespaces."""
+    """A rank's host. `space` differs between hosts and network namespaces."""
 
     name: str
     space: str
@@ -57,8 +54,8 @@ class Host(msgspec.Struct, frozen=True):
 
 @dataclass
 class Place:
-    """Where the ranks meet. `listener` is rank 0's open socket, null on the others; `interface` is
-    that by which this rank reaches the others, null when it can't be told."""
+    """Where the ranks meet. `listener`: rank 0's open socket, null on the others. `interface`: by
+    which this rank reaches the others, null when it can't be told."""
 
     address: str
     port: int
@@ -67,14 +64,12 @@ class Place:
     hosts: list[Host]
 
     def claim(self) -> int | None:
-        """The listener's file descriptor, which is the caller's from now on; null on other
-        ranks."""
+        """The listener's file descriptor, the caller's from now on; null on other ranks."""
         return self.listener.detach() if self.listener is not None else None
 
     def use_interface(self) -> None:
-        """From now on gloo and NCCL connect by the interface that was found to work, also in groups
-        that DeepSpeed makes later. A variable that is set already stays: the user's, or of a larger
-        world of this process."""
+        """From now on gloo and NCCL connect by this interface, also in groups that DeepSpeed makes
+        later. A variable that is set already stays: the user's, or a larger world's."""
         for name, form in INTERFACE_VARIABLES.items() if self.interface else ():
             os.environ.setdefault(name, form.format(self.interface))
 
@@ -85,39 +80,33 @@ class Place:
 
     def listing(self) -> str:
         """A line of each rank's host and addresses."""
-        return "\n".join(
-            f"  rank {rank} on {host.name}: {host.listing()}"
-            for rank, host in enumerate(self.hosts)
+        lines = (
+            f"  rank {r} on {host.name}: {host.listing()}" for r, host in enumerate(self.hosts)
         )
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
 
 
 def local_place(port: int) -> Place:
-    """A place on this host for a world whose ranks are told `port` beforehand; rank 0 opens it."""
+    """A place on this host for ranks that know `port` beforehand; rank 0 opens it."""
     return Place(LOOPBACK, port, None, None, [])
 
 
 def check_interface(interface: str | None) -> None:
-    """Raises `RendezvousError` when this host has no such interface with an address
-    (cluster.interface)."""
+    """Raises `RendezvousError` when `interface` (cluster.interface) has no address here."""
     if interface is not None:
         _addresses(interface)
 
 
 def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
     """Agree on a place. Collective over the ranks of `gather`; `interface` (cluster.interface): the
-    only one to use.
-
-    Raises `RendezvousError` on every rank when no address can be reached by all, within `MEET_S`
-    seconds and what `gather` takes.
-    """
+    only one to use. Raises `RendezvousError` on every rank when all can't reach one address within
+    `MEET_S` seconds and what `gather` takes."""
     here = Host(socket.gethostname(), _space(), _addresses(interface))
-    hosts = [
-        msgspec.convert(json.loads(text), Host)
-        for text in gather(json.dumps(msgspec.to_builtins(here)))
-    ]
+    told = gather(msgspec.json.encode(here).decode())
+    hosts = [msgspec.json.decode(text, type=Host) for text in told]
     alone = len({host.space for host in hosts}) == 1
     if rank == 0:
         with _Listeners([LOOPBACK] if alone else _by_vote(hosts)) as listeners:
@@ -139,8 +128,7 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
 
 
 class _Listeners:
-    """Rank 0's sockets, one for each address that can be bound; who connects is answered with the
-    token."""
+    """Rank 0's sockets, one per address that can be bound; each connection gets the token."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
@@ -206,8 +194,7 @@ def _reach(places: list[list], token: bytes) -> dict[int, str]:
 
 
 def _try(place: list, token: bytes) -> str | None:
-    """Another service may listen at the same address of a bridge that this host has too: the token
-    tells."""
+    """The token tells this run's rank 0 from a service at the same address of a bridge here."""
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
@@ -270,8 +257,8 @@ def _source(address: str) -> str | None:
 
 
 def _addresses(interface: str | None) -> list[tuple[str, str]]:
-    """(interface, address) of this host without loopback: IPv4 first, and bridges that every host
-    has last. Raises `RendezvousError` for an interface that is not here or has no address."""
+    """(interface, address) of this host without loopback: IPv4 first, bridges that every host has
+    last. Raises `RendezvousError` for an interface that is not here or has no address."""
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     if interface is not None and interface not in found:
         raise RendezvousError(
@@ -296,8 +283,7 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
 
 
 def _usable(address: str, interface: str | None) -> bool:
-    """Link-local addresses need a scope; loopback leads nowhere, unless it was asked for by
-    name."""
+    """Link-local addresses need a scope; loopback leads nowhere, unless it was asked for."""
     if "%" in address or address.startswith(("169.254.", "fe80:")):
         return False
     return interface is not None or not (address.startswith("127.") or address == "::1")
@@ -315,8 +301,7 @@ def _family(address: str) -> int:
 
 
 def _space() -> str:
-    """Of this boot and network namespace: two ranks of which it is the same reach each other by
-    loopback."""
+    """Boot and network namespace: ranks for which it is the same reach each other by loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 
@@ -332,9 +317,6 @@ def _unreachable(
     asked = f"cluster.interface={interface!r}" if interface else "cluster.interface=NAME"
     return (
         f"no address of {hosts[0].name} can be reached by all {len(hosts)} ranks (tried {tried}, "
-        f"{REACH_S:g} s "
-        f"each):\n"
-        + "\n".join(ranks)
-        + f"\nGive an interface of a network that these hosts share ({asked}), and "
-        "let its firewall pass TCP between them"
+        f"{REACH_S:g} s each):\n" + "\n".join(ranks) + "\nGive an interface of a network that "
+        f"these hosts share ({asked}), and let its firewall pass TCP between them"
     )

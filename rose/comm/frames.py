@@ -1,9 +1,7 @@
-"""Bytes of any length on a stream socket: a frame is its length (uint32, little-endian), then the
-bytes.
+"""Bytes on a stream socket: a frame is its length (uint32, little-endian), then the bytes.
 
-Whoever reads gives the most bytes that it takes, so that garbage asks for no memory. Deadlines are
-the caller's: `asyncio.timeout` around `read`, `select` or a socket's timeout around `Frames.take`.
-Imports nothing of ROSE.
+A reader gives the most bytes that it takes, so that garbage asks for no memory. Deadlines are the
+caller's: `asyncio.timeout` around `read`, `select` or a socket's timeout around `Frames.take`.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def _length(header: bytes | bytearray, limit: int) -> int:
 
 
 async def read(reader: asyncio.StreamReader, limit: int) -> bytes:
-    """The next frame. Raises `FrameError`, and `asyncio.IncompleteReadError` where the stream ends
-    before the frame does."""
+    """The next frame. Raises `FrameError`, `asyncio.IncompleteReadError` where the stream ends."""
     return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size), limit))
 
 
@@ -45,8 +42,8 @@ class Frames:
         self._received = bytearray()
 
     def take(self) -> list[bytes] | None:
-        """Receive once; the frames that are whole by that, maybe none. None where the peer has
-        closed its end. Raises `FrameError`."""
+        """Receive once; the frames that are whole by that, maybe none. None: the peer has closed
+        its end. Raises `FrameError`."""
         chunk = self._channel.recv(_READ_BYTES)
         if not chunk:
             return None

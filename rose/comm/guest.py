@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from rose import processes
-from rose.comm import frames, singleton
+from rose.comm import frames, mpi_process
 from rose.comm.frames import frame
 from rose.comm.link import MAX_BYTES
 from rose.comm.wire import WireError, decode, encode
@@ -24,8 +24,6 @@ class GuestGone(RuntimeError):
 
 
 class Guest:
-    """See `open`."""
-
     def __init__(
         self,
         porter: asyncio.subprocess.Process,
@@ -40,8 +38,7 @@ class Guest:
 
     @classmethod
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
-        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` when it isn't up within
-        `START_S`."""
+        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` after `START_S`."""
         here = os.getpid()
         came = asyncio.get_running_loop().create_future()  # of (StreamReader, StreamWriter)
         with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
@@ -55,7 +52,7 @@ class Guest:
                 "-m",
                 "rose.comm.porter",
                 path,
-                env=singleton.environment(mpi_env),
+                env=mpi_process.environment(mpi_env),
                 stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=lambda: processes.die_with_parent(here),
             )

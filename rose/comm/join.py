@@ -1,7 +1,6 @@
-"""How a serving rank finds a running job and is let in, although either may vanish at any
-instruction.
+"""How a serving rank finds a running job and is let in, although either may vanish at any time.
 
-    outputs/RUN/join/endpoint.json    the running attempt: protocol version, pid, host, a count that grows while it runs
+    outputs/RUN/join/endpoint.json    the running attempt: protocol version, and a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)
     outputs/RUN/join/ID.asks          announce: a rank shows token and protocol version and asks to join
     outputs/RUN/join/ID.answer        admitted (under which name, at which MPI port), or refused and why
@@ -43,9 +42,6 @@ class JoinError(RuntimeError):
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     attempt: int
-    host: str
-    pid: int
-    started: float  # wall clock, seconds
     beats: int  # grows while the run is alive: a reader needs no common clock
 
 
@@ -83,25 +79,16 @@ def _read(path: Path) -> bytes:
 
 
 class Door:
-    """Where serving ranks ask; one per attempt. Its calls may run in another thread, one at a
-    time."""
+    """Where serving ranks ask; one per attempt. Another thread may call it, one call at a time."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.folder = folder(run_dir)
         self.token = secrets.token_hex(32)
-        self._endpoint = Endpoint(
-            protocol=PROTOCOL_VERSION,
-            attempt=attempt,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=time.time(),
-            beats=0,
-        )
+        self._endpoint = Endpoint(protocol=PROTOCOL_VERSION, attempt=attempt, beats=0)
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError when the
-        folder can't be written."""
+        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for old in self.folder.iterdir():
@@ -118,17 +105,12 @@ class Door:
         (self.folder / "endpoint.json").unlink(missing_ok=True)
 
     def look(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
-        """[(id, its ask or what is wrong with it)] and [id that comes], of those that this has not
-        told of yet."""
-        paths = [
-            path for path in sorted(self.folder.iterdir()) if path.suffix in (".asks", ".comes")
-        ]
+        """[(id, its ask or what is wrong with it)] and [id that comes], of those not told yet."""
+        paths = [p for p in sorted(self.folder.iterdir()) if p.suffix in (".asks", ".comes")]
         new = [path for path in paths if path.name not in self._seen]
         self._seen = {path.name for path in paths}
-        return (
-            [(path.stem, self._check(path)) for path in new if path.suffix == ".asks"],
-            [path.stem for path in new if path.suffix == ".comes"],
-        )
+        asks = [(path.stem, self._check(path)) for path in new if path.suffix == ".asks"]
+        return asks, [path.stem for path in new if path.suffix == ".comes"]
 
     def answer(
         self, id: str, worker: str = "", port: str = "", reason: str = "", temporary: bool = False
@@ -136,10 +118,8 @@ class Door:
         """Admit it as `worker` at `port`, or refuse it with a reason."""
         if not worker:
             (self.folder / f"{id}.asks").unlink(missing_ok=True)
-        _write(
-            self.folder / f"{id}.answer",
-            Answer(worker=worker, port=port, reason=reason, temporary=temporary),
-        )
+        answer = Answer(worker=worker, port=port, reason=reason, temporary=temporary)
+        _write(self.folder / f"{id}.answer", answer)
 
     def forget(self, id: str) -> None:
         """It came, or will not: its files are of no more use."""
@@ -167,13 +147,11 @@ class Door:
         return ask
 
 
-# --------------------------------------------------------------------------- the serving rank's
-# side
+# -------------------------------------------------------------------------- the serving rank's side
 
 
 def endpoint(run_dir: Path) -> Endpoint | None:
-    """That of the run's attempt, which may be dead; None when there is none. Raises `JoinError`
-    when it is there and cannot be used."""
+    """That of the run's attempt, which may be dead; None without one. Raises `JoinError`."""
     path = folder(run_dir) / "endpoint.json"
     try:
         found = msgspec.json.decode(_read(path), type=Endpoint)
@@ -190,8 +168,7 @@ def endpoint(run_dir: Path) -> Endpoint | None:
     if found.protocol != PROTOCOL_VERSION:
         raise JoinError(
             f"{path}: the run speaks protocol version {found.protocol}, this process "
-            f"{PROTOCOL_VERSION}; "
-            "use one release of ROSE for both",
+            f"{PROTOCOL_VERSION}; use one release of ROSE for both",
             temporary=False,
         )
     return found
@@ -206,20 +183,17 @@ class Application:
         self.token = ""
 
     def ask(self, deadline_s: float) -> Answer:
-        """Announce and wait. Raises `JoinError` when refused or not answered within
-        `deadline_s`."""
+        """Announce and wait. Raises `JoinError` when refused or not answered in `deadline_s`."""
         try:
             self.token = _read(self.folder / "token").decode()
-            _write(
-                self._path("asks"),
-                Ask(
-                    protocol=PROTOCOL_VERSION,
-                    token=self.token,
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    job=os.environ.get("SLURM_JOB_ID", ""),
-                ),
+            ask = Ask(
+                protocol=PROTOCOL_VERSION,
+                token=self.token,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                job=os.environ.get("SLURM_JOB_ID", ""),
             )
+            _write(self._path("asks"), ask)
         except OSError as error:
             raise JoinError(
                 f"{self.folder}: {error.strerror}; the run has just ended, or its folder is not "
@@ -243,13 +217,12 @@ class Application:
         return answer
 
     def connect(self, port: str):
-        """The intercommunicator to the coordinator. Raises `JoinError` when it does not accept
-        within `CONNECT_S`."""
+        """The intercommunicator to the coordinator. Raises `JoinError` after `CONNECT_S`."""
         from mpi4py import MPI
 
-        from rose.comm import shared_memory
+        from rose.comm import mpi_process
 
-        shared_memory.unname(MPI.COMM_WORLD)
+        mpi_process.unname(MPI.COMM_WORLD)
         info = MPI.Info.Create()
         info.Set("timeout", str(CONNECT_S))
         MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)

@@ -48,8 +48,7 @@ class Link:
         self.push()
 
     def push(self) -> bool:
-        """Hand on what is queued as far as MPI takes it; True when all of it has left. Raises
-        `LinkError`."""
+        """Send what is queued as far as MPI takes it; whether all has left. Raises `LinkError`."""
         try:
             while self._outbox:
                 request = self._comm.Isend([self._outbox[0], MPI.BYTE], dest=0, tag=_TAG)

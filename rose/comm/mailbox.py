@@ -1,9 +1,10 @@
 """One mailbox per rank over MPI point-to-point messages; usable from asyncio and from plain loops.
 
 Sends never block: a buffer is kept until MPI has it. Receiving polls (MPI offers no file descriptor
-to wait on), at once while words keep coming, then with pauses that grow to `idle_pause_s`, so that
-a waiting rank leaves its core to the engines. A pause costs an event loop a millisecond at least,
-so no pause may stand between two messages that are both here. No collective is used after start-up.
+to wait on), at once while messages keep coming, then with pauses that grow to `IDLE_PAUSE_S`, so
+that a waiting rank leaves its core to the engines. A pause costs an event loop a millisecond at
+least, so none may stand between two messages that are both here. No collective is used after
+start-up.
 
 Receives are posted before and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", probing
 beside the large receives of a broadcast (rose/transfer/broadcast_mpi.py) lost data. A message
@@ -27,18 +28,17 @@ _PART_BYTES = 1 << 16  # of a message in one send
 _POSTED = 16  # receives
 _LOOKS = 4  # MPICH (ch4:ofi) denies a message once, while it takes it in; 0.4 us per look
 _YIELD_EVERY = 16  # messages: other tasks of the loop get their turn in a flood
-_FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
+FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
+IDLE_PAUSE_S = 0.002
 COORDINATOR = 0  # the launcher starts the coordinator first
 
 
 class Mailbox:
-    def __init__(self, comm: MPI.Comm, idle_pause_s: float = 0.002) -> None:
+    def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
-        self._idle_pause_s = idle_pause_s
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._sending: deque[tuple[MPI.Request, memoryview]] = deque()
-        # messages come into them in this order
-        self._coming: deque[tuple[MPI.Request, bytearray]] = deque()
+        self._coming: deque[tuple[MPI.Request, bytearray]] = deque()  # filled in this order
         self._parts: dict[int, bytearray] = {}  # source rank -> what is here of its message
         self._status = MPI.Status()
         self._in_a_row = 0
@@ -48,9 +48,8 @@ class Mailbox:
             self._post(bytearray(_PART_BYTES))
 
     def _post(self, buffer: bytearray) -> None:
-        self._coming.append(
-            (self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG), buffer)
-        )
+        request = self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG)
+        self._coming.append((request, buffer))
 
     def send(self, rank: int, message: Message) -> None:
         """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
@@ -68,7 +67,7 @@ class Mailbox:
             data = self._parts.pop(source, bytearray())
             data += memoryview(buffer)[: self._status.Get_count(MPI.BYTE)]
             self._post(buffer)
-            self._pause_s = _FIRST_PAUSE_S
+            self._pause_s = FIRST_PAUSE_S
             try:
                 if len(data) >= promised(data):
                     return source, decode(data)
@@ -100,7 +99,7 @@ class Mailbox:
         end = time.monotonic() + deadline_s
         while self._sending and time.monotonic() < end:
             self._reap()
-            time.sleep(_FIRST_PAUSE_S)
+            time.sleep(FIRST_PAUSE_S)
         return not self._sending
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ class Mailbox:
             request.Wait()
 
     def _next_pause(self) -> float:
-        pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, self._idle_pause_s)
+        pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, IDLE_PAUSE_S)
         return pause
 
     def _reap(self) -> None:
@@ -120,8 +119,7 @@ class Mailbox:
 
 
 def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
-    """Broadcast a short text from `root` at start-up, as bytes (mpi4py's own bcast would
-    unpickle)."""
+    """Broadcast a short text at start-up, as bytes (mpi4py's own bcast would unpickle)."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
@@ -133,8 +131,8 @@ def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
 
 
 def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> list[str]:
-    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which says `what` was
-    gathered, when a rank does not come within `deadline_s` seconds."""
+    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which names `what`, when
+    a rank does not come within `deadline_s` seconds."""
     import numpy as np
 
     mine = np.frombuffer(text.encode(), dtype=np.uint8)

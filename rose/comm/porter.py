@@ -6,9 +6,8 @@ MPICH ends a process whose connected peer dies at a bad moment, and serves nobod
 accepts. So the coordinator connects to no borrowed rank: this process does, and may block or die of
 it, which costs that rank alone. On the socket go frames (`rose.comm.frames`): the first to the
 coordinator is the MPI port. An empty one from it says that the rank comes (accepting takes a whole
-core, so not before), the answer that it is here. By mpiexec, because to
-MPICH all processes without a launcher are the same one, and the rank has none. Imports little: one
-runs for each rank.
+core, so not before), the answer that it is here. By mpiexec, because to MPICH all processes without
+a launcher are the same one, and the rank has none. Imports little: one runs for each rank.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ def main() -> None:
     channel.connect(sys.argv[1])
     from mpi4py import MPI
 
-    from rose.comm import shared_memory
+    from rose.comm import mpi_process
     from rose.comm.link import MAX_BYTES, Link
 
-    shared_memory.unname(MPI.COMM_WORLD)
+    mpi_process.unname(MPI.COMM_WORLD)
     MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
     port = MPI.Open_port()
     channel.sendall(frame(port.encode()))

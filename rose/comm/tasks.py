@@ -12,8 +12,7 @@ _STDERR = 2
 
 
 class Tasks:
-    """`spawn` starts tasks; `run_until` ends with the first service that returns or any task that
-    raises."""
+    """`run_until` ends with the first service that returns or any spawned task that raises."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task] = set()
@@ -31,9 +30,8 @@ class Tasks:
             self._failed.set_exception(task.exception())
 
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
-        """Run `services` beside the spawned tasks until one of them returns; raises what any task
-        raised. A loop that stands still, inside MPI for instance, has its threads' stacks written
-        to standard error."""
+        """Run `services` beside the spawned tasks until one returns; raises what any task raised.
+        Of a loop that stands still, as inside MPI, the threads' stacks go to standard error."""
         running = [self.spawn(service) for service in (_tell_if_hung(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
@@ -51,7 +49,7 @@ class Tasks:
 
 
 async def _tell_if_hung() -> None:
-    """The process's one watchdog thread is told again and again that this loop turns."""
+    """Keep telling the process's one watchdog thread that this loop turns."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)

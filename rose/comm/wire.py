@@ -36,8 +36,7 @@ def encode(message: Message) -> bytes:
 
 
 def promised(data: bytes | bytearray | memoryview) -> int:
-    """Bytes of the message that begins with `data`, by its header. Raises `WireError` on what is no
-    header."""
+    """Bytes of the message that begins with `data`, by its header. Raises `WireError`."""
     if len(data) < _HEADER.size:
         raise WireError(f"{len(data)} bytes are too few for a message header of {_HEADER.size}")
     magic, version, _, length = _HEADER.unpack_from(data)

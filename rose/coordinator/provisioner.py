@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.comm import singleton
+from rose.comm import mpi_process
 from rose.comm.tasks import Tasks
 from rose.config import Config
 from rose.launch import lent, state
@@ -165,7 +165,7 @@ async def _command(*command: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of it; 124 after `COMMAND_S`."""
     process = await asyncio.create_subprocess_exec(
         *command,
-        env=singleton.environment({}),
+        env=mpi_process.environment({}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -1,7 +1,6 @@
-"""`python -m rose.doctor`: tries on the spot what ROSE needs of a machine or cluster, a `Finding`
-per part.
+"""`python -m rose.doctor`: tries what ROSE needs of a machine or cluster, a `Finding` per part.
 
-`machine`, `world`, `slurm` and `join` are the parts; `all_reduce`, `rank`, `host` and `joiner` are
-the programs that they start elsewhere. May import `rose.config`, `rose.launch`, `rose.comm` and the
+`machine`, `slurm` and `join` are the parts; `all_reduce`, `rank`, `host` and `joiner` are the
+programs that they start elsewhere. May import `rose.config`, `rose.launch`, `rose.comm` and the
 coordinator's half for borrowed ranks (`rose.coordinator.borrowed`); nothing imports it.
 """

@@ -1,8 +1,7 @@
 """What of ROSE will work on this machine or cluster, mostly in under a minute: a line per part, ok,
 warning or failed with the remedy.
 
-    python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm
-    cluster/mpi=...]
+    python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm]
 
 Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components
 of a run, one beside it that a third joins (and one with GPUs, if cluster.gpus wants some); leaves
@@ -22,7 +21,7 @@ from rich.console import Console
 
 from rose import front
 from rose.config import Config, ConfigError, from_dict
-from rose.doctor import join, machine, slurm, world
+from rose.doctor import join, machine, slurm
 from rose.doctor.finding import Finding
 from rose.launch import container, errors
 from rose.models import REPOSITORY
@@ -31,20 +30,16 @@ CONF = REPOSITORY / "conf"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where runs will be written; default: output_dir"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    where = "where runs will be written; default: output_dir"
+    parser.add_argument("--folder", type=Path, help=where)
     args, overrides = parser.parse_known_args()
     console = Console(soft_wrap=True, highlight=False)
     try:
         trees = front.compose(CONF, overrides)
         if len(trees) != 1:
-            raise ConfigError(
-                f"{' '.join(overrides)}: the doctor takes one configuration, no sweep"
-            )
+            raise ConfigError(f"{' '.join(overrides)}: the doctor takes no sweep")
         c = from_dict(trees[0])
         container.check(c)
     except errors.COMPLAINTS as error:
@@ -55,17 +50,15 @@ def main() -> int:
     for finding in examine(c, (args.folder or Path(c.output_dir)).resolve()):
         colour = {"ok": "green", "warning": "yellow", "failed": "red"}[finding.state]
         console.print(f"[{colour}]{finding.state:8}[/] {finding.part}: ", end="")
-        console.print(
-            finding.words + (f". {finding.remedy}" if finding.remedy else ""), markup=False
-        )
+        remedy = f". {finding.remedy}" if finding.remedy else ""
+        console.print(finding.words + remedy, markup=False)
         failed += finding.state == "failed"
     return int(failed > 0)
 
 
 def _refuse(words: str) -> int:
-    Console(stderr=True, soft_wrap=True).print(
-        f"bad configuration: {words}", markup=False, highlight=False
-    )
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"bad configuration: {words}")
     return 2
 
 
@@ -80,7 +73,7 @@ def examine(c: Config, folder: Path) -> Iterator[Finding]:
     if c.cluster.kind == "slurm":
         checks.append(lambda: slurm.examine(c, shared))
     else:
-        checks += [lambda: [world.local(c)], lambda: [join.local(c, shared)]]
+        checks += [lambda: [machine.local_world(c)], lambda: [join.local(c, shared)]]
     with ThreadPoolExecutor(len(checks)) as pool:
         found = [pool.submit(check) for check in checks]
         yield holds_runs

@@ -26,15 +26,11 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def main(backend: str, ranks: int) -> None:
-    if backend == "nccl" and torch.cuda.device_count() < ranks:
-        sys.exit(
-            f"torch sees {torch.cuda.device_count()} GPUs of {ranks}: no build for CUDA, or none "
-            "for this driver"
-        )
-    with tempfile.TemporaryDirectory(
-        prefix="rose-doctor-"
-    ) as folder:  # a file: no port to be taken by another
-        torch.multiprocessing.spawn(_rank, (ranks, backend, f"{folder}/rendezvous"), nprocs=ranks)
+    if backend == "nccl" and (seen := torch.cuda.device_count()) < ranks:
+        sys.exit(f"torch sees {seen} GPUs of {ranks}: no build for CUDA, or none for this driver")
+    with tempfile.TemporaryDirectory(prefix="rose-doctor-") as folder:
+        rendezvous = f"{folder}/rendezvous"  # a file: no port that another could take
+        torch.multiprocessing.spawn(_rank, (ranks, backend, rendezvous), nprocs=ranks)
 
 
 def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
@@ -49,9 +45,8 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     dist.all_reduce(values)  # the first one makes the connections
     wanted = ranks * (ranks + 1) / 2
     if not bool((values == wanted).all()):
-        raise RuntimeError(
-            f"rank {rank}: the sum is {values.min().item()} to {values.max().item()}, not {wanted}"
-        )
+        found = f"{values.min().item()} to {values.max().item()}"
+        raise RuntimeError(f"rank {rank}: the sum is {found}, not {wanted}")
     values.zero_()
     dist.barrier()
     began = time.monotonic()

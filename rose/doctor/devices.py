@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +21,17 @@ from rose.config import Config, ConfigError
 from rose.doctor.finding import IMPORT_S, Ended, Finding, run, say
 from rose.launch import gpus
 
-FIELDS = "index,name,uuid,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
-# The oldest Linux driver for each major version of CUDA, by its release notes ("minor version
-# compatibility").
+FIELDS = "index,name,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
+# The oldest Linux driver for each version of CUDA, by its notes on "minor version compatibility".
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
-FREE_SHARE = (
-    0.95  # of a GPU's memory; with less free another process is on it, and vLLM refuses to start
-)
+FREE_SHARE = 0.95  # of a GPU's memory; with less another process is on it, and vLLM refuses
 SHM = Path("/dev/shm")
 LEAST_SHM_GIB = 1.0  # NCCL and vLLM's worker queues; a container's default of 64 MiB lets both fail
 GIB = 2**30
 
 PART = "GPUs here"
-INSTALL = (
-    "make gpu, or pip install --no-deps -r requirements/gpu.txt into an environment of its own"
-)
+INSTALL = "make gpu, or pip install --no-deps -r requirements/gpu.txt into its own environment"
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,6 @@ class Gpu:
 
     index: int
     name: str
-    uuid: str
     driver: str
     total_mib: int
     free_mib: int
@@ -53,26 +48,16 @@ class Gpu:
 
 
 def parse(text: str) -> list[Gpu]:
-    """Lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`; others are left
-    out."""
+    """Lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`, no others."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(FIELDS.split(",")) or not cells[0].isdigit():
             continue
-        index, name, uuid, driver, total, free, capability, mig = cells
-        found.append(
-            Gpu(
-                int(index),
-                name,
-                uuid,
-                driver,
-                _number(total),
-                _number(free),
-                tuple(map(int, re.findall(r"\d+", capability)[:2])) or (0, 0),
-                mig == "Enabled",
-            )
-        )
+        index, name, driver, total, free, capability, mig = cells
+        sm = tuple(map(int, re.findall(r"\d+", capability)[:2])) or (0, 0)
+        memory = _number(total), _number(free)
+        found.append(Gpu(int(index), name, driver, *memory, sm, mig == "Enabled"))
     return found
 
 
@@ -81,8 +66,7 @@ def _number(cell: str) -> int:
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
-    """The matrix of `nvidia-smi topo -m`: (GPU, GPU) -> NV18, PIX, SYS and the like, each pair
-    once."""
+    """The matrix of `nvidia-smi topo -m`: (GPU, GPU) -> NV18, PIX, SYS ..., each pair once."""
     found = {}
     for line in matrix.splitlines():
         cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()
@@ -100,11 +84,8 @@ def examine(c: Config) -> list[Finding]:
 
 def shm_gib(c: Config) -> float:
     """What the mirrors of all rollout ranks of a machine may take of /dev/shm."""
-    return (
-        c.rollout.workers * c.transfer.mirror_gib
-        if c.cluster.gpus and c.rollout.replay is None
-        else 0.0
-    )
+    mirrors = c.rollout.workers if c.cluster.gpus and c.rollout.replay is None else 0
+    return mirrors * c.transfer.mirror_gib
 
 
 def of_node(wanted: int, shm: float) -> list[Finding]:
@@ -114,24 +95,16 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
     listed = parse(asked.out) if asked else []
     room = shared_memory(shm, "failed" if wanted or listed else "warning")
     if not listed:
-        none = f"none of {wanted}: " if wanted else "none: "
-        words = (
-            f"nvidia-smi: {asked.last}"
-            if asked and (asked.code or asked.err)
-            else "no NVIDIA driver"
+        if not wanted and not (asked and asked.code):
+            return [Finding("ok", PART, "none, and none needed on this machine"), room]
+        told = asked and (asked.code or asked.err)
+        words = f"none of {wanted}: " if wanted else "none: "
+        words += f"nvidia-smi: {asked.last}" if told else "no NVIDIA driver"
+        remedy = (
+            "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a "
+            "driver that was just updated), or use cluster=local"
         )
-        if wanted or asked and asked.code:
-            return [
-                Finding(
-                    "failed" if wanted else "warning",
-                    PART,
-                    none + words,
-                    "nvidia-smi must list them (a container needs --nv or its like; a reboot "
-                    "mends a driver that was just updated), or use cluster=local",
-                ),
-                room,
-            ]
-        return [Finding("ok", PART, "none, and none needed on this machine"), room]
+        return [Finding("failed" if wanted else "warning", PART, words, remedy), room]
     seen = run([sys.executable, "-m", "rose.doctor.torch_view"], deadline_s=IMPORT_S)
     found = [here(listed, wanted), *named(wanted), cuda(listed, seen), room, *old(listed)]
     if len(listed) > 1:
@@ -141,9 +114,8 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
 
 def here(listed: Sequence[Gpu], wanted: int) -> Finding:
     """Their number and free memory."""
-    kinds = ", ".join(
-        f"{count} x {name}" for name, count in _counts([gpu.name for gpu in listed]).items()
-    )
+    counts = Counter(gpu.name for gpu in listed)
+    kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
     least = min(listed, key=lambda gpu: gpu.free_mib)
     words = (
         f"{kinds}, sm_{''.join(map(str, least.capability))}, {least.free_mib / 1024:.1f} of "
@@ -152,35 +124,26 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
     )
     sliced = [gpu.index for gpu in listed if gpu.sliced]
     if len(listed) < wanted and not sliced:
-        return Finding(
-            "failed",
-            PART,
-            f"{words}; the run wants {wanted}",
-            "lower cluster.gpus with trainer.ranks and rollout.workers, or take a larger machine",
-        )
+        remedy = "lower cluster.gpus, trainer.ranks and rollout.workers, or take a larger machine"
+        return Finding("failed", PART, f"{words}; the run wants {wanted}", remedy)
     if sliced:
-        return Finding(
-            "warning",
-            PART,
-            f"{words}; GPU {sliced[0]} is cut into MIG slices",
-            "NCCL connects no slices: "
-            "one trainer rank and engines with rollout.tensor_parallel=1 only; nvidia-smi -mig 0 "
-            "undoes it",
+        words += f"; GPU {sliced[0]} is cut into MIG slices"
+        remedy = (
+            "NCCL connects no slices: one trainer rank and engines with rollout.tensor_parallel=1 "
+            "only; nvidia-smi -mig 0 undoes it"
         )
+        return Finding("warning", PART, words, remedy)
     if least.free_mib < FREE_SHARE * least.total_mib:
-        return Finding(
-            "warning",
-            PART,
-            words,
+        remedy = (
             "another process is on it (nvidia-smi names it); end it, or lower "
-            "rollout.gpu_memory_utilization and name the other GPUs in CUDA_VISIBLE_DEVICES",
+            "rollout.gpu_memory_utilization and name the other GPUs in CUDA_VISIBLE_DEVICES"
         )
+        return Finding("warning", PART, words, remedy)
     return Finding("ok", PART, f"{words}; python scripts/gpu_check.py tries them")
 
 
 def named(wanted: int) -> list[Finding]:
-    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants: the launcher hands out
-    no others."""
+    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants."""
     variable = os.environ.get(gpus.VARIABLE)
     try:
         names = gpus.given(gpus.installed(), variable)
@@ -188,19 +151,9 @@ def named(wanted: int) -> list[Finding]:
         return []  # a name of no GPU here, which rose/doctor/machine.py tells
     if variable is None or len(names) >= wanted:
         return []
-    return [
-        Finding(
-            "failed",
-            f"{gpus.VARIABLE}={variable}",
-            f"names {len(names)} GPUs; the run wants {wanted}",
-            "name as many or unset it, or lower cluster.gpus with trainer.ranks and "
-            "rollout.workers",
-        )
-    ]
-
-
-def _counts(names: Sequence[str]) -> dict[str, int]:
-    return {name: names.count(name) for name in dict.fromkeys(names)}
+    words = f"names {len(names)} GPUs; the run wants {wanted}"
+    remedy = "name more or unset it, or lower cluster.gpus with trainer.ranks and rollout.workers"
+    return [Finding("failed", f"{gpus.VARIABLE}={variable}", words, remedy)]
 
 
 def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
@@ -208,33 +161,26 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
     part, driver = "driver and CUDA", listed[0].driver
     view = next((event for event in seen.events() if event["what"] == "torch"), None)
     if view is None:
-        return Finding(
-            "failed", part, f"driver {driver}; torch does not import: {seen.last}", INSTALL
-        )
+        words = f"driver {driver}; torch does not import: {seen.last}"
+        return Finding("failed", part, words, INSTALL)
     if view["cuda"] is None:
-        return Finding(
-            "failed",
-            part,
-            f"driver {driver}; torch {view['version']} is not built for CUDA",
-            INSTALL,
-        )
+        words = f"driver {driver}; torch {view['version']} is not built for CUDA"
+        return Finding("failed", part, words, INSTALL)
     words = f"driver {driver}, torch {view['version']} built for CUDA {view['cuda']}"
     oldest = OLDEST_DRIVER.get(int(view["cuda"].split(".")[0]))
     too_old = oldest is not None and int(driver.split(".")[0]) < oldest
     if not view["error"]:
-        by = (
-            " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)"
-            if too_old
-            else ""
-        )
-        return Finding("ok", part, f"{words}; torch computes on {view['count']}{by}")
+        words += f"; torch computes on {view['count']}"
+        if too_old:
+            words += " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)"
+        return Finding("ok", part, words)
     remedy = (
-        f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its "
-        "cuda-compat package"
-        if too_old
-        else "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for "
-        "an NVSwitch box nvidia-fabricmanager must run in the driver's version"
+        "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an "
+        "NVSwitch box nvidia-fabricmanager must run in the driver's version"
     )
+    if too_old:
+        remedy = f"CUDA {view['cuda']} needs driver {oldest} or later: ask the site, or load its "
+        remedy += "cuda-compat package"
     return Finding("failed", part, f"{words}; torch: {view['error']}", remedy)
 
 
@@ -256,27 +202,20 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
     """NVLink or what else joins the GPUs, and whether they read each other's memory."""
     part = "links between GPUs"
     view = next((event for event in seen.events() if event["what"] == "torch"), {})
-    kinds = ", ".join(
-        f"{kind} ({count} pairs)" for kind, count in _counts(list(pairs.values())).items()
-    )
-    blocked = [tuple(pair) for pair in view.get("no_peer", [])]
+    kinds = ", ".join(f"{kind} ({n} pairs)" for kind, n in Counter(pairs.values()).items())
+    blocked = view.get("no_peer", [])
     words = kinds or "nvidia-smi topo -m tells nothing"
     if blocked:
-        return Finding(
-            "warning",
-            part,
-            f"{words}; GPUs {blocked[0][0]} and {blocked[0][1]} can't read each other's memory"
-            f" ({len(blocked)} pairs)",
-            "NCCL goes through host memory there: training and tensor parallel "
-            "are slower; IOMMU and PCI ACS settings are the usual cause",
+        a, b = blocked[0]
+        words += f"; GPUs {a} and {b} can't read each other's memory ({len(blocked)} pairs)"
+        remedy = (
+            "NCCL goes through host memory there: training and tensor parallel are slower; IOMMU "
+            "and PCI ACS settings are the usual cause"
         )
+        return Finding("warning", part, words, remedy)
     if kinds and not any(kind.startswith("NV") for kind in pairs.values()):
-        return Finding(
-            "warning",
-            part,
-            f"{words}: no NVLink",
-            "ZeRO-3 and tensor parallel are bound by PCIe; prefer rollout.tensor_parallel=1",
-        )
+        remedy = "ZeRO-3 and tensor parallel are bound by PCIe; prefer rollout.tensor_parallel=1"
+        return Finding("warning", part, f"{words}: no NVLink", remedy)
     return Finding("ok", part, words)
 
 
@@ -287,50 +226,34 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
     try:
         size = os.statvfs(folder)
     except OSError as error:
-        return Finding(
-            "failed", part, f"{error.strerror}", "mount a tmpfs there: NCCL and vLLM need it"
-        )
+        remedy = "mount a tmpfs there: NCCL and vLLM need it"
+        return Finding("failed", part, str(error.strerror), remedy)
     total, free = (blocks * size.f_frsize / GIB for blocks in (size.f_blocks, size.f_bavail))
     words = f"{free:.1f} of {total:.1f} GiB free"
     if free < LEAST_SHM_GIB:
-        return Finding(
-            too_small,
-            part,
-            words,
-            "NCCL and vLLM need 1 GiB: docker run --ipc=host or --shm-size=16g; "
-            "Apptainer and pyxis share the node's; remove what ended processes left there",
+        remedy = (
+            "NCCL and vLLM need 1 GiB: docker run --ipc=host or --shm-size=16g; Apptainer and "
+            "pyxis share the node's; remove what ended processes left there"
         )
+        return Finding(too_small, part, words, remedy)
     if free < wanted_gib:
-        return Finding(
-            "warning",
-            part,
-            f"{words}, and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each "
-            "rollout rank)",
-            "lower transfer.mirror_gib: what is more, ranks read from files; or enlarge /dev/shm",
-        )
+        words += f", and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each rank)"
+        remedy = "lower transfer.mirror_gib: ranks read the rest from files; or enlarge /dev/shm"
+        return Finding("warning", part, words, remedy)
     return Finding("ok", part, words)
 
 
 def said(done: Ended) -> list[Finding]:
     """The findings of this program on another node."""
     found = [
-        Finding(
-            event["state"], f"{event['part']} on {event['node']}", event["words"], event["remedy"]
-        )
-        for event in done.events()
-        if event["what"] == "finding"
+        Finding(e["state"], f"{e['part']} on {e['node']}", e["words"], e["remedy"])
+        for e in done.events()
+        if e["what"] == "finding"
     ]
-    return found or [
-        Finding("failed", "GPUs of a node", done.last, "srun must start one task with GPUs there")
-    ]
+    remedy = "srun must start one task with GPUs there"
+    return found or [Finding("failed", "GPUs of a node", done.last, remedy)]
 
 
 if __name__ == "__main__":
     for finding in of_node(int(sys.argv[1]), float(sys.argv[2])):
-        say(
-            "finding",
-            state=finding.state,
-            part=finding.part,
-            words=finding.words,
-            remedy=finding.remedy,
-        )
+        say("finding", **finding._asdict())

@@ -1,20 +1,27 @@
-"""What the doctor says of a part, and the processes by which it finds out."""
+"""What the doctor says of a part, and the processes by which it finds out, here or by srun. Imports
+nothing but the standard library."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rose.config import Component, Config
 
 DEADLINE_S = 55.0  # of one check; they run side by side
 IMPORT_S = 300.0  # thousands of files, read for the first time from a busy parallel file system
 END_S = 5.0
+QUEUE_S = 40  # the backfill scheduler, which starts heterogeneous jobs, looks every 30 s by default
+GPUS_S = IMPORT_S + DEADLINE_S  # for torch to be read from a busy file system, and then to compute
+CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread beside it
 _MAX_BYTES = 2**20
 _POLL_S = 0.02
 _EVENT = '{"what": '
@@ -43,11 +50,8 @@ class Ended(NamedTuple):
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """What it said by `say`, in order; other words are left out.
-
-        An event may begin within a line: a launcher that merges the output of several ranks can put
-        a rank's words between another's and their line break.
-        """
+        """What it printed by `say`, in order. An event may begin within a line: a launcher that
+        merges the output of several ranks can put it between another's and their line break."""
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
             try:
@@ -84,12 +88,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         self._out.close()
         self._err.close()
@@ -103,8 +102,7 @@ class Child:
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
-        """Wait until it has said enough: True; False when it ended without, or `deadline_s` went
-        by."""
+        """Wait until `enough`: True; False when it ended without, or after `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not enough(self.so_far()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -138,3 +136,23 @@ def run(
 ) -> Ended:
     with Child(argv, env) as child:
         return child.wait(deadline_s)
+
+
+def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
+    """A job of `work_s` seconds at most, in whole minutes; ends unless it starts in `queue_s`."""
+    return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
+
+
+def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
+    """Options for one task on a node of this component; with GPUs only if the run has some."""
+    options = {n: getattr(component, n) for n in ("partition", "account", "qos", "constraint")}
+    named = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    with_gpus = [f"--gpus-per-node={gpus}"] if c.cluster.gpus else []
+    return ["--nodes=1", "--ntasks=1", *named, *with_gpus]
+
+
+def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
+    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory
+    that ranks have, but for all of a node's ("0"), which a node with other jobs hasn't."""
+    memory = [f"--mem={component.mem}"] if component.mem not in (None, "0") else []
+    return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

@@ -1,5 +1,4 @@
-"""The coordinator's side of a join, without a run: its own half for borrowed ranks, with nothing
-behind it.
+"""The coordinator's side of a join, without a run: its own half for borrowed ranks alone.
 
     python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
@@ -28,7 +27,7 @@ FIRST_ADDRESS = 1  # this process's own world has rank 0
 
 
 class Listener:
-    """In the place of the run's turns, of which there are none."""
+    """Takes the place of the run's turns."""
 
     version = 0
 
@@ -57,15 +56,10 @@ async def host(c: Config, run_dir: Path) -> None:
         if what == "left":
             left.set()
 
-    borrowed = Borrowed(
-        c,
-        run_dir,
-        1,
-        FIRST_ADDRESS,
-        lambda: listener,
-        lambda what, detail: say("fault", detail=f"{what}: {detail}"),
-        changed,
-    )
+    def fault(what: str, detail: str) -> None:
+        say("fault", detail=f"{what}: {detail}")
+
+    borrowed = Borrowed(c, run_dir, 1, FIRST_ADDRESS, lambda: listener, fault, changed)
     serving = asyncio.create_task(borrowed.run())
     while join.endpoint(run_dir) is None and not serving.done():
         await asyncio.sleep(0.02)

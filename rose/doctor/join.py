@@ -1,8 +1,7 @@
-"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, and the next one
-joins.
+"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, the next one joins.
 
-What decides is what the coordinator's side (rose/doctor/host.py) saw; the other one
-(rose/doctor/joiner.py) tells why.
+What the coordinator's side (rose/doctor/host.py) saw decides; the other one (rose/doctor/joiner.py)
+tells why.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from rose import config as configuration
 from rose.config import Config, ConfigError
-from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding
-from rose.doctor.jobs import srun, task
+from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding, srun, task
 from rose.launch import container
 from rose.launch import local as launcher
 
@@ -25,10 +23,7 @@ PART = "join and survive a killed peer"
 QUEUE_S = 15  # of each job; plain ones start as soon as there is room
 OPEN_S = 20.0
 LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
-REMEDY = (
-    "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false does without "
-    "borrowed ranks"
-)
+REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
 STAGES = (
     ("joined", 1, "no rank could join"),
     ("heard", 1, "a rank joined, and no message of it came"),
@@ -64,28 +59,20 @@ def _join(
     host: Sequence[str],
     joiners: Callable[[str], Sequence[Sequence[str]]],
 ) -> Finding:
-    """`host`: what starts that side; `joiners(its node)`: ways to start the other, in the order to
-    try them."""
+    """`host`: what starts that side; `joiners(its node)`: ways to start the other, to be tried."""
     if not c.cluster.mpi.join:
-        return Finding(
-            "warning",
-            PART,
-            f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})",
-            "No borrowed ranks: idle serving GPUs can't help, a run uses its dedicated rollout "
-            "ranks only",
-        )
+        words = f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})"
+        remedy = "Idle serving GPUs can't help: a run uses its dedicated rollout ranks only"
+        return Finding("warning", PART, words, remedy)
     if folder is None:
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
     python = (*container.command(c, [folder]), "-u", "-m")
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
     ) as run_dir:
-        patient = msgspec.structs.replace(
-            c.serving, lost_after_s=max(c.serving.lost_after_s, LOST_AFTER_S)
-        )
-        configuration.save(
-            msgspec.structs.replace(c, serving=patient), Path(run_dir) / "config.json"
-        )
+        lost_after_s = max(c.serving.lost_after_s, LOST_AFTER_S)
+        patient = replace(c, serving=replace(c.serving, lost_after_s=lost_after_s))
+        configuration.save(patient, Path(run_dir) / "config.json")
         env = launcher.environment(c)
         with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
             end = time.monotonic() + DEADLINE_S - END_S
@@ -96,11 +83,8 @@ def _join(
                     members = joiner.wait(max(1.0, end - time.monotonic()))
                 if _nodes(members, "started"):
                     break
-            saw = (
-                coordinator.wait(patient.lost_after_s + END_S)
-                if members.code == 0
-                else coordinator.so_far()
-            )
+            ends = members.code == 0
+            saw = coordinator.wait(lost_after_s + END_S) if ends else coordinator.so_far()
     return joined(saw, members, c.cluster.kind == "slurm")
 
 
@@ -114,12 +98,9 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
     missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]
     if not _nodes(host, "open"):
-        return Finding(
-            "failed",
-            PART,
-            f"the coordinator's side did not start: {host.last}",
-            "It needs what the lines above are about: the folder on that node, and MPI there",
-        )
+        remedy = "It needs what the lines above are about: the folder on that node, and MPI there"
+        words = f"the coordinator's side did not start: {host.last}"
+        return Finding("failed", PART, words, remedy)
     if missing:
         faults = [event["detail"] for event in events if event["what"] == "fault"]
         porters = [line for line in host.err.splitlines() if line.startswith("porter: ")]
@@ -133,7 +114,6 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
         "left"
     )
     if two_nodes and here == there:
-        return Finding(
-            "warning", PART, words, "Both sides ran on one node: try again when two are free"
-        )
+        remedy = "Both sides ran on one node: try again when two are free"
+        return Finding("warning", PART, words, remedy)
     return Finding("ok", PART, words)

@@ -1,10 +1,8 @@
-"""The serving side of a join, without an engine: one rank that joins and is killed, then another
-that joins and leaves.
+"""The serving side of a join, without an engine: a rank joins and is killed, another one leaves.
 
     python -m rose.doctor.joiner RUN_DIR          of rose.doctor.host
 
-Each is forked from here, as `rose.serving` does it, and an MPI world of its own. Says why one could
-not join.
+Each is forked from here, as `rose.serving` does it, and an MPI world of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import NoReturn
 
 from rose import config as configuration
 from rose import protocol as p
-from rose.comm import join, singleton
+from rose.comm import join, mpi_process
 from rose.comm.wire import decode, encode
 from rose.doctor.finding import say
 
@@ -31,16 +29,14 @@ BEATS = 2  # of the host, until it is killed or leaves
 def main(run_dir: Path) -> int:
     say("started")
     mpi = configuration.load(run_dir / "config.json").cluster.mpi
-    for name in singleton.launchers():
+    for name in mpi_process.launchers():
         del os.environ[name]
     os.environ.update(mpi.env | mpi.join_env)
     end = time.monotonic() + FOUND_S
     while join.endpoint(run_dir) is None:
         if time.monotonic() > end:
-            print(
-                f"no {join.folder(run_dir) / 'endpoint.json'} here within {FOUND_S:g} s",
-                file=sys.stderr,
-            )
+            path = join.folder(run_dir) / "endpoint.json"
+            print(f"no {path} here within {FOUND_S:g} s", file=sys.stderr)
             return 1
         time.sleep(join.POLL_S)
     for dies in (True, False):
@@ -64,8 +60,7 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Answer the host's heartbeats; at the second be killed, or leave. Raises `JoinError`, or
-    `LinkError`."""
+    """Answer heartbeats; at the second be killed, or leave. Raises what breaks it off."""
     answer = application.ask(ANSWER_S)
     from rose.comm.link import Link  # initialises MPI, which reads its environment then
 

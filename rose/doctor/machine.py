@@ -1,4 +1,5 @@
-"""This machine: packages, the file system where runs are written, NCCL between its GPUs."""
+"""This machine: packages, the file system where runs are written, NCCL between its GPUs, and one
+MPI world of two ranks, here or over two components of a Slurm job."""
 
 from __future__ import annotations
 
@@ -24,26 +25,16 @@ PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
 def package(name: str) -> Finding:
     """Does it import here?"""
     top = name.split(".")[0]
-    done = run(
-        [sys.executable, "-c", f"import {name}; print({top}.__version__)"], deadline_s=IMPORT_S
-    )
+    program = f"import {name}; print({top}.__version__)"
+    done = run([sys.executable, "-c", program], deadline_s=IMPORT_S)
     part = f"import {top}"
     if done.code == 0:
         return Finding("ok", part, done.out.strip().splitlines()[-1])
+    remedy = "make gpu (or make train, without GPUs) sets up an environment that has it"
     if done.code == 124:
-        return Finding(
-            "failed",
-            part,
-            done.last,
-            f"{sys.prefix} is slow to read: put it on a faster file system, or in "
-            "a container's image (docs/install.md)",
-        )
-    return Finding(
-        "failed",
-        part,
-        done.last,
-        "make gpu (or make train, without GPUs) sets up an environment that has it",
-    )
+        remedy = f"{sys.prefix} is slow to read: put it on a faster file system, or in a "
+        remedy += "container's image (docs/install.md)"
+    return Finding("failed", part, done.last, remedy)
 
 
 def file_system(folder: Path) -> Finding:
@@ -64,19 +55,12 @@ def file_system(folder: Path) -> Finding:
             rate = FILE_MIB / (time.monotonic() - began)
             path.replace(path.with_name("b"))
     except OSError as error:
-        return Finding(
-            "failed",
-            part,
-            f"{error.strerror}: {error.filename or folder}",
-            "give a folder that you may write, on a file system with rename, fsync and flock",
-        )
-    slow = rate < SLOW_MIB_PER_S
-    return Finding(
-        "warning" if slow else "ok",
-        part,
-        f"rename, fsync and locks work; {rate:.0f} MiB/s written",
-        "weights and checkpoints will take their time" if slow else "",
-    )
+        remedy = "give a folder that you may write, on a file system with rename, fsync and flock"
+        return Finding("failed", part, f"{error.strerror}: {error.filename or folder}", remedy)
+    words = f"rename, fsync and locks work; {rate:.0f} MiB/s written"
+    if rate >= SLOW_MIB_PER_S:
+        return Finding("ok", part, words)
+    return Finding("warning", part, words, "weights and checkpoints will take their time")
 
 
 def gpus(c: Config) -> list[Finding]:
@@ -93,8 +77,7 @@ def gpus(c: Config) -> list[Finding]:
 def nccl(
     count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
 ) -> Finding:
-    """An all-reduce over `count` GPUs of one node, with the variables that ranks have: this node,
-    or that on which `python` (an srun) starts one."""
+    """An all-reduce over `count` GPUs, as ranks do it, here or where `python` (an srun) starts."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
     return reduced(run(argv, local.environment(c), deadline_s), count)
 
@@ -104,15 +87,33 @@ def reduced(done: Ended, count: int) -> Finding:
     part = f"NCCL between {count} GPUs"
     for event in done.events():
         if event["what"] == "all-reduce" and done.code == 0:
-            return Finding(
-                "ok",
-                part,
-                f"all-reduce on {event['node']} at {event['gib_per_s']:.1f} GiB/s bus bandwidth",
-            )
-    return Finding(
-        "failed",
-        part,
-        done.last,
-        "NCCL_DEBUG=INFO says more; `nvidia-smi topo -m` shows the links, and "
-        "NCCL_P2P_DISABLE=1 in cluster.env goes around a broken one",
+            speed = f"at {event['gib_per_s']:.1f} GiB/s bus bandwidth"
+            return Finding("ok", part, f"all-reduce on {event['node']} {speed}")
+    remedy = (
+        "NCCL_DEBUG=INFO says more; `nvidia-smi topo -m` shows the links, and NCCL_P2P_DISABLE=1 "
+        "in cluster.env goes around a broken one"
     )
+    return Finding("failed", part, done.last, remedy)
+
+
+def local_world(c: Config) -> Finding:
+    """Two ranks in one MPI world on this machine."""
+    try:
+        mpiexec = [local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "2"]
+    except ConfigError as error:
+        return Finding("failed", "MPI world", str(error))
+    done = run([*mpiexec, sys.executable, "-m", "rose.doctor.rank"], local.environment(c))
+    remedy = "pip install mpich: on one machine MPICH's mpiexec starts the ranks"
+    return world(done, "mpiexec", remedy)
+
+
+def world(done: Ended, how: str, remedy: str) -> Finding:
+    """What the events of two ranks tell of their MPI world."""
+    part = f"one MPI world, {how}"
+    said = [event for event in done.events() if event["what"] == "world"]
+    if done.code or not said:
+        return Finding("failed", part, done.last, remedy)
+    if len(said) == 2 and all(event["size"] == 2 for event in said):
+        return Finding("ok", part, said[0]["library"])
+    words = f"{len(said)} ranks, each in a world of {said[0]['size']}: mpi4py's MPI is not the one "
+    return Finding("failed", part, f"{words}whose launcher this is", remedy)

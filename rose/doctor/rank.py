@@ -1,5 +1,4 @@
-"""What the doctor runs on a node of each component: files that go to the other node and back, then
-one MPI world.
+"""On a node of each component: files that go to the other node and back, then one MPI world.
 
     python -m rose.doctor.rank                  the world only
     python -m rose.doctor.rank FOLDER SIDE      SIDE: 0 writes first, 1 answers
@@ -30,10 +29,10 @@ def main() -> None:
         say("files", **exchange(Path(sys.argv[1]), int(sys.argv[2])))
     from mpi4py import MPI
 
-    from rose.comm import shared_memory
+    from rose.comm import mpi_process
 
     world = MPI.COMM_WORLD
-    shared_memory.unname(world)
+    mpi_process.unname(world)
     say("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
     world.Barrier()
     os._exit(0)
@@ -85,35 +84,21 @@ def files(done: Ended, folder: Path) -> Finding:
     said = [event for event in done.events() if event["what"] == "files"]
     unseen = next((event for event in said if "missing" in event), None)
     if unseen is not None:
-        return Finding(
-            "failed",
-            PART,
-            f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s",
-            f"give an output_dir (--folder) on a file system that all nodes share; {folder} is "
-            "none",
-        )
+        words = f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s"
+        remedy = f"give an output_dir (--folder) that all nodes share; {folder} is on no such disk"
+        return Finding("failed", PART, words, remedy)
     if len(said) < 2:
-        return Finding(
-            "warning",
-            PART,
-            "not tried, since no job over two components ran",
-            "see the MPI world below",
-        )
+        words = "not tried, since no job over two components ran"
+        return Finding("warning", PART, words, "see the MPI world below")
     here, there = (event["node"] for event in said)
     if here == there:
-        return Finding(
-            "warning", PART, f"both components ran on {here}", "try again when two nodes are free"
-        )
+        words = f"both components ran on {here}"
+        return Finding("warning", PART, words, "try again when two nodes are free")
     seconds = statistics.median(min((event["round_trips"] for event in said), key=sum)) / 2
     words = f"a file of {here} is seen on {there} after {1e3 * seconds:.0f} ms"
     if seconds > SLOW_S:
-        return Finding(
-            "warning",
-            PART,
-            words,
-            "joining and weights wait for it; a mount without attribute caching "
-            "(actimeo=1 or noac for NFS) is faster",
-        )
+        remedy = "joining and weights wait for it; a mount without attribute caching (actimeo=1 or "
+        return Finding("warning", PART, words, remedy + "noac for NFS) is faster")
     return Finding("ok", PART, words)
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from rose.config import Config
 from rose.doctor import devices, join, machine, rank
-from rose.doctor.finding import Finding, run
-from rose.doctor.jobs import GPUS_S, QUEUE_S, gpu_task, srun, task
-from rose.doctor.world import world
+from rose.doctor.finding import GPUS_S, QUEUE_S, Finding, gpu_task, run, srun, task
 from rose.launch import container, local
 
 
@@ -22,73 +20,43 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
         return found
 
     def in_turn() -> list[Finding]:
-        """The small jobs first: one over two components may wait for nodes, and then holds up what
-        comes after it."""
+        """The small jobs first: one over two components may wait for nodes and hold up the rest."""
         last = join.over_nodes(c, folder)
         return [*over_components(c, folder), last]
 
-    jobs = [in_turn]
-    if c.cluster.gpus:
-        jobs.append(lambda: gpus(c))
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return found + [
-            finding for job in [pool.submit(job) for job in jobs] for finding in job.result()
-        ]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(in_turn), *([pool.submit(gpus, c)] if c.cluster.gpus else [])]
+        return found + [finding for job in jobs for finding in job.result()]
 
 
 def settings(c: Config) -> list[Finding]:
     """Commands, settings, and kinds of MPI."""
-    missing = [
-        program
-        for program in ("sbatch", "srun", "squeue", "sacct", "scontrol", "scancel")
-        if shutil.which(program) is None
-    ]
-    if missing:
-        return [
-            Finding(
-                "failed",
-                "Slurm's commands",
-                f"no {', '.join(missing)} on PATH",
-                "run this on a login node",
-            )
-        ]
+    commands = ("sbatch", "srun", "squeue", "sacct", "scontrol", "scancel")
+    if missing := [program for program in commands if shutil.which(program) is None]:
+        words = f"no {', '.join(missing)} on PATH"
+        return [Finding("failed", "Slurm's commands", words, "run this on a login node")]
     config = run(["scontrol", "show", "config"])
     if config.code:
         return [Finding("failed", "Slurm", config.last, "is SLURM_CONF right, and slurmctld up?")]
     pairs = (line.split("=", 1) for line in config.out.splitlines() if "=" in line)
     has = {key.strip(): value.strip() for key, value in pairs}
     found = [Finding("ok", "Slurm", has.get("SLURM_VERSION", "unknown version"))]
-    backfill = has.get("SchedulerType", "") == "sched/backfill"
-    found.append(
-        Finding("ok", "heterogeneous jobs", "sched/backfill starts them")
-        if backfill
-        else Finding(
-            "failed",
-            "heterogeneous jobs",
-            f"SchedulerType={has.get('SchedulerType')} starts none",
-            "ask your site for sched/backfill",
-        )
-    )
-    if run(["sacct", "--noheader", "--allocations", "--jobs", "1"]).code == 0:
-        found.append(Finding("ok", "accounting", "sacct answers"))
+    part, kind = "heterogeneous jobs", has.get("SchedulerType")
+    if kind == "sched/backfill":
+        found.append(Finding("ok", part, f"{kind} starts them"))
     else:
-        found.append(
-            Finding(
-                "warning",
-                "accounting",
-                "sacct doesn't answer",
-                "states of ended jobs are then known only while squeue remembers them",
-            )
-        )
+        words = f"SchedulerType={kind} starts none"
+        found.append(Finding("failed", part, words, "ask your site for sched/backfill"))
+    part = "accounting"
+    if run(["sacct", "--noheader", "--allocations", "--jobs", "1"]).code == 0:
+        found.append(Finding("ok", part, "sacct answers"))
+    else:
+        remedy = "states of ended jobs are then known only while squeue remembers them"
+        found.append(Finding("warning", part, "sacct doesn't answer", remedy))
     if "preempt_send_user_signal" not in has.get("SlurmctldParameters", ""):
-        found.append(
-            Finding(
-                "warning",
-                "preemption",
-                "SlurmctldParameters lacks preempt_send_user_signal",
-                "a preempted job gets no warning and continues from its last checkpoint",
-            )
-        )
+        words = "SlurmctldParameters lacks preempt_send_user_signal"
+        remedy = "a preempted job gets no warning and continues from its last checkpoint"
+        found.append(Finding("warning", "preemption", words, remedy))
     return [*found, *_kinds_of_mpi(c)]
 
 
@@ -96,28 +64,18 @@ def _kinds_of_mpi(c: Config) -> list[Finding]:
     """A failure when srun lacks the kind that cluster.mpi.srun names."""
     kinds = run(["srun", "--mpi=list"])
     listed = (kinds.out + kinds.err).replace(",", " ").split()
-    wanted = [
-        option.removeprefix("--mpi=")
-        for option in c.cluster.mpi.srun
-        if option.startswith("--mpi=")
-    ]
+    options = c.cluster.mpi.srun
+    wanted = [option.removeprefix("--mpi=") for option in options if option.startswith("--mpi=")]
     absent = [kind for kind in wanted if kind not in listed]
     if not absent:
         return []
     have = ", ".join(word for word in listed if word.startswith(("pmi", "cray", "none")))
-    return [
-        Finding(
-            "failed",
-            "srun --mpi",
-            f"no {absent[0]} here, only {have}",
-            "choose another cluster/mpi=, or set cluster.mpi.srun",
-        )
-    ]
+    remedy = "choose another cluster/mpi=, or set cluster.mpi.srun"
+    return [Finding("failed", "srun --mpi", f"no {absent[0]} here, only {have}", remedy)]
 
 
 def over_components(c: Config, folder: Path | None) -> list[Finding]:
-    """One heterogeneous job of a task in each component: files between its nodes, and one MPI
-    world."""
+    """A heterogeneous job of a task in each component: files between nodes, and one MPI world."""
     argv = srun(*c.cluster.mpi.srun)
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
@@ -134,19 +92,12 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
             ]
         done = run(argv, local.environment(c))
     found = [rank.files(done, folder)] if folder else []
-    return [
-        *found,
-        world(
-            done,
-            "srun over two components",
-            "if two nodes are not free now, try again; else another cluster/mpi=",
-        ),
-    ]
+    remedy = "if two nodes are not free now, try again; else another cluster/mpi="
+    return [*found, machine.world(done, "srun over two components", remedy)]
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Those of one node of the trainer's component, as many as the run may have there, and NCCL
-    between them."""
+    """GPUs of one node of the trainer's component, as many as a run has, and NCCL between them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
     starter = [
         *srun("--mpi=none", work_s=GPUS_S),

@@ -7,6 +7,8 @@ a broken driver can end it.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from rose.doctor.finding import say
@@ -20,23 +22,13 @@ def main() -> None:
             count = torch.cuda.device_count()
             for index in range(count):
                 torch.ones(2, device=f"cuda:{index}").sum().item()
-            no_peer = [
-                (a, b)
-                for b in range(count)
-                for a in range(b)
-                if not torch.cuda.can_device_access_peer(a, b)
-            ]
+            pairs = itertools.combinations(range(count), 2)
+            no_peer = [p for p in pairs if not torch.cuda.can_device_access_peer(*p)]
         except RuntimeError as found:
             error = str(found).splitlines()[0]
         error = error or ("" if count else "it sees no GPU")
-    say(
-        "torch",
-        version=torch.__version__,
-        cuda=torch.version.cuda,
-        count=count,
-        error=error,
-        no_peer=no_peer,
-    )
+    version, cuda = torch.__version__, torch.version.cuda
+    say("torch", version=version, cuda=cuda, count=count, error=error, no_peer=no_peer)
 
 
 if __name__ == "__main__":

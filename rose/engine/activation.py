@@ -11,13 +11,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-ACTIVATE_TIMEOUT_S = (
-    300.0  # to read the weights again from the model's folder, or for who reads them to end
-)
+ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again, or for a thread that reads them to end
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Activation:
 
     async def _rest(self, resting: bool) -> None:
         """Where the device is shared, the scheduler takes none of its KV memory meanwhile."""
-        if names.FOLDER in os.environ:  # as vLLM's plugin looks at it, who makes this call
+        if plugin.FOLDER in os.environ:  # as vLLM's plugin looks at it, who makes this call
             await self._call(
                 self._llm.engine_core.call_utility_async("rose_rest", resting), RPC_TIMEOUT_S
             )

@@ -36,8 +36,7 @@ class Pool(Protocol):
 
 
 class Layout(NamedTuple):
-    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of a buffer of
-    `nbytes`."""
+    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of `nbytes`."""
 
     nbytes: int
     blocks: int
@@ -60,15 +59,10 @@ def layout_of(kv_cache, name: str) -> Layout:
             "bytes; KV memory can be lent for models with one group of attention layers"
         )
     if not kv_cache.kv_cache_groups[0].kv_cache_spec.has_layer_views or kv_cache.has_mamba_layers:
-        raise ValueError(
-            "the model's KV cache is not made of attention layers: its memory can't be lent by "
-            "block"
-        )
+        raise ValueError("a KV cache not of attention layers alone can't be lent by block")
     tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
     if any(tensor.host_resident for tensor in tensors):
-        raise ValueError(
-            "part of the KV cache is kept on the host: its memory can't be lent by block"
-        )
+        raise ValueError("a KV cache of which part is kept on the host can't be lent by block")
     if name[0] == "B":  # a block is one span, all layers in it
         spans = {0: tensors[0].block_stride}
     elif name[:2] == "LB":
@@ -86,22 +80,15 @@ def layout_of(kv_cache, name: str) -> Layout:
 
 
 def _checked(layout: Layout) -> Layout:
-    ends = [
-        start + layout.blocks * stride
-        for start, stride in zip(layout.starts, layout.strides, strict=False)
-    ]
-    order = np.argsort(layout.starts)
-    if (
-        any(ends[a] > layout.starts[b] for a, b in zip(order, order[1:], strict=False))
-        or max(ends) > layout.nbytes
-    ):
+    starts = np.array(layout.starts)
+    order, ends = np.argsort(starts), starts + layout.blocks * np.array(layout.strides)
+    if (ends[order][:-1] > starts[order][1:]).any() or ends.max() > layout.nbytes:
         raise ValueError(f"KV cache regions overlap or leave its {layout.nbytes} bytes: {layout}")
     return layout
 
 
 class BlockMemory:
-    """Holds no block at first. Ids that are held already, or not held, are passed over by `map` and
-    `release`."""
+    """Holds no block at first. `map` passes over ids that are held, `release` those that aren't."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
@@ -160,8 +147,7 @@ class BlockMemory:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Any block may be touched meanwhile. What was in those held stays; nothing else is left of
-        it."""
+        """Any block may be touched meanwhile. What was in those held stays, and nothing else."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
@@ -177,8 +163,7 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Count the spans of these runs in or out; the pages that thereby got their first, or lost
-        their last."""
+        """Count these runs' spans in or out; the pages that got their first or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:

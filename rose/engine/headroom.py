@@ -32,8 +32,7 @@ class Headroom:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around vLLM's profile run, a step of the largest size. Raises `RuntimeError` where there
-        is too little."""
+        """Around vLLM's profile run, a largest step. Raises `RuntimeError` for want of memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
@@ -43,10 +42,8 @@ class Headroom:
                 "vLLM's profile run, a step of the largest size, found too little GPU memory "
                 f"beside the weights; {self._remedy()}"
             ) from error
-        peak, lasting = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.memory_allocated(self.device),
-        )
+        peak = torch.cuda.max_memory_allocated(self.device)
+        lasting = torch.cuda.memory_allocated(self.device)
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
     def keep(self, spare: int = SPARE) -> None:

@@ -1,5 +1,4 @@
-"""glibc's heap in an engine on a CPU: what a step frees is kept for the next, and there before a
-step needs more.
+"""glibc's heap in an engine on a CPU: what a step frees is kept, and more is made resident early.
 
 Activations of changing size come and go among small things that stay, so that the heap grows for as
 long as an engine meets new compositions of steps. The step in which it does pays for it by page
@@ -7,13 +6,10 @@ fault: a quarter of its time and more on virtual machines, whose host has to fin
 Other allocators don't listen to any of this.
 
 glibc's variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_) keep as much in
-a server that is started with them: 1.02 times the processor time of `keep` on steps of one size
-(glibc alone 1.10 and 1.16 in two runs) and 1.00 on steps of changing sizes (1.01; CHANGELOG.md).
-They don't replace it, for two reasons. A rank's engine is forked, and glibc reads them only where a
-program starts. And nothing in the environment makes a heap resident that still grows: the round in
-which it does met 30,000 to 37,000 page faults with them and with `keep`; with
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1 beside them under 1,000, but it took 1.2 to 1.4 times the
-processor time, as huge pages are zeroed in the step. `Ahead` does that while no request is there.
+a server that is started with them (figures in CHANGELOG.md), but don't replace this: a rank's engine
+is forked, and glibc reads them only where a program starts; and nothing in the environment makes a
+heap resident that still grows. Huge pages (glibc.malloc.hugetlb=1) would be zeroed in the step.
+`Ahead` populates the heap while no request is there.
 """
 
 from __future__ import annotations
@@ -55,10 +51,8 @@ class Ahead:
 
     def catch_up(self, seconds: float) -> bool:
         """Go on for so long at most, and a piece; whether all of it is resident now."""
-        end, until = (
-            (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE,
-            time.monotonic() + seconds,
-        )
+        end = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        until = time.monotonic() + seconds
         if self._at is None:
             return True
         self._at = min(self._at, end)  # some may have been given back

@@ -26,19 +26,14 @@ SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping en
 class InactiveWorker:
     """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
 
-    _rose_initial: dict[str, str] | None = (
-        None  # checksums of the folder's own weights, where they were seen
-    )
+    _rose_initial: dict[str, str] | None = None  # checksums of the folder's weights, if seen
     _rose_asleep: set[str] | frozenset[str] = frozenset()  # what `rose_wake` brings back
 
     def rose_deactivate(self) -> None:
         """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
         on_cpu = self.device.type == "cpu"
         if not on_cpu and not self.model_config.enable_sleep_mode:
-            raise RuntimeError(
-                "the engine was started without enable_sleep_mode, so its weights can't be given "
-                "back"
-            )
+            raise RuntimeError("started without enable_sleep_mode, so weights can't be given back")
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
         self.weight_transfer_engine.begin_anew()
@@ -48,11 +43,10 @@ class InactiveWorker:
             self.sleep(level=2)
             return
         model = self.model_runner.get_model()
-        kept = _storages(model.buffers())
-        spans = _storages(model.parameters()) - kept
-        give_back(
-            spans if self.rose_kv is not None else spans | _storages(self.model_runner.kv_caches)
-        )
+        spans = _storages(model.parameters()) - _storages(model.buffers())
+        if self.rose_kv is None:
+            spans |= _storages(self.model_runner.kv_caches)
+        give_back(spans)
         ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:

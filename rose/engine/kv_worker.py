@@ -90,8 +90,7 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 
 def _measure_headroom(worker: Worker) -> None:
-    """When vLLM's profile run comes, which follows the model's loading; on the instance as
-    above."""
+    """When vLLM's profile run comes, which follows the model's loading; on the instance, too."""
     profile = worker.determine_available_memory
     worker.rose_headroom = Headroom(worker.device)
 
@@ -149,7 +148,5 @@ class KvWorker:
 
     def _rose_lent(self) -> BlockMemory:
         if self.rose_kv is None:
-            raise RuntimeError(
-                "this engine's KV memory can't be lent: it was started without ROSE_COSERVING"
-            )
+            raise RuntimeError("KV memory can't be lent: started without ROSE_COSERVING")
         return self.rose_kv

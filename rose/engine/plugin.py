@@ -14,7 +14,13 @@ import os
 from typing import Any
 
 from rose.config.checks import NO_DRAFTS
-from rose.engine import heap, names
+from rose.engine import heap
+
+# Names that engines, schedulers and commands agree on.
+FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
+CONFIG = "config.json"  # in it: what `rose.lending.vllm.device.Device` reads
+STEPS = "ROSE_COSERVING_STEPS"  # environment: a file for an engine's steps, a JSON object a line
+EVICTED = "rose-evicted"  # vLLM's stop_reason of a request handed back for want of memory or time
 
 
 def register() -> None:
@@ -29,7 +35,7 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    if names.FOLDER not in os.environ:
+    if FOLDER not in os.environ:
         return
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -48,8 +54,7 @@ def register() -> None:
         return original(self)
 
     def rose_rest(self, resting):
-        """A utility for `Engine`: see `RolloutScheduler.rest`. Other schedulers hold memory as they
-        do."""
+        """A utility for `Engine`: see `RolloutScheduler.rest`; nothing for other schedulers."""
         if hasattr(self.scheduler, "rest"):
             self.scheduler.rest(resting)
 
@@ -77,8 +82,7 @@ def ask_for_amx() -> None:
 
 
 def find_gpus_of_slices(platform: type, nvml) -> None:
-    """Mend `platform`, vLLM's for CUDA by NVML; `nvml`: its module pynvml. May be called any number
-    of times."""
+    """Mend `platform`, vLLM's for CUDA; `nvml`: its module pynvml. May be called again."""
     original = platform.device_control_id_to_physical_device_id
     if getattr(original, "knows_slices", False):
         return

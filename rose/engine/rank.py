@@ -30,11 +30,8 @@ from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
-PROGRESS_S = (
-    0.1  # between two words about one turn: what a lost worker can cost, and a word has a price too
-)
-# for a broadcast to begin, and to end, after the word that it was sent
-BEGINS_S, ARRIVES_S = (0.2, 30.0)
+PROGRESS_S = 0.1  # between two messages of a turn: what a lost worker costs, against their price
+BEGINS_S, ARRIVES_S = 0.2, 30.0  # for a broadcast to begin, and to end, once it is told
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -86,15 +83,13 @@ class RolloutWorker:
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()
         self._ends = False
-        self._hands_back = (
-            False  # an ended turn's last tokens are still wanted: it goes on elsewhere
-        )
+        # an ended turn's last tokens are still wanted: it goes on elsewhere
+        self._hands_back = False
         self._returned = 0  # turns that the engine gave back
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
-        """Until the coordinator says `Shutdown`. Raises when the engine died more often than
-        allowed."""
+        """Until the coordinator says `Shutdown`. Raises when the engine died too often."""
         self._tasks = Tasks()
         try:
             await self._tasks.run_until(*self._services())
@@ -107,14 +102,8 @@ class RolloutWorker:
                 self._mirror.close()
 
     def _services(self) -> list[Coroutine]:
-        received = [self._broadcast.receive(self._mirror)] if self._broadcast else []
-        return [
-            self._receive(),
-            self._keep_engine(),
-            self._heartbeat(),
-            self._share_device(),
-            *received,
-        ]
+        own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
+        return own + ([self._broadcast.receive(self._mirror)] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
 
@@ -141,18 +130,11 @@ class RolloutWorker:
             self._up.set()
             await asyncio.shield(self.engine.died)
             self._up.clear()
-            # Slurm's SIGTERM reaches the engine too; this worker leaves within seconds, or has just
-            # ended it
+            # Slurm's SIGTERM reaches the engine too; this worker leaves, or has just ended it
             if self._hands_back or self._ends:
                 await asyncio.Event().wait()
-            self._send(
-                p.WorkerDown(
-                    self.name,
-                    self.incarnation,
-                    f"engine process {self.engine.pid} died",
-                    restarts_left > 0,
-                )
-            )
+            why, again = f"engine process {self.engine.pid} died", restarts_left > 0
+            self._send(p.WorkerDown(self.name, self.incarnation, why, again))
             await self.engine.shutdown()
         raise EngineDied(
             f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
@@ -170,8 +152,7 @@ class RolloutWorker:
                     await self.start_engine()
                 return
 
-    # ----------------------------------------------------------------- a device shared with a
-    # trainer rank
+    # ----------------------------------------------------------------- shared with a trainer rank
 
     async def _share_device(self) -> None:
         """One order after the other, each answered when it is done."""
@@ -180,24 +161,13 @@ class RolloutWorker:
             began = time.time()
             awake = isinstance(order, p.Wake)
             moved = await (self._wake() if awake else self._sleep())
-            self.recorder.span(
-                "engine_wake" if awake else "engine_sleep", began, time.time(), freed_gib=moved.gib
-            )
-            self._send(
-                p.DeviceChanged(
-                    self.mailbox.rank,
-                    order.turn,
-                    awake,
-                    time.time() - began,
-                    abs(moved.gib),
-                    moved.free_gib,
-                    moved.total_gib,
-                )
-            )
+            name, took = "engine_wake" if awake else "engine_sleep", time.time() - began
+            self.recorder.span(name, began, time.time(), freed_gib=moved.gib)
+            memory = (abs(moved.gib), moved.free_gib, moved.total_gib)
+            self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, took, *memory))
 
     async def _sleep(self) -> Moved:
-        """An engine that is being started gets up first; one that is dead has given everything
-        back."""
+        """An engine that is being started gets up first; a dead one has given everything back."""
         async with self._device:
             self._has_device.clear()
             engine = self.engine
@@ -210,8 +180,7 @@ class RolloutWorker:
         return NOTHING
 
     async def _wake(self) -> Moved:
-        """Weights, the version that came meanwhile, then the KV cache: while a version is staged
-        there is room."""
+        """Weights, the version that came meanwhile, then the KV cache: staging needs the room."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -247,19 +216,7 @@ class RolloutWorker:
             await asyncio.sleep(self.heartbeat_s)
             if self.engine is None or not self.engine.alive:
                 continue
-            s = self.engine.stats()
-            self._send(
-                p.WorkerLoad(
-                    self.name,
-                    self.incarnation,
-                    s.running,
-                    s.waiting,
-                    s.kv_usage,
-                    s.generated_tokens,
-                    s.prompt_tokens,
-                    s.cached_tokens,
-                )
-            )
+            self._send(p.WorkerLoad(self.name, self.incarnation, *self.engine.stats()))
 
     # ----------------------------------------------------------------- messages
 
@@ -290,14 +247,12 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """Whether an error of `engine` was its death: vLLM's own threads may notice that before we
-        do."""
+        """Whether an error of `engine` was its death: vLLM's threads may notice it before we do."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:
-        """Stream one attempt of a turn; an engine's death ends it without a word (`WorkerDown` says
-        all)."""
+        """Stream one attempt of a turn; an engine's death ends it silently: `WorkerDown` tells."""
         engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
         word, told = _Word(engine.version), began
         try:
@@ -318,11 +273,8 @@ class RolloutWorker:
                 else:
                     if delta.finish is p.FinishReason.ABORT:
                         self._returned += 1
-                        self._send(
-                            p.TurnReturned(
-                                m.turn, m.attempt, *word.packed(), "evicted by the engine"
-                            )
-                        )
+                        why = "evicted by the engine"
+                        self._send(p.TurnReturned(m.turn, m.attempt, *word.packed(), why))
                     else:
                         self._send(
                             p.TurnFinished(
@@ -366,17 +318,12 @@ class RolloutWorker:
             loaded = await engine.load_version(
                 m.version, self._store(m.store), self.config.transfer, mirror
             )
-        except (
-            Exception
-        ) as error:  # whatever the engine process raised; the coordinator ends the run with it
+        except Exception as error:  # the engine process's; the coordinator ends the run with it
             if await self._died(engine):
                 print(f"{self.name}: version {m.version}: {error}", flush=True)
                 return
-            self._send(
-                p.VersionFailed(
-                    self.name, incarnation, m.version, f"{type(error).__name__}: {error}"
-                )
-            )
+            why = f"{type(error).__name__}: {error}"
+            self._send(p.VersionFailed(self.name, incarnation, m.version, why))
             return
         seconds = time.time() - began
         if self._mirror is not None:
@@ -391,11 +338,8 @@ class RolloutWorker:
             mirrored=loaded.mirrored,
             pause_s=loaded.pause_s,
         )
-        self._send(
-            p.VersionLoaded(
-                self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes
-            )
-        )
+        took = (seconds, loaded.pause_s, loaded.nbytes)
+        self._send(p.VersionLoaded(self.name, incarnation, m.version, *took))
 
     async def _mirrored(self, edge: str) -> str | None:
         """The mirror's folder, once the edge is complete in it or won't be."""
@@ -410,10 +354,8 @@ class RolloutWorker:
         ):
             await asyncio.sleep(0.002)
         if edge in self._mirror.failures:
-            print(
-                f"{self.name} reads {edge} from the store: {self._mirror.failures[edge]}",
-                flush=True,
-            )
+            why = self._mirror.failures[edge]
+            print(f"{self.name} reads {edge} from the store: {why}", flush=True)
         return str(self._mirror.path)
 
     def _store(self, folder: str) -> str:

@@ -14,11 +14,8 @@ from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
-# the first comes by then, however long the version before took: a long one was an engine's first,
-# say
-TRUST_S = 0.25
-# State in which a thread of a worker uses the live weights -> the status's figure of how long that
-# took.
+TRUST_S = 0.25  # the first comes by then: the version before may have been an engine's slow first
+# State in which a worker's thread uses the live weights -> the status's figure of how long it took.
 TOOK = {"staging": "stage_s", "checking": "check_s"}
 
 

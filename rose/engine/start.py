@@ -71,29 +71,25 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
 def online_folder(online: Online) -> Online:
     """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises
     `ConfigError`."""
-    if (
-        online.model is None
-        or Path(online.model).expanduser().is_dir()
-        or online.model.startswith(("/", ".", "~"))
-    ):
+    if online.model is None or online.model.startswith(("/", ".", "~")):
         return online
-    folder = hub.snapshot(online.model, key="serving.online.model")
-    return msgspec.structs.replace(
-        online, model=str(folder), served_name=online.served_name or online.model
-    )
+    folder = local_folder(online.model)
+    if folder == Path(online.model):
+        return online
+    name = online.served_name or online.model
+    return msgspec.structs.replace(online, model=str(folder), served_name=name)
 
 
-def local_folder(model: str | Path, key: str = "serving.online.model") -> Path:
+def local_folder(model: str | Path) -> Path:
     """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging
-    Face cache. Raises `ConfigError`, which names `key`."""
+    Face cache. Raises `ConfigError`, which names serving.online.model."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
-    return hub.snapshot(str(model), key=key)
+    return hub.snapshot(str(model), key="serving.online.model")
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """End-of-turn token ids of generation_config.json and config.json. Raises `EngineError` if
-    there is none."""
+    """End-of-turn ids of generation_config.json and config.json. Raises `EngineError` for none."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -110,8 +106,7 @@ def stop_tokens(folder: Path) -> list[int]:
 def engine_args(
     folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int, gpus: bool = False
 ) -> dict:
-    """Arguments of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone, from its
-    first token."""
+    """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew."""
     args = dict(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -131,9 +126,8 @@ def engine_args(
         seed=seed,
     )
     if deterministic:
-        args["enable_chunked_prefill"] = (
-            False  # on CPU vLLM dies of a seeded prompt that is prefilled in parts
-        )
+        # on CPU vLLM dies of a seeded prompt that is prefilled in parts
+        args["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):
@@ -142,8 +136,7 @@ def engine_args(
 
 
 def preload() -> None:
-    """Import what `build` needs, so that processes forked from here have it. The environment must
-    be set."""
+    """Import what `build` needs, for processes forked from here. The environment must be set."""
     from vllm import AsyncEngineArgs  # noqa: F401
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
     from vllm.v1.executor import Executor  # noqa: F401
@@ -185,8 +178,7 @@ def build(args: dict, gpus: bool):
 
 
 def _in_engine_process() -> None:
-    """First thing after the fork: don't outlive the rank, don't write signals into its event
-    loop."""
+    """First thing after the fork: don't outlive the rank, write no signals into its event loop."""
     if _forking:
         from rose.processes import die_with_parent
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from rose import protocol
 from rose.config import Model, Rollout, Transfer
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.activation import Activation
 from rose.engine.staging import Staging
 from rose.engine.start import (
@@ -77,12 +77,10 @@ class Stats(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    version: int
     nbytes: int  # of payloads read
     changed: int  # values
     route: list[str]  # edges of the store
     mirrored: int  # of them, read from this node's memory
-    seconds: float  # whole call
     stage_s: float
     flip_s: float
     pause_s: float  # without generation
@@ -110,19 +108,15 @@ class Engine(Activation, Staging):
         self._llm = llm
         self._latest = latest
         self._stop_tokens = stop_tokens(folder)
-        self._max_context, self._turn_timeout_s, self._threads = (
-            max_context,
-            turn_timeout_s,
-            threads,
-        )
+        self._max_context, self._turn_timeout_s = max_context, turn_timeout_s
+        self._threads = threads
         self._turns: dict[str, _Turn] = {}
         self._serial = 0
         self._open = asyncio.Event()  # clear while weights change
         self._open.set()
         self._loading = asyncio.Lock()
-        self._took_s: dict[
-            str, float
-        ] = {}  # see `_settled`: state of a new version -> how long the last one was in it
+        # see `_settled`: state of a new version -> how long the last one was in it
+        self._took_s: dict[str, float] = {}
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
@@ -145,19 +139,13 @@ class Engine(Activation, Staging):
         gpus: bool = False,
         seed: int = 0,
     ) -> Engine:
-        """Start the engine process and wait until it serves.
-
-        `seed`, of the turns without one; it must differ between engines, or they draw alike.
-
-        Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process
-        is left then.
-        """
+        """Start the engine process and wait until it serves. `seed`, of turns without one, must
+        differ between engines, or they draw alike. Raises `EngineError` with the cause, or after
+        `rollout.engine_start_timeout_s`; no process is left then."""
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
-        shares = names.FOLDER in os.environ
-        for name, value in environment(
-            gpus, 1 if deterministic else rollout.threads, shares
-        ).items():
+        threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
+        for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
@@ -182,14 +170,8 @@ class Engine(Activation, Staging):
             if isinstance(error, Exception):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
-        return cls(
-            llm,
-            latest,
-            folder,
-            model.max_context,
-            rollout.turn_timeout_s,
-            rollout.threads or usable_threads(),
-        )
+        threads = rollout.threads or usable_threads()
+        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, threads)
 
     # ------------------------------------------------------------------ turns
 
@@ -197,7 +179,7 @@ class Engine(Activation, Staging):
         self, turn_id: str, tokens: bytes, sampling: protocol.Sampling
     ) -> AsyncIterator[Chunk]:
         """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or
-        when a co-serving engine gives the turn back (stop_reason `names.EVICTED`).
+        when a co-serving engine gives the turn back (stop_reason `plugin.EVICTED`).
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
         continued from partial tokens doesn't draw the same numbers again. Raises `EngineDied`;
@@ -283,14 +265,12 @@ class Engine(Activation, Staging):
         try:
             async for output in self._llm.generate(request, params, turn.request):
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
-                tokens, logprobs = (
-                    list(part.token_ids),
-                    list(part.logprobs.logprobs) if part.token_ids else [],
-                )
+                tokens = list(part.token_ids)
+                logprobs = list(part.logprobs.logprobs) if part.token_ids else []
                 self._cached += cached if first else 0
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None
-                turn.evicted = part.stop_reason == names.EVICTED
+                turn.evicted = part.stop_reason == plugin.EVICTED
                 ends = self._version_ends(turn.request, part, version, made, len(tokens))
                 for low, high, made_by in ends[:-1]:
                     yield Chunk(tokens[low:high], logprobs[low:high], made_by, None, cached)
@@ -328,8 +308,7 @@ class Engine(Activation, Staging):
         return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
-        """Stop a turn: its iterator ends with what it has and finish ABORT. Unknown turns are
-        ignored: they ended."""
+        """End a turn's iterator with what it has and finish ABORT; unknown turns have ended."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.aborted = True
@@ -349,7 +328,6 @@ class Engine(Activation, Staging):
         `EngineError` after `transfer.load_timeout_s` seconds. After each, and after a cancellation,
         the next version can be loaded.
         """
-        start = time.monotonic()
         timeout_s = transfer.load_timeout_s
         update = {
             "version": version,
@@ -371,12 +349,10 @@ class Engine(Activation, Staging):
                 paused, resumed = await self._flip(version, transfer)
                 checked = await self._settled("checking", timeout_s)
         return Loaded(
-            version,
             max(s["nbytes"] for s in staged),
             sum(s["changed"] for s in staged),
             staged[0]["route"],
             staged[0]["mirrored"],
-            time.monotonic() - start,
             max(s["stage_s"] for s in staged),
             max(s["flip_s"] for s in checked),
             resumed - paused,
@@ -428,9 +404,7 @@ class Engine(Activation, Staging):
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
-        except (
-            Exception
-        ) as error:  # vLLM turns what a worker raised into a bare Exception with its text
+        except Exception as error:  # vLLM makes a bare Exception of what a worker raised
             raise TransferError(str(error)) from error
 
     async def checksum(self) -> list[dict[str, str]]:
@@ -485,8 +459,7 @@ class Engine(Activation, Staging):
         )
 
     async def shutdown(self) -> None:
-        """End the engine process and every iterator; killed if it doesn't leave within
-        `STOP_TIMEOUT_S`."""
+        """End the engine process and every iterator; killed after `STOP_TIMEOUT_S`."""
         if self._llm is None:
             return
         if self.alive:
@@ -505,8 +478,7 @@ class Engine(Activation, Staging):
             raise EngineDied(f"engine process {self.pid} is gone")
 
     def _on_death(self) -> None:
-        """The process is gone (its sentinel became readable), or will be: end every iterator
-        now."""
+        """The process is gone (its sentinel became readable), or will be: end every iterator."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)

@@ -22,11 +22,7 @@ from typing import Protocol
 from rose.memory import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-SPARE = (
-    2**28
-    # bytes of a GPU that no KV cache takes: kernels are loaded at their first use, allocators grow
-    # a little
-)
+SPARE = 2**28  # bytes of a GPU that no KV cache takes: kernels are loaded late, allocators grow
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -126,8 +122,7 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Waits for the device, then gives these pages back; those without memory are passed over.
-        Raises `CudaError`."""
+        """Waits for the device, then gives these pages back, if mapped. Raises `CudaError`."""
         gone = [
             offset
             for low, high in self._within(ranges)
@@ -215,8 +210,7 @@ class PagePool:
                 raise
             raise MemoryError(
                 f"no GPU memory for another page of {self.page} bytes of KV cache "
-                f"({self.mapped_bytes} of "
-                f"{self.nbytes} are mapped): {error}"
+                f"({self.mapped_bytes} of {self.nbytes} are mapped): {error}"
             ) from error
 
     def _drop(self, offsets: list[int]) -> None:

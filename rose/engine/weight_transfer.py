@@ -1,5 +1,4 @@
-"""vLLM's weight-transfer engine "rose": runs in each worker, stages versions in a thread, flips
-them on demand.
+"""vLLM's weight-transfer engine "rose", in each worker: stages versions in a thread, then flips.
 
 vLLM drives it (`start_weight_update`, `update_weights`, `finish_weight_update`); `update_weights`
 only begins the staging, so that the worker goes on generating, and `finish_weight_update`, with
@@ -24,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.config import read_shape
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST
@@ -61,15 +60,12 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        for (
-            name,
-            parameter,
-        ) in model.named_parameters():  # vLLM constructs this right after the model is loaded
+        for name, parameter in model.named_parameters():  # vLLM has just loaded the model
             check_type(name, parameter)
         # What is free of a device that engines share is KV memory that was given back: who needs it
         # takes it at once. The allocator keeps the little that staging takes: emptied, it would
         # lose what steps need (rose/engine/headroom.py).
-        self._shares = device.type == "cuda" and names.FOLDER in os.environ
+        self._shares = device.type == "cuda" and plugin.FOLDER in os.environ
         self._live: Live | None = None
         # lineage, version; (_, null): a mixture
         self._held: tuple[str | None, int | None] = (None, INITIAL)
@@ -78,13 +74,11 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._wanted = False  # whether what is being staged will be flipped
         self._handover = threading.Lock()  # of what was staged, to who flips it
         self._receiver: Receiver | None = None
-        self._rank = (
-            vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
-        )
+        parallel = vllm_config.parallel_config
+        self._rank = parallel.rank % parallel.tensor_parallel_size
         self._status: dict[str, Any] = {"state": "idle"}
-        threading.Thread(
-            target=codec.compile_all, name="rose-compile", daemon=True
-        ).start()  # where it never ran before
+        # Takes time only where it never ran before.
+        threading.Thread(target=codec.compile_all, name="rose-compile", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -186,7 +180,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "state": "staged",
                 "nbytes": staged.nbytes,
                 "changed": staged.changed,
-                "blocks": staged.blocks,
                 "route": staged.route,
                 "mirrored": staged.mirrored,
                 "stage_s": time.perf_counter() - began,
@@ -194,9 +187,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if not self._hand_over(staged, status):
                 staged.release()
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
-        except (
-            Exception
-        ) as error:  # whatever it was: the old version goes on serving, and the caller is told
+        except Exception as error:  # the old version goes on serving, and the caller is told
             self._failed(error, mixture=False)
 
     def _device_bytes(self, info: UpdateInfo) -> int | None:
@@ -219,10 +210,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             wrong = error
         staged.release()  # before it is said that this one is done: the next may come at once
         if wrong is None:
-            self._status = self._status | {
-                "state": "loaded",
-                "check_s": time.perf_counter() - began,
-            }
+            took = time.perf_counter() - began
+            self._status = self._status | {"state": "loaded", "check_s": took}
         else:
             self._failed(wrong, mixture=True)
 
@@ -230,15 +219,11 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if mixture:
             self._held = (None, None)
         self.abandon()
-        self._status = {
-            "state": "failed",
-            "error": f"{type(error).__name__}: {error}",
-            "mixture": mixture,
-        }
+        text = f"{type(error).__name__}: {error}"
+        self._status = {"state": "failed", "error": text, "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Raises `TransferError` unless the blocks fit the engine's parameters and together fill
-        each of them."""
+        """Raises `TransferError` unless the blocks fill the engine's parameters exactly."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         places, filled = place_blocks(

@@ -36,8 +36,7 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension(KvWorker, InactiveWorker):
-    """Mixed into vLLM's worker; `self.model_runner` and `self.weight_transfer_engine` are the
-    worker's."""
+    """Mixed into vLLM's worker, which has `model_runner` and `weight_transfer_engine`."""
 
     def rose_status(self) -> dict:
         """See `RoseWeightTransferEngine.status`."""
@@ -49,8 +48,7 @@ class WorkerExtension(KvWorker, InactiveWorker):
         return self.weight_transfer_engine.status()
 
     def rose_abandon(self) -> dict:
-        """What is staged, or being staged, won't be flipped, and vLLM's session of it is closed, if
-        one is open; the status."""
+        """Give up what is staged or being staged, and close vLLM's session of it; the status."""
         self.weight_transfer_engine.abandon()
         if self._weight_update_active:
             self.finish_weight_update()  # flips nothing

@@ -29,7 +29,7 @@ from rose import processes
 from rose.config import Config, ConfigError, Slurm
 from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
-from rose.observe import views
+from rose.observe import report
 from rose.observe.terminal import say
 
 COMMAND_DEADLINE_S = 60.0
@@ -179,7 +179,7 @@ class Run:
             outcome = supervise.Job(
                 srun, ranks, self.run_dir, attempt, c.cluster, starter="srun"
             ).wait()
-        views.build(c.observe, self.run_dir)
+        report.build_views(c.observe, self.run_dir)
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:

@@ -38,19 +38,15 @@ class Online:
     waiting: float = 0
     step_ends: float = 0  # predicted, at the P99 residual; 0: no step is running
     decode_s: float = 0  # mean time of a step that decodes what runs now; 0: nothing does
-    hold_until: float = (
-        INFINITE  # the latest time until which every online request meets its target, its own steps
-    )
-    # at their P99 time counted, if the device were taken from S until then; infinite without
-    # requests
+    # the latest time until which every online request meets its target, its own steps at their P99
+    # time counted, if the device were taken from S until then; infinite without requests
+    hold_until: float = INFINITE
     prompt_share: float = 1  # of lending.step_share, by how soon first tokens came
     kv_total: float = 0  # bytes of KV cache of this engine's whole pool
     kv_used: float = 0  # bytes, by requests (cached prefixes that nobody uses are free)
     kv_held: float = 0  # bytes that this engine may use now; the rest is lent, or was
     kv_wanted: float = 0  # bytes that it wants to hold
-    lends: float = (
-        1  # 0: this engine says that nothing is lent, as when it misses its targets by itself
-    )
+    lends: float = 1  # 0: nothing is lent, as when this engine misses its targets by itself
     finished: float = 0  # requests since start, of these kinds ...
     met: float = 0  # ... within both P99 targets
     finished_lending: float = 0  # ... while anything was lent
@@ -66,8 +62,7 @@ class Online:
 
 @dataclasses.dataclass
 class Rollout:
-    """The rollout engine's state, written by its scheduler each step, and while it waits at the
-    gate."""
+    """The rollout engine's state, written by its scheduler each step and while the gate is shut."""
 
     pid: float = 0
     pid_started: float = 0
@@ -88,9 +83,7 @@ class Rollout:
     prompt_tokens: float = 0
     made_tokens: float = 0  # by lent compute
     evicted: float = 0  # requests aborted and handed back
-    wasted_tokens: float = (
-        0  # computed for them (prompt and made) and to be computed again elsewhere
-    )
+    wasted_tokens: float = 0  # computed for them, prompt and made; to be computed again elsewhere
     step_error: float = 0
     step_p99: float = 0
 
@@ -153,8 +146,7 @@ class _File(Generic[State]):
 
 
 class Writer(_File[State]):
-    """Set fields of `state`, then `write`. One writer a board; a new one takes over from a dead
-    one's."""
+    """Set fields of `state`, then `write`. One writer a board; a new one replaces a dead one's."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -183,8 +175,7 @@ class Reader(_File[State]):
         self.why = ""
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
-        """The state, if it is whole and not older than `stale_after_s`; else None, and `why` says
-        what is wrong."""
+        """The state, if whole and not older than `stale_after_s`; else None, and `why` says why."""
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:

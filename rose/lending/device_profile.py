@@ -35,8 +35,7 @@ def load(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"serving.lending.profile={str(path)!r}: {error.strerror}; python -m "
-            "rose.lending.profile "
-            "writes one"
+            "rose.lending.profile writes one"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

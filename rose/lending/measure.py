@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.engine.start import EngineError
 from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.vllm import priority
@@ -30,12 +30,8 @@ REQUEST_S = 120.0  # one request of a probe; nothing that can be served beside o
 # tokens of the first prompts, as far as one takes PROBE_SHARE of the time
 PROBES = (16, 64, 256, 1024, 4096, 16384)
 PROBE_SHARE = 0.06
-ANSWER = (
-    4,
-    24,
-    # tokens made per request: about a tenth of the steps then have prefill with one client, half
-    # with 8
-)
+# tokens made per request: about a tenth of the steps have prefill with one client, half with 8
+ANSWER = (4, 24)
 # of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
 SLICES = 12
 # an online step with rollout steps for more, or less, of its time counts as either
@@ -45,9 +41,8 @@ STEP_SHARE = 0.125  # of a slice, that a step in it may take
 LEAST_HOLD = 0.01  # less can't be told from none with so few steps
 CLIENTS = 4  # of each engine while both run
 # times a request's own time between a client's requests then: an online engine that is never idle
-# would
+# would leave an engine of idle priority on the same core no step to be measured beside
 REST = 3.0
-# leave an engine of idle priority on the same core no step to be measured beside
 STOP_S = 10.0
 
 
@@ -72,15 +67,14 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """One engine process; its steps land in the file `log`. Blocks until it serves. Raises
-    `EngineError`."""
+    """One engine process; its steps land in `log`. Blocks until it serves. Raises `EngineError`."""
 
     def __init__(self, side: Side, gpus: bool, log: Path, seed: int = 0) -> None:
         self.side, self._log, self._read = side, log, 0
         self._dice = random.Random(seed)
         self._serial = itertools.count()
         here = dict(os.environ)
-        os.environ.update(side.environment | {names.STEPS: str(log)})
+        os.environ.update(side.environment | {plugin.STEPS: str(log)})
         try:
             self._llm, _ = start.build(side.args, gpus)
         except Exception as error:
@@ -113,8 +107,7 @@ class Measured:
         self._longest = tokens
 
     async def sweep(self, seconds: float) -> None:
-        """Traffic of 1, 2, 4, ... clients, up to as many as the engine has sequences. Raises
-        `EngineError`."""
+        """Traffic of 1, 2, 4, ... clients, up to the engine's sequences. Raises `EngineError`."""
         levels = [2**n for n in range(self._most.bit_length()) if 2**n < self._most] + [self._most]
         for clients in levels:
             await self.traffic(clients, seconds / len(levels))
@@ -212,9 +205,8 @@ class Measured:
 
 def _step(found: dict[str, Any]) -> Step:
     prefill = tuple((new, before) for new, before in found["prefill"])
-    return Step(
-        found["began"], found["ended"], Work(prefill, found["decodes"], found["decode_context"])
-    )
+    work = Work(prefill, found["decodes"], found["decode_context"])
+    return Step(found["began"], found["ended"], work)
 
 
 async def alone(engine: Measured, seconds: float) -> Predictor:
@@ -318,9 +310,8 @@ def _apart_and_beside(
     of their time."""
     begins = [step.began for step in rollout]
     shares = [(_overlap(step, rollout, begins), step) for step in online]
-    return [(s, step) for s, step in shares if s <= ALONE], [
-        (s, step) for s, step in shares if s >= BESIDE
-    ]
+    apart = [(share, step) for share, step in shares if share <= ALONE]
+    return apart, [(share, step) for share, step in shares if share >= BESIDE]
 
 
 def _overlap(step: Step, others: list[Step], begins: list[float]) -> float:

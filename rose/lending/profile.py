@@ -30,7 +30,7 @@ import psutil
 from rose import config as configuration
 from rose import models
 from rose.config import Config, ConfigError
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.engine.start import EngineError
 from rose.files import write_whole
 from rose.lending import settings
@@ -150,7 +150,7 @@ def measure(
     gpus = config.cluster.gpus > 0
     # both as on a shared device: KV caches of that layout, though here each keeps its own
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
-    os.environ.pop(names.FOLDER, None)  # an engine that finds boards asks before each step
+    os.environ.pop(plugin.FOLDER, None)  # an engine that finds boards asks before each step
     say("importing vLLM")
     start.preload()
     found = fingerprint(config, model)

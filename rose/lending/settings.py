@@ -53,8 +53,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
-    """The run's stored configuration with `arguments` over it. Raises `ConfigError` naming the key
-    or the file."""
+    """The run's stored configuration with `arguments` over it. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
     try:
         tree = json.loads(path.read_text())
@@ -64,21 +63,18 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         if not key.startswith(MAY_DIFFER) or key in FIXED:
             raise ConfigError(
                 f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
-                "serving.*, cluster.*, observe.*, model.path and transfer.relay, "
-                "relay_token_file, threads, stage_gib, stage_device_gib, verify_every and "
-                "load_timeout_s"
+                "serving.*, cluster.*, observe.*, model.path and transfer.relay, relay_token_file, "
+                "threads, stage_gib, stage_device_gib, verify_every and load_timeout_s"
             )
         _set(tree, key, value, str(path))
         if key == "model.path" and tree["model"]["source"] == "hub":
-            tree["model"]["source"] = (
-                "folder"  # a copy that this node has, in place of the snapshot in the run's cache
-            )
+            # a copy that this node has, in place of the snapshot in the run's cache
+            tree["model"]["source"] = "folder"
     return configuration.from_dict(tree)
 
 
 def of_server(arguments: list[str]) -> Serving:
-    """The section for an online server: the defaults with the `serving.*` of `arguments` over them.
-    Raises `ConfigError` naming the key."""
+    """The defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
     tree = {"serving": yaml.safe_load(DEFAULTS.read_text())}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
@@ -87,8 +83,7 @@ def of_server(arguments: list[str]) -> Serving:
 
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Sections under MAY_BE_NULL take any key here: the conversion names the wrong ones, and the
-    right ones."""
+    """Sections under MAY_BE_NULL take any key here: the conversion names wrong and right ones."""
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):

@@ -1,12 +1,11 @@
-"""The report's table of a mixture: what each environment learned. A run with one environment has
-none."""
+"""The report's table of a mixture: what each environment learned; none of a single environment."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import Any
 
-from rose.observe import series
+from rose.observe import series, shell
 
 COLUMNS = (
     ("success", "{:.1%}"),
@@ -29,38 +28,27 @@ TITLES = (
 def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     """`evals` and `steps` are rows of metrics.jsonl. Means are over the last fifth of the steps,
     each counted alike."""
-    names = sorted(
-        {
-            key.split("/", 1)[1]
-            for row in (*evals, *steps)
-            for key in row
-            if key.startswith(("eval_n/", "trajectories/"))
-        }
-    )
+    keys = {key for row in (*evals, *steps) for key in row}
+    found = sorted(key for key in keys if key.startswith(("eval_n/", "trajectories/")))
+    names = sorted({key.split("/", 1)[1] for key in found})
     if not names:
         return ""
-    head = "".join(f"<th scope=col>{title}</th>" for title in TITLES)
-    body = "".join(
-        f"<tr><th scope=row>{escape(name)}</th>{_cells(name, evals, steps)}</tr>" for name in names
-    )
     return (
         "<p>By environment; success to response tokens are of the training episodes of the last "
-        "fifth of the steps.</p><div "
-        f"class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+        "fifth of the steps.</p>"
+    ) + shell.table(TITLES, [[escape(name), *_cells(name, evals, steps)] for name in names])
 
 
-def _cells(name: str, evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
+def _cells(name: str, evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[str]:
     last = steps[-max(1, len(steps) // 5) :]
     means = [(series.mean_of(last, f"{key}/{name}"), form) for key, form in COLUMNS]
     held_out = series.evaluations([_of(name, row) for row in evals])
-    words = [
+    return [
         f"{sum(row.get(f'trajectories/{name}') or 0 for row in steps):,}",
         *("–" if value is None else form.format(value) for value, form in means),
         _rate(held_out[:1]),
         _rate(held_out[1:][-1:]),
     ]
-    return "".join(f"<td>{word}</td>" for word in words)
 
 
 def _of(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -72,10 +60,7 @@ def _of(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def _rate(found: list[dict[str, Any]]) -> str:
     """With its Wilson 95% interval; of at most one evaluation."""
-    return (
-        "".join(
-            f"{e['rate']:.1%} ({e['low']:.0%} to {e['high']:.0%}, {e['successes']} of {e['n']})"
-            for e in found
-        )
-        or "–"
-    )
+    if not found:
+        return "–"
+    e = found[0]
+    return f"{e['rate']:.1%} ({e['low']:.0%} to {e['high']:.0%}, {e['successes']} of {e['n']})"

@@ -1,5 +1,4 @@
-"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the
-same for TensorBoard.
+"""The run's numbers: a JSON line per step, evaluation, fault or borrowed rank; and TensorBoard.
 
 A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its
 values. metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of
@@ -26,9 +25,7 @@ EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and
 
 class MetricsWriter:
     """Appends rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`.
-
-    Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
-    """
+    Opening an existing file drops a last line that a crash tore. Only the coordinator writes."""
 
     def __init__(self, run_dir: Path | str, tensorboard: bool):
         self.path = Path(run_dir) / FILE
@@ -39,8 +36,7 @@ class MetricsWriter:
         self._file = self.path.open("ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row, on disk when this returns. `values` may override `kind` and `time`; NaN becomes
-        null."""
+        """One row, on disk on return. `values` may have `kind` and `time`; NaN becomes null."""
         row = {"kind": "step", "step": step, "time": time.time(), **values}
         self._file.write(_encode(row))
         self._file.flush()
@@ -49,16 +45,12 @@ class MetricsWriter:
             self._board.write(row)
 
     def truncate(self, after_step: int) -> None:
-        """Forget steps and evaluations later than `after_step`, which a resumed run makes again.
-
-        Faults and what befell borrowed ranks stay: they happened. Atomic: a crash leaves the old
-        file or the new one.
-        """
+        """Forget steps and evaluations later than `after_step`, which a resumed run makes again;
+        faults and what befell borrowed ranks stay. A crash leaves the old file or the new one."""
         self._file.close()
         rows = read_metrics(self.path.parent)
-        _replace(
-            self.path, [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step]
-        )
+        kept = [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step]
+        _replace(self.path, kept)
         self._file = self.path.open("ab")
         if self._board:
             self._board.restart(after_step + 1)
@@ -70,11 +62,10 @@ class MetricsWriter:
 
 
 class TensorBoard:
-    """Numbers as TensorBoard scalars through TensorBoard's own writer: `train/loss`,
-    `eval/success`, ..."""
+    """TensorBoard scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
 
     def __init__(self, folder: Path):
-        # half a second: only where it is wanted
+        # These imports take half a second: only where it is wanted.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -91,17 +82,13 @@ class TensorBoard:
             for key, number in row.items()
             if key not in ("step", "time") and _is_number(number)
         ]
-        self._add(
-            step=row["step"], wall_time=row["time"], summary=self._summary.Summary(value=scalars)
-        )
+        summary = self._summary.Summary(value=scalars)
+        self._add(step=row["step"], wall_time=row["time"], summary=summary)
 
     def restart(self, step: int) -> None:
         """TensorBoard's own way to say that everything from `step` on is made again."""
-        self._add(
-            step=step,
-            wall_time=time.time(),
-            session_log=self._events.SessionLog(status=self._events.SessionLog.START),
-        )
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._add(step=step, wall_time=time.time(), session_log=start)
 
     def close(self) -> None:
         self._writer.close()
@@ -122,14 +109,12 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Rows of `kind` by step, the last one written for each step."""
-    return [
-        row for _, row in sorted({row["step"]: row for row in rows if row["kind"] == kind}.items())
-    ]
+    last = {row["step"]: row for row in rows if row["kind"] == kind}
+    return [last[step] for step in sorted(last)]
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    # numpy scalars and arrays
-    return msgspec.json.encode(row, enc_hook=lambda value: value.tolist()) + b"\n"
+    return msgspec.json.encode(row, enc_hook=lambda numpy: numpy.tolist()) + b"\n"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,8 @@
-"""Spans, instants and counters of one rank, as JSON lines in
-`<run>/events/<attempt>/<role>-<rank>.jsonl`.
+"""Spans, instants and counters of a rank: JSON lines in RUN/events/ATTEMPT/ROLE-RANK.jsonl.
 
 Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks
 that differ between machines. Lines are flushed about each second and at `close`: a crash loses at
-most that, and a full disk what it refuses; who must keep something tells of it.
+most that, and a full disk what it refuses.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class NullRecorder:
 
     @contextmanager
     def timed(self, name: str, /, **args: Any) -> Iterator[dict[str, Any]]:
-        """Records the block as a span, also when it raises; yields the args, to be added to
-        inside."""
+        """Records the block as a span, also when it raises; yields the args, to be added to."""
         start = time.time()
         try:
             yield args
@@ -99,8 +97,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """Everything that one rank recorded in one attempt. `events` are the lines, in the order
-    written."""
+    """What one rank recorded in one attempt. `events` are the lines, in the order written."""
 
     rank: int
     role: str

@@ -1,21 +1,25 @@
 """`<run_dir>/report.html`: the run in one file. Its text, tables and configuration are written here
-as HTML, its figures are drawn by the scripts in page/."""
+as HTML, its figures are drawn by the scripts in page/. `build_views` makes all that is made of a
+run's files once an attempt has ended."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rose.config import Observe
 from rose.files import write_whole
 from rose.observe import lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
-from rose.observe.shell import figure, figures, section
-from rose.observe.stats import difference_interval
+from rose.observe.series import difference_interval
+from rose.observe.shell import figure, figures, section, table
 from rose.observe.timeline import build_timeline
+from rose.observe.trace import build_trace
 
 FILE = "report.html"
 MAX_TABLE_ROWS = 200
@@ -39,12 +43,10 @@ def build_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
     steps, faults = rows_of(rows, "step"), [row for row in rows if row["kind"] == "fault"]
-    borrowed = [
-        row for row in rows if row["kind"] == "worker" or row.get("what") == "borrowed rank lost"
-    ]
+    lost = "borrowed rank lost"
+    borrowed = [row for row in rows if row["kind"] == "worker" or row.get("what") == lost]
     evals = series.evaluations(rows_of(rows, "eval"))
-    config = _config(run_dir)
-    timeline = build_timeline(run_dir)
+    config, timeline = _config(run_dir), build_timeline(run_dir)
     data = {
         "curves": series.curves(steps),
         "engines": series.curves_by(steps, "tokens_per_s"),
@@ -54,44 +56,33 @@ def build_report(run_dir: Path | str) -> Path:
         "lengths": series.length_histogram(steps),
         "timeline": timeline,
     }
-    body = "\n\n".join(
-        (
-            section("Result", _result(evals) + members.html(rows_of(rows, "eval"), steps)),
-            section("Learning", figures("success", "reward")),
-            section(
-                "Where the time goes", figure("phases") + figure("timeline") + figure("throughput")
-            ),
-            section("Responses", figures("lengths", "tokens")),
-            section("Optimisation", figures(*_optimisation(steps))),
-            *_rewards(steps),
-            section("Borrowed ranks", _borrowed(borrowed, steps) + lenders.html(run_dir)),
-            section("Faults", _faults(faults, steps)),
-            section("Details", _details(steps, config)),
-        )
-    )
-    scripts = [
-        (files("rose.observe") / "page" / name).read_text()
-        for name in ("figures.js", "timeline.js")
-    ]
+    times = figure("phases") + figure("timeline") + figure("throughput")
+    sections = {
+        "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
+        "Learning": figures("success", "reward"),
+        "Where the time goes": times,
+        "Responses": figures("lengths", "tokens"),
+        "Optimisation": figures(*_optimisation(steps)),
+        **_rewards(steps),
+        "Borrowed ranks": _borrowed(borrowed, steps) + lenders.html(run_dir),
+        "Faults": _faults(faults, steps),
+        "Details": _details(steps, config),
+    }
+    body = "\n\n".join(section(title, content) for title, content in sections.items())
+    own = files("rose.observe") / "page"
+    scripts = [(own / name).read_text() for name in ("figures.js", "timeline.js")]
+    name, facts = run_dir.resolve().name, _facts(steps, timeline)
+    html = shell.page("training", name, _subtitle(config, rows), facts, body, data, scripts)
     path = run_dir / FILE
-    html = shell.page(
-        "training",
-        run_dir.resolve().name,
-        _subtitle(config, rows),
-        _facts(steps, timeline),
-        body,
-        data,
-        scripts,
-    )
     write_whole(path, html.encode())
     return path
 
 
-def _rewards(steps: list[dict[str, Any]]) -> list[str]:
+def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
     """A section about the scoring of episodes, where a pool of workers did it."""
     scored = [row for row in steps if "reward_wait_s_mean" in row]
     if not scored:
-        return []
+        return {}
     rollout_s = sum((row.get("time_rollout") or 0) + (row.get("time_idle") or 0) for row in scored)
     waited_s = sum(row["time_reward_wait"] for row in scored)
     counted = (
@@ -102,21 +93,28 @@ def _rewards(steps: list[dict[str, Any]]) -> list[str]:
     means = "; ".join(f"{name} {series.mean_of(scored, key) or 0:.3g} s" for name, key in counted)
     failed = sum(row["reward_failures"] for row in scored)
     late = sum(row["reward_timeouts"] for row in scored)
-    return [
-        section(
-            "Rewards",
-            f"<p>On average {means}. Only scores were missing for "
-            f"{waited_s / max(rollout_s, 1e-9):.1%} of the rollouts' time. Episodes without a "
-            f"score, which were replaced: {failed:,}. Answers that used their time up: "
-            f"{late:,}.</p>",
-        )
-    ]
+    return {
+        "Rewards": f"<p>On average {means}. Only scores were missing for "
+        f"{waited_s / max(rollout_s, 1e-9):.1%} of the rollouts' time. Episodes without a score, "
+        f"which were replaced: {failed:,}. Answers that used their time up: {late:,}.</p>"
+    }
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
     """Figures of that section; one of a reference only where the run has one."""
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
     return ["mismatch", "ratio", "entropy", "grad", "equal", *reference]
+
+
+def build_views(observe: Observe, run_dir: Path) -> None:
+    """Trace and report, as conf/observe asks for them. One that finds no room is named on stderr:
+    how the run ended matters more."""
+    for wanted, make in ((observe.trace, build_trace), (observe.report, build_report)):
+        try:
+            if wanted:
+                make(run_dir)
+        except OSError as error:
+            print(f"not written: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
@@ -158,31 +156,23 @@ def _result(evals: list[dict[str, Any]]) -> str:
     """Held-out success before and after, with intervals."""
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
-    chosen = [("Before training", evals[0])] + (
-        [("After training", evals[-1])] if len(evals) > 1 else []
-    )
-    body = "".join(
-        f"<tr><th scope=row>{label} <span class=muted>(step "
-        f"{e['step']})</span></th><td>{e['rate']:.1%}</td>"
-        f"<td>{e['low']:.1%} to {e['high']:.1%}</td><td>{e['successes']} of {e['n']}</td>"
-        f"<td>{_number(e['reward'], '{:.3f}')}</td></tr>"
-        for label, e in chosen
-    )
+    chosen = {"Before training": evals[0]} | ({"After training": evals[-1]} if evals[1:] else {})
+    rows = [
+        [
+            f"{label} <span class=muted>(step {e['step']})</span>",
+            f"{e['rate']:.1%}",
+            f"{e['low']:.1%} to {e['high']:.1%}",
+            f"{e['successes']} of {e['n']}",
+            _number(e["reward"], "{:.3f}"),
+        ]
+        for label, e in chosen.items()
+    ]
     if len(chosen) == 2:
-        (a, b) = evals[0], evals[-1]
+        a, b = evals[0], evals[-1]
         low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
-        body += (
-            "<tr class=total><th "
-            f"scope=row>Difference</th><td>{_points(b['rate'] - a['rate'])}</td>"
-            f"<td>{_points(low)} to {_points(high)}</td><td></td><td></td></tr>"
-        )
-    return (
-        "<div class=scroll><table><thead><tr><th scope=col>Held-out tasks</th><th "
-        "scope=col>Success</th>"
-        "<th scope=col>95% interval</th><th scope=col>Solved</th><th scope=col>Mean "
-        "reward</th></tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )
+        gain = ("Difference", _points(b["rate"] - a["rate"]), f"{_points(low)} to {_points(high)}")
+        rows.append([*(f"<b>{cell}</b>" for cell in gain), "", ""])
+    return table(("Held-out tasks", "Success", "95% interval", "Solved", "Mean reward"), rows)
 
 
 def _points(difference: float) -> str:
@@ -203,57 +193,45 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         ("invalid tool calls", "invalid_calls"),
         ("truncated responses", "truncated"),
     )
-    text = (
-        "<p>Over all steps: "
-        + "; ".join(
-            f"{name} {int(sum(row.get(key) or 0 for row in steps)):,}" for name, key in counted
-        )
-        + ".</p>"
-    )
-    return text + (_happened(faults) or '<p class="empty">No fault was recorded.</p>')
+    sums = {name: int(sum(row.get(key) or 0 for row in steps)) for name, key in counted}
+    text = "; ".join(f"{name} {count:,}" for name, count in sums.items())
+    happened = _happened(faults) or '<p class="empty">No fault was recorded.</p>'
+    return f"<p>Over all steps: {text}.</p>{happened}"
 
 
 def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     """What borrowed ranks gave, then each that came or went."""
     if not rows:
         return '<p class="empty">No serving rank joined this run.</p>'
-    tokens = [
-        (row.get("tokens_per_s") or 0)
-        * ((row.get("time_rollout") or 0) + (row.get("time_idle") or 0))
-        for row in steps
-    ]
-    lent = sum(
-        n * (row.get("borrowed_token_share") or 0) for n, row in zip(tokens, steps, strict=False)
-    )
-    share = lent / sum(tokens) if sum(tokens) else 0.0
+    lent = made = 0.0
+    for row in steps:
+        seconds = (row.get("time_rollout") or 0) + (row.get("time_idle") or 0)
+        tokens = (row.get("tokens_per_s") or 0) * seconds
+        lent += tokens * (row.get("borrowed_token_share") or 0)
+        made += tokens
+    share = lent / made if made else 0.0
     return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
 
 
 def _happened(rows: list[dict[str, Any]]) -> str:
     """The latest of them as a table; "" of none."""
-    if not rows:
-        return ""
-    body = "".join(
-        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(f['time']))}</td><td>{f['step']}</td>"
-        f"<td>{escape(str(f.get('what', '')))}</td><td "
-        f"class=text>{escape(str(f.get('detail', ''))[:1000])}</td></tr>"
+    cells = [
+        [
+            time.strftime("%H:%M:%S", time.localtime(f["time"])),
+            str(f["step"]),
+            escape(str(f.get("what", ""))),
+            escape(str(f.get("detail", ""))[:1000]),
+        ]
         for f in rows[-MAX_TABLE_ROWS:]
-    )
+    ]
     more = len(rows) - MAX_TABLE_ROWS
     note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
-    return (
-        "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
-        "scope=col>Step</th><th scope=col>What</th><th "
-        f"scope=col>Detail</th></tr></thead><tbody>{body}</tbody></table></div>{note}"
-    )
+    return table(("Time", "Step", "What", "Detail"), cells, listed=True) + note
 
 
 def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:
-    tree = (
-        escape(json.dumps(config, indent=2, ensure_ascii=False))
-        if config
-        else "No config.json in the folder."
-    )
+    tree = escape(json.dumps(config, indent=2, ensure_ascii=False))
+    tree = tree if config else "No config.json in the folder."
     return (
         f"<details><summary>Numbers of every step</summary>{_step_table(steps)}</details>\n"
         f"<details><summary>Resolved configuration</summary><pre>{tree}</pre></details>"
@@ -263,13 +241,6 @@ def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:
 def _step_table(steps: list[dict[str, Any]]) -> str:
     """The figures' numbers for those who prefer a table; evenly thinned in long runs."""
     stride = max(1, -(-len(steps) // MAX_TABLE_ROWS))
-    head = "".join(f"<th scope=col>{title}</th>" for _, title, _ in COLUMNS)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{_number(row.get(key), form)}</td>" for key, _, form in COLUMNS)
-        + "</tr>"
-        for row in steps[::stride]
-    )
+    cells = [[_number(row.get(key), form) for key, _, form in COLUMNS] for row in steps[::stride]]
     note = f"<p class=muted>Every {stride}th step; metrics.jsonl has all.</p>" if stride > 1 else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div class=scroll>{table}</div>{note}"
+    return table([title for _, title, _ in COLUMNS], cells) + note

@@ -1,11 +1,12 @@
-"""From rows of metrics.jsonl to the bounded amounts of numbers that the report draws."""
+"""From rows of metrics.jsonl to the bounded amounts of numbers that the report draws, and intervals
+for success rates: Wilson's for one rate, Newcombe's for a difference of two."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from rose.observe.stats import wilson_interval
-
+Z_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal
 MAX_POINTS = 400  # of a curve: more than a figure of 600 px can show
 MAX_BARS = 120
 MAX_BINS = 24
@@ -28,6 +29,29 @@ CURVES = (
 PHASES = ("rollout", "train", "sync", "idle")
 
 
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) when nothing was
+    tried. Raises ValueError unless 0 <= successes <= n."""
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes={successes} of n={n}: needs 0 <= successes <= n")
+    if n == 0:
+        return 0.0, 1.0
+    rate, square = successes / n, Z_95 * Z_95
+    center = (rate + square / (2 * n)) / (1 + square / n)
+    half = Z_95 / (1 + square / n) * math.sqrt(rate * (1 - rate) / n + square / (4 * n * n))
+    low = 0.0 if successes == 0 else center - half
+    return low, 1.0 if successes == n else center + half
+
+
+def difference_interval(before: tuple[int, int], after: tuple[int, int]) -> tuple[float, float]:
+    """95% interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998,
+    method 10)."""
+    p1, p2 = before[0] / before[1], after[0] / after[1]
+    (l1, u1), (l2, u2) = wilson_interval(*before), wilson_interval(*after)
+    gain = p2 - p1
+    return gain - math.hypot(p2 - l2, u1 - p1), gain + math.hypot(u2 - p2, p1 - l1)
+
+
 def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
     """Mean over the rows that have a number there, to five significant digits; None if none has."""
     values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
@@ -41,8 +65,7 @@ def buckets(rows: list[dict[str, Any]], limit: int) -> list[list[dict[str, Any]]
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every curve over the steps: {"x": [...], name: [number or null, ...]}; long runs as means of
-    neighbours."""
+    """{"x": [...], name: [number or null, ...]} over the steps; of long runs neighbours' means."""
     parts = buckets(steps, MAX_POINTS)
     found = {key: [mean_of(part, key) for part in parts] for key in CURVES}
     return {"x": [mean_of(part, "step") for part in parts]} | {
@@ -51,11 +74,9 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine,
-    success of each member of a mixture."""
-    names = sorted(
-        {each for row in steps for each in row if each.startswith(f"{key}/")}, key=_natural
-    )
+    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine."""
+    found = {each for row in steps for each in row if each.startswith(f"{key}/")}
+    names = sorted(found, key=natural)
     parts = buckets(steps, max(50, min(MAX_POINTS, 40_000 // max(1, len(names)))))
     return {
         "x": [mean_of(part, "step") for part in parts],
@@ -65,8 +86,7 @@ def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds per phase and step (means of neighbours in long runs); `other` is what no phase
-    accounts for."""
+    """Seconds per phase and step (means of neighbours in long runs); `other`: of no phase."""
     bars = []
     for part in buckets(steps, MAX_BARS):
         bar = {phase: mean_of(part, f"time_{phase}") or 0.0 for phase in PHASES}
@@ -76,8 +96,7 @@ def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out evaluations with rate and Wilson 95% interval; those without episodes are left
-    out."""
+    """Held-out evaluations that have episodes, with rate and Wilson 95% interval."""
     result = []
     for row in rows:
         n = int(row.get("eval_n") or 0)
@@ -85,36 +104,23 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         successes = int(row.get("eval_successes", round((row.get("eval_success") or 0.0) * n)))
         low, high = wilson_interval(successes, n)
-        result.append(
-            {
-                "step": row["step"],
-                "n": n,
-                "successes": successes,
-                "rate": successes / n,
-                "low": low,
-                "high": high,
-                "reward": row.get("eval_reward"),
-            }
-        )
+        rates = {"rate": successes / n, "low": low, "high": high, "reward": row.get("eval_reward")}
+        result.append({"step": row["step"], "n": n, "successes": successes} | rates)
     return result
 
 
 def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Shares of responses per length bin, first fifth of the steps against the last fifth (of one
-    step: that)."""
+    """Shares of responses per length bin, first fifth of the steps against the last fifth."""
     rows = [row for row in steps if row.get("response_hist")]
     if not rows:
         return None
     fifth = max(1, len(rows) // 5)
     edges = _edges(rows)
-    sides = [rows[:fifth], rows[-fifth:]] if len(rows) > 1 else [rows]
-    return {
-        "edges": edges,
-        "sides": [
-            {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)}
-            for side in sides
-        ],
-    }
+    sides = [
+        {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)}
+        for side in ([rows[:fifth], rows[-fifth:]] if len(rows) > 1 else [rows])
+    ]
+    return {"edges": edges, "sides": sides}
 
 
 def _edges(rows: list[dict[str, Any]]) -> list[float]:
@@ -142,6 +148,7 @@ def _shares(rows: list[dict[str, Any]], edges: list[float]) -> list[float]:
     return [round(count / total, 5) for count in counts]
 
 
-def _natural(name: str) -> tuple:
+def natural(name: str) -> tuple[str, int]:
+    """A key by which engine-10 comes after engine-9."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)

@@ -1,5 +1,4 @@
-"""What every report page is around its sections: one HTML file that opens offline, in any browser,
-in light and dark.
+"""What every report page is around its sections: one HTML file that opens offline, light and dark.
 
 Text and tables come as HTML; the figures are drawn by the page's scripts from numbers embedded in
 the file. A content security policy forbids the page every network access.
@@ -7,7 +6,7 @@ the file. A content security policy forbids the page every network access.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -49,19 +48,36 @@ def page(
 
 def embed(data: Any) -> str:
     """JSON that can stand inside a <script> whatever strings are in it."""
-    return (
-        msgspec.json.encode(data)
-        .decode()
-        .replace("<", "\\u003c")
-        .replace("\u2028", " ")
-        .replace("\u2029", " ")
-    )
+    text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    return text.replace("\u2028", " ").replace("\u2029", " ")
 
 
 def section(title: str, body: str) -> str:
     """HTML of one section, its heading `title`."""
     name = title.lower().replace(" ", "-")
     return f'<section aria-labelledby="{name}">\n<h2 id="{name}">{title}</h2>\n{body}\n</section>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], listed: bool = False) -> str:
+    """A table that scrolls by itself; cells are HTML. The first cell of a row is its title, but in
+    a list of events, `listed`, whose last cells are long text. "" without rows."""
+    body = "".join(f"<tr>{_cells(row, listed)}</tr>" for row in rows)
+    titles = "".join(f"<th scope=col>{title}</th>" for title in head)
+    kind = " class=list" if listed else ""
+    content = f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody>"
+    return f"<div class=scroll><table{kind}>{content}</table></div>" if body else ""
+
+
+def _cells(row: Sequence[str], listed: bool) -> str:
+    if listed:
+        return "".join(f"<td>{cell}</td>" for cell in row[:-1]) + f"<td class=text>{row[-1]}</td>"
+    return f"<th scope=row>{row[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in row[1:])
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
 def figures(*names: str) -> str:

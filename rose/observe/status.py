@@ -1,5 +1,4 @@
-"""What the run does right now, in `<run_dir>/live.json`: written by the coordinator, read by the
-terminal."""
+"""What the run does now, in `<run_dir>/live.json`: the coordinator writes, the terminal reads."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ FILE = "live.json"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One rollout engine: tokens per second lately, requests running and waiting, policy
-    version."""
+    """One rollout engine: recent tokens per second, requests running and waiting, its version."""
 
     tokens_per_s: float = 0.0
     running: int = 0
@@ -25,8 +23,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """`phase` is one of starting, evaluating, rollout, train, sync, done; times are wall clock,
-    seconds."""
+    """`phase`: starting, evaluating, rollout, train, sync, done. Times: wall clock, seconds."""
 
     phase: str = "starting"
     step: int = 0

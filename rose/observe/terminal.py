@@ -1,14 +1,12 @@
-"""The run in the terminal, from its files alone: live while it runs, a table and a curve when it
-has ended.
+"""The run in the terminal: live while it runs, a table and a curve when it has ended.
 
-Follows metrics.jsonl and live.json, so it may start late, die and start again without the run
-noticing.
+Follows metrics.jsonl and live.json, so it may start late, die and start again unnoticed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rose.observe import report, series
-from rose.observe.metrics import read_metrics, rows_of
-from rose.observe.stats import difference_interval
+from rose.observe.metrics import EVENTS, read_metrics, rows_of
+from rose.observe.series import difference_interval
 from rose.observe.status import Status, read_status
 
 POLL_SECONDS = 0.25
@@ -33,11 +31,8 @@ BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
-    """Show the run until `stop()`: a live display on a terminal, else one line per step, evaluation
-    or fault.
-
-    `stop` is asked about four times a second; what was written before it says yes is still shown.
-    """
+    """Show the run until `stop()`, asked about four times a second: a live display on a terminal,
+    else a line per step, evaluation or fault. What was written before the end is still shown."""
     if console.is_terminal:
         _follow_live(Path(run_dir), stop, console)
     else:
@@ -45,8 +40,7 @@ def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> N
 
 
 def say(console: Console, text: str, label: str = "", style: str | None = None) -> None:
-    """Print `text` as it stands, whatever brackets and however long lines it has, after `label`
-    (rich markup)."""
+    """Print `text` as it stands, whatever brackets and lines it has, after `label` (markup)."""
     if label:
         console.print(label, end=" ")
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
@@ -68,34 +62,30 @@ def show(console: Console, table: Table) -> None:
 
 def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
     shown = 0
-    stopped = False
-    while not stopped:
-        stopped = stop()
-        rows = read_metrics(run_dir)
-        shown = min(shown, len(rows))  # a resume cuts the file back
-        for row in rows[shown:]:
-            say(console, describe(row, _steps(run_dir)))
+    for _ in _polls(stop):
+        rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
+        for row in rows[min(shown, len(rows)) :]:  # a resume cuts the file back
+            say(console, describe(row, status.steps))
         shown = len(rows)
-        if not stopped:
-            time.sleep(POLL_SECONDS)
 
 
-def _steps(run_dir: Path) -> int:
-    status = read_status(run_dir)
-    return status.steps if status else 0
+def _polls(stop: Callable[[], bool]) -> Iterator[None]:
+    """A turn every POLL_SECONDS, and one after `stop()`."""
+    while not stop():
+        yield
+        time.sleep(POLL_SECONDS)
+    yield
 
 
 def describe(row: dict[str, Any], steps: int) -> str:
     """One row of the metrics as one line of text."""
-    if row["kind"] == "fault":
-        return f"step {row['step']}: fault: {row.get('what', '')}: {row.get('detail', '')}"
-    if row["kind"] == "worker":
-        return f"step {row['step']}: {row.get('what', '')}: {row.get('detail', '')}"
+    if row["kind"] in EVENTS:
+        fault = "fault: " if row["kind"] == "fault" else ""
+        return f"step {row['step']}: {fault}{row.get('what', '')}: {row.get('detail', '')}"
     if row["kind"] == "eval":
         found = series.evaluations([row])
-        return f"step {row['step']}: held-out " + (
-            f"success {_rate(found[0])}" if found else "set is empty"
-        )
+        held_out = f"success {_rate(found[0])}" if found else "set is empty"
+        return f"step {row['step']}: held-out {held_out}"
     parts = [
         f"{name} {form.format(row[key])}"
         for name, key, form in (
@@ -121,15 +111,9 @@ def _rate(evaluation: dict[str, Any]) -> str:
 
 def _follow_live(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
     with Live(console=console, refresh_per_second=4, transient=True, auto_refresh=False) as live:
-        stopped = False
-        while not stopped:
-            stopped = stop()
-            live.update(
-                screen(run_dir.name, read_status(run_dir) or Status(), read_metrics(run_dir)),
-                refresh=True,
-            )
-            if not stopped:
-                time.sleep(POLL_SECONDS)
+        for _ in _polls(stop):
+            status = read_status(run_dir) or Status()
+            live.update(screen(run_dir.name, status, read_metrics(run_dir)), refresh=True)
 
 
 def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
@@ -144,27 +128,19 @@ def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
         parts += [Text(), *map(Text, curve(values, 56, 4))]
-    parts += [
-        Text(describe(row, status.steps), style="red") for row in rows if row["kind"] == "fault"
-    ][-3:]
-    return Panel(
-        Group(*parts),
-        title=Text(f" ROSE · {name} ", style="bold"),
-        title_align="left",
-        border_style="blue",
-        padding=(0, 1),
-    )
+    faults = [row for row in rows if row["kind"] == "fault"]
+    parts += [Text(describe(row, status.steps), style="red") for row in faults[-3:]]
+    title = Text(f" ROSE · {name} ", style="bold")
+    look = {"title_align": "left", "border_style": "blue", "padding": (0, 1)}
+    return Panel(Group(*parts), title=title, **look)
 
 
 def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
     elapsed = max(0.0, time.time() - status.started) if status.started else 0.0
     per_step = series.mean_of(steps[-ETA_STEPS:], "time_step")
     done = steps[-1]["step"] if steps else 0
-    eta = (
-        f"{_clock(per_step * (status.steps - done))} left"
-        if per_step and status.steps > done
-        else ""
-    )
+    left = (per_step or 0) * (status.steps - done)
+    eta = f"{_clock(left)} left" if left > 0 else ""
     line = Table.grid(padding=(0, 2))
     line.add_row(
         Text(f"step {status.step}/{status.steps or '?'}", style="bold"),
@@ -210,17 +186,13 @@ def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-    )
+    hours = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+    return f"{hours}:{rest:02}"
 
 
 def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
     """Rates in [0, 1] over their index as `height` lines with an axis; braille dots, or `*` if not
-    `dots`.
-
-    `width` and `height` are in characters, each of 2 by 4 dots.
-    """
+    `dots`. `width` and `height` are in characters, each of 2 by 4 dots."""
     columns, rows = 2 * width, 4 * height
     cells = [[0] * width for _ in range(height)]
     previous = None
@@ -242,26 +214,19 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after with 95% intervals, success over the steps, and where the
-    report is."""
+    """Held-out success before and after, success over the steps, and where the report is."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
         console.print(_result(evals))
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
-        utf = "utf" in (console.encoding or "").lower()
-        for line in [
-            "",
-            "Success of the training episodes",
-            *curve(values, min(60, console.width - 8), 6, dots=utf),
-        ]:
-            say(console, line, style="blue" if "│" in line or "┤" in line else None)
+        utf, width = "utf" in (console.encoding or "").lower(), min(60, console.width - 8)
+        say(console, "\nSuccess of the training episodes")
+        for line in curve(values, width, 6, dots=utf):
+            say(console, line, style="blue" if utf else None)
         first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
-        console.print(
-            f"      {first}{last:>{max(1, min(60, console.width - 8) - len(first))}}",
-            highlight=False,
-        )
+        say(console, f"      {first}{last:>{max(1, width - len(first))}}")
     path = Path(run_dir) / report.FILE
     if path.exists():
         say(console, f"\nReport: {path}")
@@ -272,25 +237,14 @@ def _result(evals: list[dict[str, Any]]) -> Table:
     table.add_column("")
     for name in ("success", "95% interval", "solved"):
         table.add_column(name, justify="right")
-    before, after = evals[0], evals[-1]
-    chosen = [("before", before), ("after", after)] if len(evals) > 1 else [("before", before)]
-    for label, e in chosen:
-        table.add_row(
-            f"{label} (step {e['step']})",
-            f"{e['rate']:.1%}",
-            f"{e['low']:.1%} to {e['high']:.1%}",
-            f"{e['successes']} of {e['n']}",
-        )
-    if len(chosen) == 2:
-        low, high = difference_interval(
-            (before["successes"], before["n"]), (after["successes"], after["n"])
-        )
-        gain = after["rate"] - before["rate"]
-        table.add_row(
-            "difference",
-            f"{100 * gain:+.1f} pp",
-            f"{100 * low:+.1f} to {100 * high:+.1f} pp",
-            "",
-            style="bold",
-        )
+    a, b = evals[0], evals[-1]
+    for label, e in (("before", a), ("after", b))[: len(evals)]:
+        interval = f"{e['low']:.1%} to {e['high']:.1%}"
+        solved = f"{e['successes']} of {e['n']}"
+        table.add_row(f"{label} (step {e['step']})", f"{e['rate']:.1%}", interval, solved)
+    if len(evals) > 1:
+        low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
+        gain = f"{100 * (b['rate'] - a['rate']):+.1f} pp"
+        interval = f"{100 * low:+.1f} to {100 * high:+.1f} pp"
+        table.add_row("difference", gain, interval, "", style="bold")
     return table

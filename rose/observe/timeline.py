@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rose.observe.recorder import RankEvents, read_events
+from rose.observe.series import natural
 from rose.observe.trace import Span, assign_lanes, spans_of
 
 MAX_MARKS = 20_000  # at about 60 bytes each: 1.2 MB of the report
@@ -38,8 +39,7 @@ class Row:
 
 
 def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
-    """The timeline as the page reads it (times in ms from `t0`, wall clock seconds); None without
-    spans."""
+    """As the page reads it (times in ms from `t0`, wall clock seconds); None without spans."""
     rows: dict[str, Row] = {}
     steps: list[dict[str, Any]] = []
     for rank in read_events(run_dir):
@@ -58,15 +58,7 @@ def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
         "t0": t0 / 1e6,
         "end": _ms(end - t0),
         "rows": _row_table(shown, t0, end),
-        "steps": [
-            {
-                "step": s["step"],
-                "attempt": s["attempt"],
-                "start": _ms(s["start"] - t0),
-                "end": _ms(s["end"] - t0),
-            }
-            for s in steps
-        ],
+        "steps": [s | {"start": _ms(s["start"] - t0), "end": _ms(s["end"] - t0)} for s in steps],
         "kept": None if kept is None else [[_ms(a - t0), _ms(b - t0)] for a, b in kept],
         "marks": _marks(shown, t0, kept),
     }
@@ -88,13 +80,11 @@ def _collect(rank: RankEvents, rows: dict[str, Row], steps: list[dict[str, Any]]
 
 
 def _row_order(row: Row) -> tuple:
-    stem = row.name.rstrip("0123456789")
-    return list(SHOWN).index(row.role), stem, int(row.name[len(stem) :] or 0)
+    return list(SHOWN).index(row.role), natural(row.name)
 
 
 def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
-    """None if all marks fit; else windows of whole steps, spread evenly over the run, first and
-    last included."""
+    """None if all marks fit; else windows of whole steps, spread evenly over the run."""
     starts = np.sort(np.array([span.start for row in rows for span in row.spans]))
     if len(starts) <= MAX_MARKS:
         return None
@@ -144,10 +134,8 @@ def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
 
 def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict[str, list]:
     """The drawn spans as columns; `kind` and `finish` index `kinds` and `finishes`."""
-    columns: dict[str, list] = {
-        key: []
-        for key in ("row", "lane", "start", "length", "kind", "id", "tokens", "version", "finish")
-    }
+    names = ("row", "lane", "start", "length", "kind", "id", "tokens", "version", "finish")
+    columns: dict[str, list] = {name: [] for name in names}
     kinds: list[str] = []
     finishes: list[str] = []
     windows = np.array(kept if kept is not None else [(t0, np.iinfo(np.int64).max)])
@@ -159,17 +147,18 @@ def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict
             if not whole and (i < 0 or span.start > windows[i, 1]):
                 continue
             args = span.args
-            for key, value in (
-                ("row", number),
-                ("lane", lane),
-                ("start", _ms(span.start - t0)),
-                ("length", _ms(span.end - span.start)),
-                ("kind", _index(kinds, span.name)),
-                ("id", str(args.get("turn", args.get("step", "")))[:64]),
-                ("tokens", args.get("tokens")),
-                ("version", args.get("version")),
-                ("finish", _index(finishes, str(args.get("finish", ""))[:32])),
-            ):
+            mark = {
+                "row": number,
+                "lane": lane,
+                "start": _ms(span.start - t0),
+                "length": _ms(span.end - span.start),
+                "kind": _index(kinds, span.name),
+                "id": str(args.get("turn", args.get("step", "")))[:64],
+                "tokens": args.get("tokens"),
+                "version": args.get("version"),
+                "finish": _index(finishes, str(args.get("finish", ""))[:32]),
+            }
+            for key, value in mark.items():
                 columns[key].append(value)
     return columns | {"kinds": kinds, "finishes": finishes}
 

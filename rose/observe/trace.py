@@ -23,8 +23,7 @@ FILE = "trace.json.gz"
 
 
 class Span(NamedTuple):
-    """Whole microseconds, so that rounding cannot make nested spans cross. `key`: the trajectory,
-    or None."""
+    """Whole microseconds: rounding can't make nested spans cross. `key`: the trajectory or None."""
 
     start: int
     end: int
@@ -35,17 +34,10 @@ class Span(NamedTuple):
 
 def spans_of(rank: RankEvents) -> list[Span]:
     """The rank's spans, by start, the outer one first."""
-    spans = [
-        Span(
-            round(e["start"] * 1e6),
-            max(round(e["start"] * 1e6), round(e["end"] * 1e6)),
-            e["name"],
-            e["args"].get("trajectory"),
-            e["args"],
-        )
-        for e in rank.events
-        if e["kind"] == "span"
-    ]
+    spans = []
+    for e in (event for event in rank.events if event["kind"] == "span"):
+        start, end, args = round(e["start"] * 1e6), round(e["end"] * 1e6), e["args"]
+        spans.append(Span(start, max(start, end), e["name"], args.get("trajectory"), args))
     return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
@@ -92,12 +84,9 @@ def _fits(stack: list[Span], span: Span) -> bool:
 def build_trace(run_dir: Path | str) -> Path:
     """Write the trace of all attempts and return its path; one rank at a time in memory."""
     path = Path(run_dir) / FILE
-    flows: dict[
-        str, list[tuple[int, str, int, int]]
-    ] = {}  # trajectory -> (microseconds, span name, pid, tid)
-    pids: dict[
-        str, int
-    ] = {}  # by name: a rank that comes back in a later attempt is the same process
+    # trajectory -> (microseconds, span name, pid, tid)
+    flows: dict[str, list[tuple[int, str, int, int]]] = {}
+    pids: dict[str, int] = {}  # by name: a rank of a later attempt is the same process
     with whole(path) as part, gzip.open(part, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
@@ -117,23 +106,13 @@ def _write(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
 
 
 def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": pid,
-        "args": {"name": f"{rank.name} (rank {rank.rank})"},
-    }
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}}
+    about = {"ph": "M", "pid": pid}
+    yield about | {"name": "process_name", "args": {"name": f"{rank.name} (rank {rank.rank})"}}
+    yield about | {"name": "process_sort_index", "args": {"sort_index": rank.rank}}
     spans = spans_of(rank)
     lanes = assign_lanes(spans)
     for lane in range(max(lanes, default=-1) + 1):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": pid,
-            "tid": lane,
-            "args": {"name": f"lane {lane}"},
-        }
+        yield about | {"name": "thread_name", "tid": lane, "args": {"name": f"lane {lane}"}}
     for span, lane in zip(spans, lanes, strict=False):
         yield {
             "ph": "X",
@@ -148,25 +127,17 @@ def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable
         if span.key is not None and span.name in ("trajectory", "turn"):
             flows.setdefault(span.key, []).append((span.start, span.name, pid, lane))
     for event in rank.events:
-        common = {"name": event["name"], "pid": pid, "tid": 0}
+        if event["kind"] == "span":
+            continue
+        common = {"name": event["name"], "pid": pid, "tid": 0, "ts": round(event["time"] * 1e6)}
         if event["kind"] == "instant":
-            yield common | {
-                "ph": "i",
-                "s": "p",
-                "ts": round(event["time"] * 1e6),
-                "args": event["args"],
-            }
-        elif event["kind"] == "counter":
-            yield common | {
-                "ph": "C",
-                "ts": round(event["time"] * 1e6),
-                "args": {"value": event["value"]},
-            }
+            yield common | {"ph": "i", "s": "p", "args": event["args"]}
+        else:
+            yield common | {"ph": "C", "args": {"value": event["value"]}}
 
 
 def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    """trajectory -> turn -> turn ...; trajectories of which only one of the two was recorded have
-    no arrow."""
+    """trajectory -> turn -> turn ...; none where only one of the two was recorded."""
     for number, (key, stops) in enumerate(flows.items(), 1):
         if {name for _, name, _, _ in stops} != {"trajectory", "turn"}:
             continue

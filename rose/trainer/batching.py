@@ -9,6 +9,7 @@ micro-batch is either rows padded to the longest, or one prefix tree (rose/train
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,19 +21,15 @@ from rose.protocol import Costs
 # Of one chunk of the head: 128 MiB in float32, where larger was no faster; on GPUs 1 GiB, so that
 # the output matrix is read, and its gradient added to, an eighth as often.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
-# cost of an attention pair under a dense mask, against a causal kernel's (which halves the pairs
-# too): CPU
-MASKED = 2.0
+MASKED = 2.0  # cost of an attention pair under a dense mask, against a causal kernel's, on a CPU
 FLEX = 1.3  # the same of flex attention, if it isn't measured
-# pairs that flex attention computes in vain for each token: it leaves out whole blocks only
-PARTLY = 128
+PARTLY = 128  # pairs a token that flex attention computes in vain: it leaves out whole blocks only
 
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
 
 class Packing(Protocol):
-    """How many tokens a micro-batch computes. `order` puts rows that go well together side by
-    side."""
+    """How many tokens a micro-batch computes. `order`: rows that go well together, adjacent."""
 
     lengths: list[int]
     order: list[int]
@@ -60,12 +57,8 @@ class Shared:
         self.lengths = [len(row) for row in rows]
         self.order = sorted(range(len(rows)), key=lambda row: (rows[row].tolist(), row))
         self._place = {row: place for place, row in enumerate(self.order)}
-        # with the row before in `order`; two rows farther apart share the least of what lies
-        # between them
-        self._shared = [
-            0,
-            *(common(rows[a], rows[b]) for a, b in zip(self.order, self.order[1:], strict=False)),
-        ]
+        # With the row before in `order`. Rows farther apart share the least of what lies between.
+        self._shared = [0, *(common(rows[a], rows[b]) for a, b in pairwise(self.order))]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
         if not rows:
@@ -73,12 +66,11 @@ class Shared:
         return size + self.lengths[row] - self._in_common(rows[-1], row)
 
     def pairs(self, rows: list[int], dense: bool) -> float:
-        """Of tokens that attention computes in the tree of `rows`: all, or those that attend to
-        each other and what blocks waste."""
+        """Pairs that attention computes in the tree of `rows`: all, or those attended and waste."""
         if dense:
             return float(size_of(rows, self) ** 2)
         # where each leaves the one before
-        depths = [0, *(self._in_common(a, b) for a, b in zip(rows, rows[1:], strict=False))]
+        depths = [0, *(self._in_common(a, b) for a, b in pairwise(rows))]
         return sum(
             (self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
             + PARTLY * (self.lengths[row] - depth)
@@ -134,15 +126,12 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 
 def flops(shape: ModelShape, flex: bool = False) -> Costs:
-    """Costs by arithmetic and the constants above: 2 per weight of a layer and token, 4 per pair
-    and channel."""
+    """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel."""
     attention = shape.heads * shape.head_dim
-    weights = shape.hidden * (
-        2 * attention + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate
-    )
-    return Costs(
-        2.0 * weights, 4.0 * attention, 4.0 * attention * (FLEX if flex else MASKED), not flex
-    )
+    keys = shape.kv_heads * shape.head_dim
+    weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.intermediate)
+    tree = 4.0 * attention * (FLEX if flex else MASKED)
+    return Costs(2.0 * weights, 4.0 * attention, tree, not flex)
 
 
 def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:
@@ -199,8 +188,7 @@ def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
 
 
 def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
-    """A multiple of `ranks` bins of like size: the smallest limit that still gives no more of
-    them."""
+    """A multiple of `ranks` bins of like size: the smallest limit that gives no more of them."""
     count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
     low, high = max(packing.lengths[row] for row in rows), limit  # a limit of `high` is known to do
     while low < high:
@@ -221,8 +209,7 @@ def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> lis
 
 
 def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list[int]]]:
-    """Largest first, each to the rank with the least work that still has room: as many bins to
-    every rank."""
+    """Largest first, each to the rank with the least work: as many bins to every rank."""
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for rows in sorted(bins, key=lambda b: -size_of(b, packing)):
@@ -244,8 +231,7 @@ def train_messages(
     trees: bool,
     trajectories: list[p.Trajectory],
 ) -> list[p.Message]:
-    """`TrainStep`, then the trajectories of the rank's rows in as many `TrainPart`s as their size
-    asks for."""
+    """`TrainStep`, then the trajectories of the rank's rows in `TrainPart`s of bounded size."""
     rows = [row for update in micro_batches for batch in update for row in batch]
     parts: list[list[int]] = [[]]
     size = 0
@@ -256,8 +242,7 @@ def train_messages(
             size = 0
         parts[-1].append(row)
         size += nbytes
-    filled = [
-        p.TrainPart(step, at, part, [trajectories[row] for row in part])
-        for at, part in enumerate(parts)
-    ]
-    return [p.TrainStep(step, summary, micro_batches, trees, len(parts)), *filled]
+    messages: list[p.Message] = [p.TrainStep(step, summary, micro_batches, trees, len(parts))]
+    for at, part in enumerate(parts):
+        messages.append(p.TrainPart(step, at, part, [trajectories[row] for row in part]))
+    return messages

@@ -25,8 +25,7 @@ MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # and no name under which one i
 
 @dataclass
 class Save:
-    """A checkpoint that is being written: its folder is begun once, and committed when every rank
-    has saved."""
+    """A checkpoint that is being written, to be committed when every rank has saved."""
 
     step: int
     folder: Path
@@ -40,24 +39,20 @@ class SaveFailed(RuntimeError):
 def mark(folder: Path, rank: int, error: str) -> None:
     """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is
     gone, of an attempt that has ended, is nobody's any more."""
+    name = f"{FAILED if error else SAVED}-{rank:05d}"
     try:
-        write_whole(
-            Path(folder) / f"{FAILED if error else SAVED}-{rank:05d}", error.encode(), sync=True
-        )
+        write_whole(Path(folder) / name, error.encode(), sync=True)
     except OSError as trouble:
         print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
 
 
 def saved(folder: Path) -> int:
-    """How many trainer ranks have written their part. Raises `SaveFailed` with what one of them
-    met."""
+    """How many ranks have written their part. Raises `SaveFailed` with what one of them met."""
     marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
     for found in marks:
         if found[1] == FAILED:
-            raise SaveFailed(
-                f"{folder}: trainer rank {int(found[2])} could not save: "
-                f"{(Path(folder) / found[0]).read_text()}"
-            )
+            why = (Path(folder) / found[0]).read_text()
+            raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: {why}")
     return len(marks)
 
 
@@ -100,8 +95,7 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def remove_halves(run_dir: Path) -> None:
-    """Remove what an interrupted attempt left: half a checkpoint may be all the room that the next
-    one needs."""
+    """Remove what an interrupted attempt left: the next one may need the room."""
     for left in _folder(run_dir).glob("step-*.tmp"):
         shutil.rmtree(left)
 

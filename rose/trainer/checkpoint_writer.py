@@ -26,15 +26,12 @@ from rose.files import refusal
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
-# of the copy's bytes must be free: the engines' and the page cache's share of the host goes on
-# growing
-SPARE = 1.25
+SPARE = 1.25  # times the copy's bytes must be free: engines and page cache go on growing
 CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, which copy at
-    the same time."""
+    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, copying too."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
@@ -85,11 +82,11 @@ class CheckpointWriter(CheckpointEngine):
         self._thread.start()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether nothing is being written any more, `deadline_s` seconds at most."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
-            return not self._thread.is_alive()
-        return True
+        """Whether nothing is being written any more, after `deadline_s` seconds at most."""
+        if self._thread is None:
+            return True
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
         try:
@@ -102,18 +99,14 @@ class CheckpointWriter(CheckpointEngine):
                 sync(path)
         except Exception as error:  # whatever it was: the coordinator is told, and ends the run
             why = f"{type(error).__name__}: {error}"
-            if (
-                refused := refusal(folder)
-            ) is not None:  # torch.save does not say so of a full disk
-                why += f"; {refused}"
-            checkpoint.mark(folder, self._rank, why)
-            return
-        checkpoint.mark(folder, self._rank, "")
+            refused = refusal(folder)  # of a full disk torch.save does not say so
+            checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)
+        else:
+            checkpoint.mark(folder, self._rank, "")
 
 
 def host_copy(state: Any) -> Any:
-    """The same structure with every tensor copied to host memory; nothing in it is shared with
-    `state`."""
+    """The same structure with all tensors copied to host memory; nothing is shared with `state`."""
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
     if isinstance(state, torch.Tensor):
@@ -144,8 +137,7 @@ def available_bytes() -> int:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, name of the limit's file, of the usage's): this process's group and those above it,
-    of both versions."""
+    """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
     for line in PROCESS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -167,10 +159,8 @@ def _left(group: Path, limit: str, usage: str) -> float:
         if most == "max":
             return math.inf
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = sum(
-            int(stat.get(f"total_{name}", stat.get(name, 0)))
-            for name in ("active_file", "inactive_file")
-        )
+        kinds = ("active_file", "inactive_file")
+        files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
         return max(0, int(most) - int((group / usage).read_text()) + files)
     except (OSError, ValueError):
         return math.inf  # a group without limits, as the root

@@ -58,24 +58,13 @@ def collate(
         # inputs up to each row's last target
         needed = [int(np.flatnonzero(row).max(initial=1)) for row in mask]
         tree = prefix_tree.build(tokens[:, :-1], np.array(needed))
-    shifted = (
-        torch.from_numpy(array[:, 1:].copy()) for array in (tokens, mask, behaviour, versions)
-    )
-    targets, mask_t, behaviour_t, versions_t = shifted
-    return MicroBatch(
-        torch.tensor(rows, dtype=torch.int64),
-        torch.from_numpy(tokens[:, :-1].copy()),
-        targets,
-        mask_t,
-        behaviour_t,
-        versions_t,
-        tree,
-    )
+    inputs = torch.from_numpy(tokens[:, :-1].copy())
+    arrays = (tokens, mask, behaviour, versions)
+    shifted = (torch.from_numpy(array[:, 1:].copy()) for array in arrays)
+    return MicroBatch(torch.tensor(rows, dtype=torch.int64), inputs, *shifted, tree)
 
 
-def _fields(
-    t: Trajectory, vocabulary: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
     """(tokens, mask, logprobs, versions), each (T,), checked."""
     tokens, mask = unpack_tokens(t.tokens), np.frombuffer(t.mask, np.uint8)
     logprobs, versions = unpack_floats(t.logprobs), unpack_tokens(t.versions)

@@ -1,5 +1,4 @@
-"""What a token and a pair of tokens cost in one layer of the model, measured on the device that
-trains.
+"""What a token and a pair of tokens cost in a layer of the model, measured on the training device.
 
 Matrix products and attention kernels of the model's own sizes, forward and backward, on random
 numbers. Left out: norms, rotary positions and activations, some tenths of a token's cost, which
@@ -24,9 +23,7 @@ from rose.trainer.prefix_tree import build_from_rows
 
 TOKENS = 4096  # of a measurement, at most; enough to fill a GPU
 ROUNDS = 4  # of which the first is not counted
-BRANCHES = (
-    6  # of the tree; half of its tokens are shared by all, as a prompt is by a group's answers
-)
+BRANCHES = 6  # of the tree; half of its tokens are shared by all, as a group's prompt is
 
 
 def measure(
@@ -51,9 +48,8 @@ def measure(
         return statistics.median(rounds[1:])
 
     length = max(4 * BRANCHES, min(tokens, TOKENS))
-    product = seconds(
-        nn.functional.linear, (length, shape.hidden), (shape.intermediate, shape.hidden)
-    )
+    sizes = (length, shape.hidden), (shape.intermediate, shape.hidden)
+    product = seconds(nn.functional.linear, *sizes)
     part = length // 2
     plain = build_from_rows([part] * BRANCHES, [part // BRANCHES] * BRANCHES).to(device)
     tree, mask = tree_attention.attended(plain, flex)
@@ -66,10 +62,8 @@ def measure(
 
 
 def _heads(shape: ModelShape, length: int) -> list[tuple[int, ...]]:
-    return [
-        (1, count, length, shape.head_dim)
-        for count in (shape.heads, shape.kv_heads, shape.kv_heads)
-    ]
+    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+    return [(1, count, length, shape.head_dim) for count in counts]
 
 
 def _attention(shape: ModelShape, mask: object) -> Callable[..., Tensor]:

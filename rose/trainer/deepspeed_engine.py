@@ -32,9 +32,7 @@ from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.reference import Reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAVE_BEFORE_S = (
-    1800.0  # for the last checkpoint to be on disk; the coordinator asks for no other one sooner
-)
+SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
@@ -48,21 +46,16 @@ class NonFiniteGradient(ArithmeticError):
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
-    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` of them in one
-    layer."""
-    # A bucket is allocated whole at every update: DeepSpeed's own 5e8 cost a tiny model 1.3 s each
-    # time.
+    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` in one layer."""
+    # A bucket is allocated whole at every update: DeepSpeed's 5e8 cost a tiny model 1.3 s each.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
-    if (
-        trainer.zero_stage == 3
-        # gathered ahead of the pass: a layer, where DeepSpeed's own is one of a large one's
-        # matrices
-    ):
+    if trainer.zero_stage == 3:
+        # Gathered ahead of the pass: a layer. DeepSpeed's own is one matrix of a large layer.
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -83,8 +76,7 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
 
 
 def use_device(gpus: int, index: int) -> torch.device:
-    """This rank's device: a GPU when the run has some, else the CPU, which DeepSpeed is told before
-    it loads."""
+    """This rank's device: a GPU if the run has some, else the CPU; DeepSpeed reads it on import."""
     if gpus:
         device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -134,8 +126,7 @@ def join_world(
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
         raise RendezvousError(
             f"trainer rank {rank} of {world} on {socket.gethostname()}: {backend} did not connect "
-            "all "
-            f"ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
+            f"all ranks at {place} within {MEET_S:g} s, by interface {place.interface}: {error}\n"
             f"{place.listing()}"
         ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
@@ -171,9 +162,8 @@ class DeepSpeedEngine:
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.updates = 0  # applied since the start of the run; the learning rate follows it
-        policy = _load_policy(
-            trainer, folder, LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
-        )
+        logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
+        policy = _load_policy(trainer, folder, logits)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
             model=policy,
@@ -207,13 +197,11 @@ class DeepSpeedEngine:
         return self.engine(inputs, targets, mask, tree and tree.to(self.device))
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before the forward pass of each micro-batch; `last` of the update, on every rank
-        alike."""
+        """Before each micro-batch's forward pass; `last` of the update, on every rank alike."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of `loss`; the update's is the sum over its micro-batches and all
-        ranks."""
+        """Add the gradient of `loss`; an update's is the sum over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def update(self, stepped: Callable[[], None] | None = None) -> tuple[float, float]:
@@ -261,11 +249,8 @@ class DeepSpeedEngine:
         """ZeRO 0 in float32 is a bare torch optimizer: nobody else looks at its gradient's norm."""
         if self.settings.zero_stage or self.settings.dtype != "float32":
             return None
-        norm = float(
-            torch.nn.utils.get_total_norm(
-                [p.grad for p in self.policy.parameters() if p.grad is not None]
-            )
-        )
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         if not np.isfinite(norm):
             raise NonFiniteGradient("the gradient is not finite")
         return norm
@@ -317,8 +302,7 @@ class DeepSpeedEngine:
         self.writer.finish(folder)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S`
-        seconds."""
+        """Wait until no checkpoint is written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
@@ -333,9 +317,8 @@ class DeepSpeedEngine:
         if path is None:
             raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
         self.updates = state["updates"]
-        _restore_random_states(
-            torch.load(folder / f"random-{self.rank}.pt", weights_only=True), self.device
-        )
+        states = torch.load(folder / f"random-{self.rank}.pt", weights_only=True)
+        _restore_random_states(states, self.device)
 
 
 def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict[str, Any]:
@@ -348,11 +331,8 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
     if not path.is_file():
         raise ValueError(f"{path}: absent; {folder} is not a checkpoint of a trainer")
     state = json.loads(path.read_text())
-    for key, now in {
-        "ranks": ranks,
-        "zero_stage": trainer.zero_stage,
-        "dtype": trainer.dtype,
-    }.items():
+    shape = {"ranks": ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}
+    for key, now in shape.items():
         if state[key] != now:
             raise ValueError(
                 f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to "
@@ -406,9 +386,8 @@ def _build_lock() -> Iterator[None]:
             (build / "lock").unlink(missing_ok=True)
             yield
     except TimeoutError as error:
-        raise TimeoutError(
-            f"{error}; end its holder, or set trainer.offload_optimizer=false"
-        ) from None
+        remedy = "end its holder, or set trainer.offload_optimizer=false"
+        raise TimeoutError(f"{error}; {remedy}") from None
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

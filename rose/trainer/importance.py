@@ -12,14 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = (
-    20.0  # exp(20) = 5e8: beyond any cap or clip range, and its products stay finite in float32
-)
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond any cap or clip range, and finite in float32
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """log(new / old), (B, T); exactly 0 (value and gradient) where mask is 0, whatever stands
-    there."""
+    """log(new / old), (B, T); exactly 0, value and gradient, where mask is 0."""
     return (new - old).masked_fill(mask == 0, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 

@@ -67,20 +67,13 @@ class Policy(nn.Module):
         return self.hf.config.vocab_size
 
     def largest_layer(self) -> int:
-        """Elements of its parameters, also where ZeRO-3 has split them; 0 for a model that isn't
-        made of such layers."""
+        """Elements of its parameters, also where ZeRO-3 has split them; 0 without such layers."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
-        return max(
-            (
-                sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
-                for layer in layers
-            ),
-            default=0,
-        )
+        sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
+        return max(map(sum, sizes), default=0)
 
     def why_not_flex(self, device: torch.device) -> str:
-        """Why flex attention can't train this model on this device; "" if it can. It is tried, with
-        compilers."""
+        """Why flex attention can't train this model here; "" if it can. It is tried, compiled."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
         return tree_attention.why_not_flex(
@@ -92,8 +85,7 @@ class Policy(nn.Module):
         )
 
     def use_flex(self) -> None:
-        """Trees under flex attention from now on; rows as before. Not of models with a
-        `prefix_tree.obstacle`."""
+        """Trees by flex attention from now on. Not of models with a `prefix_tree.obstacle`."""
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 

@@ -1,5 +1,4 @@
-"""Rows that begin alike, as one prefix tree: what they share is computed once, forward and
-backward.
+"""Rows that begin alike, as one prefix tree: what they share is computed once, both ways.
 
 The members of a GRPO group share their prompt, all rows their system message and tools. The tree's
 tokens stand in depth-first order in one sequence; a token attends to its ancestors only, and its
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from rose.trainer.batching import common
 
 
 class PrefixTree(NamedTuple):
@@ -43,12 +44,10 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
     nodes = np.zeros(inputs.shape, np.int64)
     tokens, depths, ends = (np.empty(int(lengths.sum()), np.int64) for _ in range(3))
     # `path`: the last row's nodes
-    size, path, previous = (0, np.empty(0, np.int64), np.empty(0, np.int64))
+    size, path, previous = 0, np.empty(0, np.int64), np.empty(0, np.int64)
     for i in order:
         row = inputs[i, : lengths[i]]
-        most = min(len(row), len(previous))
-        different = np.flatnonzero(row[:most] != previous[:most])
-        shared = int(different[0]) if len(different) else most
+        shared = common(row, previous)
         ends[path[shared:]] = size
         grown = size + len(row) - shared
         tokens[size:grown], depths[size:grown] = row[shared:], np.arange(shared, len(row))
@@ -63,8 +62,7 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """A tree of numbers: row i begins with the first shared[i] tokens of all, own[i] of its own
-    follow."""
+    """A tree of numbers: row i is the first shared[i] tokens of all, then own[i] of its own."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):

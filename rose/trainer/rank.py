@@ -36,11 +36,9 @@ def run(
     """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
     a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
-    # Imports from a cold file system take minutes on one node and seconds on another: no fault of
-    # the network's.
-    gather_texts(
-        peers, "", config.cluster.start_timeout_s, "the trainers' start (cluster.start_timeout_s)"
-    )
+    # Imports from a cold file system take minutes on one node and seconds on another.
+    what = "the trainers' start (cluster.start_timeout_s)"
+    gather_texts(peers, "", config.cluster.start_timeout_s, what)
     place = address.meet(
         lambda text: gather_texts(peers, text, address.MEET_S, "the trainers' addresses"),
         index,
@@ -52,10 +50,8 @@ def run(
     if index == 0:
         # versions of earlier attempts: no engine holds them
         shutil.rmtree(store.parent, ignore_errors=True)
-    shape, degrees = (
-        read_shape(model),
-        {*config.transfer.tensor_parallel, config.rollout.tensor_parallel},
-    )
+    shape = read_shape(model)
+    degrees = {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0
     if resume_from is not None:
@@ -65,9 +61,8 @@ def run(
     trainer.publish(step, begin)
     if config.shares_devices:
         trainer.share_device(run_dir)
-    mailbox.send(
-        COORDINATOR, p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
-    )
+    ready = p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
+    mailbox.send(COORDINATOR, ready)
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts, untidy = 0, False
@@ -101,9 +96,8 @@ def run(
                 "seconds_encode": published.encode_s,
                 "seconds_publish": published.encode_s + published.write_s,
             }
-            mailbox.send(
-                COORDINATOR, p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
-            )
+            done = p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
+            mailbox.send(COORDINATOR, done)
             mailbox.flush(FLUSH_S)
             incoming, untidy = None, config.shares_devices
             if not untidy:
@@ -115,16 +109,6 @@ def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -
     began, before = time.time(), memory.look(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()
-    mailbox.send(
-        COORDINATOR,
-        p.DeviceChanged(
-            mailbox.rank,
-            order.turn,
-            awake,
-            time.time() - began,
-            abs(now.given_since(before)),
-            now.free,
-            now.total,
-        ),
-    )
+    figures = (time.time() - began, abs(now.given_since(before)), now.free, now.total)
+    mailbox.send(COORDINATOR, p.DeviceChanged(mailbox.rank, order.turn, awake, *figures))
     mailbox.flush(FLUSH_S)

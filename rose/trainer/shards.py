@@ -1,5 +1,4 @@
-"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition,
-nothing gathered.
+"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition.
 
 Stage 3 splits every tensor evenly over the ranks; stages 1 and 2 flatten a group of tensors and
 split the whole, so a rank owns whole tensors and the ends of two. With stage 0 all ranks hold
@@ -21,8 +20,7 @@ PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 class ShardReader:
-    """`engine`: the DeepSpeed engine; `weights`: (name, parameter) in the model's order; `dtype`:
-    of what is read."""
+    """`weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
 
     def __init__(
         self,
@@ -37,9 +35,8 @@ class ShardReader:
         name = str(dtype).removeprefix("torch.")
         self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
         self.shards: Shards | None = None
-        self._masters: dict[
-            int, tuple[int, int, int]
-        ] = {}  # parameter -> group, offset within it, first flat index
+        # parameter -> group, offset within it, first flat index
+        self._masters: dict[int, tuple[int, int, int]] = {}
         if stage == 3:
             self._flats = engine.optimizer.fp32_partitioned_groups_flat
             self._split_evenly(engine.optimizer, rank, world)
@@ -55,10 +52,8 @@ class ShardReader:
             values = self._flats[group].detach()[at:]
         else:
             values, first = parameter.detach().reshape(-1), 0
-        pieces = [
-            piece.reshape(-1)
-            for piece in take(values, first, block, self.tensors[block.tensor].columns)
-        ]
+        found = take(values, first, block, self.tensors[block.tensor].columns)
+        pieces = [piece.reshape(-1) for piece in found]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
         rounded = whole.to(parameter.dtype).to(self._dtype)  # as it is in the parameter
         array = rounded.view(PATTERNS[self._dtype]).cpu().numpy()
@@ -82,14 +77,10 @@ class ShardReader:
     def _split_groups(self, optimizer, rank: int, world: int) -> None:
         names = {id(parameter): name for name, parameter in self._weights}
         self.shards = {}
-        for number, (group, offsets, flat) in enumerate(
-            zip(
-                optimizer.round_robin_bit16_groups,
-                optimizer.round_robin_bit16_offsets,
-                optimizer.bit16_groups_flat,
-                strict=True,
-            )
-        ):
+        o = optimizer
+        groups, offsets_of = o.round_robin_bit16_groups, o.round_robin_bit16_offsets
+        parts = zip(groups, offsets_of, o.bit16_groups_flat, strict=True)
+        for number, (group, offsets, flat) in enumerate(parts):
             part = flat.numel() // world
             for parameter, offset in zip(group, offsets, strict=True):
                 end = offset + parameter.numel()

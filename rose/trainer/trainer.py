@@ -107,14 +107,8 @@ class Trainer:
         shape = read_shape(Path(folder))
         if self.device.type != "cuda" or self.config.deterministic:
             return "", flops(shape, flex)
-        costs = measure(
-            shape,
-            DTYPES[t.dtype],
-            self.device,
-            t.micro_batch_tokens,
-            flex,
-            t.gradient_checkpointing,
-        )
+        sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing)
+        costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)
         print(
             f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} "
             "s a pair of tokens, "
@@ -144,27 +138,14 @@ class Trainer:
         self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]
     ) -> None:
         """Versions go to this folder from now on; before `load`, while the weights are still the
-        model folder's.
-
-        `cuts(name, shape)`: rows and columns at which some server's part of a tensor begins or
-        ends.
-        """
+        model folder's. `cuts(name, shape)`: rows and columns at which some server's part of a
+        tensor begins or ends."""
         codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
         c, dtype = self.config, DTYPES[self.config.model.dtype]
-        shards = ShardReader(
-            self.engine.engine,
-            self.engine.policy.named_weights(),
-            c.trainer.zero_stage,
-            dtype,
-            self.index,
-            self.world,
-        )
-        blocks = cut(
-            shards.tensors,
-            {t.name: cuts(t.name, t.shape) for t in shards.tensors},
-            shards.shards,
-            self.world,
-        )
+        weights, stage = self.engine.policy.named_weights(), c.trainer.zero_stage
+        shards = ShardReader(self.engine.engine, weights, stage, dtype, self.index, self.world)
+        at = {t.name: cuts(t.name, t.shape) for t in shards.tensors}
+        blocks = cut(shards.tensors, at, shards.shards, self.world)
         self._publisher = Publisher(
             folder,
             Plan(FORMAT, "", self.world, shards.tensors, blocks),
@@ -182,14 +163,12 @@ class Trainer:
             return self._publisher.publish(version, begin)
 
     def tidy(self) -> None:
-        """While nobody waits for this rank: make the store short for late readers, and no larger
-        than it must be."""
+        """While nobody waits for this rank: make the store short for late readers, and small."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder, as `DeepSpeedEngine.save` does: the files are written
-        beside what comes next."""
+        """Checkpoint into an existing folder; see `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
             self.engine.save(Path(folder))
 
@@ -199,8 +178,7 @@ class Trainer:
             self.engine.load(Path(folder))
 
     def share_device(self, folder: Path) -> None:
-        """`give_device_back` and `take_device` will be called; on a CPU states wait in a file of
-        `folder`."""
+        """The device will be shared; on a CPU states wait in a file of `folder`."""
         self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
@@ -212,8 +190,7 @@ class Trainer:
             return self._offload.give_back()
 
     def take_device(self) -> DeviceMemory:
-        """What `give_device_back` moved is on the device again. Raises `RuntimeError` when there is
-        too little room."""
+        """What was given back is on the device again. Raises `RuntimeError` for want of room."""
         with self.recorder.timed("reload"):
             return self._offload.take()
 
@@ -225,8 +202,7 @@ class Trainer:
 
 
 class _Peers:
-    """The trainer ranks over torch.distributed, by the hosts' memory (`join_world`'s group): the
-    device may be an engine's while they tidy."""
+    """The trainer ranks in host memory (`join_world`'s group): the device may be an engine's."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group
@@ -326,9 +302,8 @@ class _Step:
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
         cap = None if self.algorithm.corrects_mismatch else self.cap
         importance = importance_weights(proximal, behaviour, mask, cap)
-        self._count(
-            statistics | {"entropy": entropy.detach()}, mismatch(policy, behaviour, mask, cap)
-        )
+        statistics |= {"entropy": entropy.detach()}
+        self._count(statistics, mismatch(policy, behaviour, mask, cap))
         losses = importance * losses
         if self.kl_coef:
             losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
@@ -370,9 +345,8 @@ class _Step:
         """Sums over ranks, per response token but for the loss; times of the slowest rank."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
-        maxima = torch.tensor(
-            [float(self.ratio_max), *self.seconds.values()], dtype=torch.float64, device=self.device
-        )
+        largest = [float(self.ratio_max), *self.seconds.values()]
+        maxima = torch.tensor(largest, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
         ratio_max, *seconds = maxima.tolist()

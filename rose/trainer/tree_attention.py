@@ -1,5 +1,4 @@
-"""Attention over a prefix tree: flex attention on a GPU where it works, else SDPA under a dense
-mask.
+"""Attention over a prefix tree: flex attention on a GPU where it works, else SDPA, dense mask.
 
 Flex attention leaves out the blocks of 128 x 128 in which no token attends to another, so a tree
 costs about what its rows cost a causal kernel, less what they share, and nothing of the size L x L
@@ -117,19 +116,15 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def why_not_flex(
     device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> str:
-    """Why attention of this shape can't be trained by flex attention on this device; "" if it can.
-    It is tried."""
+    """Why flex attention can't train this shape on this device; "" if it can. It is tried."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
+    form = (heads, kv_heads, head_dim, dtype)
     try:  # a second length: torch compiles once more, for all that come
-        found = max(
-            difference(device, heads, kv_heads, head_dim, dtype, times) for times in (1, 3, 2)
-        )
+        found = max(difference(device, *form, times) for times in (1, 3, 2))
     except Exception as error:  # of the compilers of torch, Triton and C, which have no common base
-        return (
-            f"flex attention fails: {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error) else ''}"
-        )
+        first = str(error).strip().partition("\n")[0]
+        return f"flex attention fails: {type(error).__name__}: {first}"
     if not found <= CLOSE:
         return f"flex attention is off by {found:.2g} of the largest value, more than {CLOSE:g}"
     return ""
@@ -163,10 +158,8 @@ def difference(
         ).transpose(1, 2)
 
     exact = _with_gradients(reference, [x.float() for x in inputs], weights)
-    return max(
-        float((a.float() - b).abs().max() / b.abs().max())
-        for a, b in zip(ours, exact, strict=False)
-    )
+    pairs = zip(ours, exact, strict=True)
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def _with_gradients(

@@ -9,7 +9,7 @@ import time
 from mpi4py import MPI
 
 from rose import protocol as p
-from rose.comm import address, shared_memory
+from rose.comm import address, mpi_process
 from rose.comm.mailbox import Mailbox, gather_texts, share_text, split_by_role
 
 SIZES = [0, 1, 1000, 65_500, 65_536, 100_000, 3_000_000]
@@ -55,7 +55,7 @@ def give_burst(box: Mailbox) -> None:
 
 
 world = MPI.COMM_WORLD
-found = shared_memory.unname(world)
+found = mpi_process.unname(world)
 assert any(world.allgather(found)), "no shared memory was found: has MPICH changed its name?"
 assert not [name for names in world.allgather(found) for name in names if os.path.exists(name)]
 box = Mailbox(world)

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from rose import protocol as p
-from rose.comm import shared_memory
+from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
 from rose.transfer.broadcasts import make_broadcast
 
@@ -108,7 +108,7 @@ async def take_all():
 
 
 world = MPI.COMM_WORLD
-shared_memory.unname(world)
+mpi_process.unname(world)
 rank = world.Get_rank()
 box, sink = Mailbox(world), Compare()
 broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S) if rank else None

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rose import protocol as p
-from rose.comm import join, porter, singleton
+from rose.comm import join, mpi_process, porter
 from rose.coordinator.borrowed import Borrowed
 from tests.coordinator.conftest import HOST, RANK, World
 
@@ -52,7 +52,7 @@ class Court:
         joiner = subprocess.Popen(
             [sys.executable, str(JOINER), str(self.run_dir), behaviour],
             text=True,
-            env=singleton.environment(mpi.env | mpi.join_env),
+            env=mpi_process.environment(mpi.env | mpi.join_env),
             stdout=subprocess.PIPE,
         )
         self.joiners.append(joiner)

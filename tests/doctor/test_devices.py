@@ -9,14 +9,11 @@ import pytest
 from rose.doctor import devices
 from rose.doctor.finding import Ended
 
-H200 = (
-    "0, NVIDIA H200, GPU-5c89852c-8ec8-92b7-dd3b-1ebe33b02c56, 580.159.04, 143771, 143150, 9.0, "
-    "Disabled\n"
-)
+H200 = "0, NVIDIA H200, 580.159.04, 143771, 143150, 9.0, Disabled\n"
 OLD_DRIVER = H200.replace("580.159.04", "570.86.15")
 TWO = H200 + H200.replace("0, NV", "1, NV", 1).replace("143150", "93150")
-T4 = "0, Tesla T4, GPU-1, 580.65.06, 15360, 15101, 7.5, [N/A]\n"
-SLICED = "0, NVIDIA H100 80GB HBM3, GPU-1, 580.65.06, 81559, [N/A], 9.0, Enabled\n"
+T4 = "0, Tesla T4, 580.65.06, 15360, 15101, 7.5, [N/A]\n"
+SLICED = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, [N/A], 9.0, Enabled\n"
 BROKEN = (
     "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.159\n"
 )

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from rose.doctor import __main__ as command
-from rose.doctor import jobs, join, machine, rank, slurm
+from rose.doctor import finding as findings
+from rose.doctor import join, machine, rank, slurm
 from rose.doctor.finding import Child, Ended, run
-from rose.doctor.world import world
+from rose.doctor.machine import world
 from rose.launch.gpus import Device
 
 
@@ -313,7 +314,7 @@ def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_co
             int(option.removeprefix("--time=")) for option in argv if option.startswith("--time=")
         )
         assert minutes * 60 > machine.IMPORT_S
-        assert deadline_s >= jobs.QUEUE_S + machine.IMPORT_S
+        assert deadline_s >= findings.QUEUE_S + machine.IMPORT_S
         assert {"--gpus-per-node=4", "--cpus-per-task=8", "--mem=200G"} <= set(argv)
 
 
@@ -322,7 +323,7 @@ def test_the_doctors_jobs_find_a_place_beside_other_jobs(make_config):
     assert c.cluster.slurm.trainer.mem == "0"
     assert not [
         option
-        for option in jobs.gpu_task(c, c.cluster.slurm.trainer, 4)
+        for option in findings.gpu_task(c, c.cluster.slurm.trainer, 4)
         if option.startswith("--mem")
     ]
 

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rose.engine import names
+from rose.engine import plugin
 
 AT_TOKENS = 100  # of prompt and answer
 WAITS_AT = 80  # the same
@@ -29,7 +29,7 @@ class EvictingScheduler(AsyncScheduler):
                     request.request_id,
                     [],
                     finish_reason=FinishReason.ABORT,
-                    stop_reason=names.EVICTED,
+                    stop_reason=plugin.EVICTED,
                 )
             )
         return outputs

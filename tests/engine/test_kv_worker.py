@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.engine import headroom, names
+from rose.engine import headroom, plugin
 from rose.engine.vmm import SPARE
 from tests.engine.allocator import Gpu, Process
 from tests.engine.fatal_pages import PAGE, Device, FatalPages
@@ -57,7 +57,7 @@ def started(monkeypatch, tmp_path):
     """started(gpu, steps) -> (the worker after its start, its process)."""
     from rose.engine import kv_worker
 
-    monkeypatch.setenv(names.FOLDER, str(tmp_path))
+    monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
     monkeypatch.setattr(
         kv_worker, "new_pool", lambda nbytes, device: FatalPages(Device(20), nbytes)
     )

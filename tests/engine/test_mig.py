@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from rose.engine import names, plugin
+from rose.engine import plugin
 
 
 class Nvml:
@@ -47,7 +47,7 @@ def platform(monkeypatch):
     """vLLM's for CUDA by NVML, where no GPU is: its compiled operators are left out."""
     import vllm.platforms
 
-    monkeypatch.delenv(names.FOLDER, raising=False)
+    monkeypatch.delenv(plugin.FOLDER, raising=False)
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("operators"))
     import vllm.platforms.cuda as module
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rose.engine import names, plugin
+from rose.engine import plugin
 
 
 @pytest.mark.parametrize("has_tiles", [True, False])
@@ -13,7 +13,7 @@ def test_every_engine_asks_for_the_amx_tiles_that_its_cpu_has(monkeypatch, has_t
     import torch
 
     asked = []
-    monkeypatch.delenv(names.FOLDER, raising=False)
+    monkeypatch.delenv(plugin.FOLDER, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
     plugin.register()

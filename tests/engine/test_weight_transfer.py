@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.weight_transfer import RoseWeightTransferEngine, UpdateInfo
 from rose.transfer import changes
 
@@ -75,7 +75,7 @@ def test_on_a_device_that_engines_share_staging_takes_the_least(
     made, monkeypatch, device, shares, wanted
 ):
     if shares:
-        monkeypatch.setenv(names.FOLDER, "boards")
+        monkeypatch.setenv(plugin.FOLDER, "boards")
     engine, receiver = made(device)
     staged(engine)
     assert (
@@ -88,7 +88,7 @@ def test_on_a_device_that_engines_share_staging_takes_the_least(
 
 
 def test_a_staging_that_fails_is_told_and_the_weights_are_those_of_before(made, monkeypatch):
-    monkeypatch.setenv(names.FOLDER, "boards")
+    monkeypatch.setenv(plugin.FOLDER, "boards")
     engine, receiver = made("cuda")
     receiver.result = OSError("gone")
     staged(engine)

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rose.lending.operator.metrics import FAMILIES
+from rose.lending.operator.metrics import FAMILIES, FIELDS
 from rose.lending.operator.report import LATENCIES
 
-EXPORTED = {f.name + ("_total" if f.counts else "") for f in FAMILIES} | {"rose_slo_target_seconds"}
+EXPORTED = (
+    {name for name, *_ in FAMILIES}
+    | {name for fields in FIELDS.values() for name, _ in fields.values()}
+    | {"rose_slo_target_seconds"}
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,9 @@ def test_latencies_are_vllms_own_histograms_beside_their_targets(expressions):
 
 
 def test_labels_that_are_asked_for_exist(expressions):
-    labels = {f.name + ("_total" if f.counts else ""): set(f.labels) for f in FAMILIES}
+    labels = {name: set(asked) for name, asked, *_ in FAMILIES}
+    for board, fields in FIELDS.items():
+        labels |= {name: {"who"} if board == "engine" else set() for name, _ in fields.values()}
     for expression in expressions:
         for name, asked in re.findall(r"\b(rose_\w+)\{([^}]*)\}", expression):
             assert set(re.findall(r"(\w+)=", asked)) - {"job", "instance"} <= labels.get(

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rose.config import ConfigError
-from rose.engine import names
+from rose.engine import plugin
 from rose.launch import gpus, local
 from rose.lending import settings
 from rose.lending.operator import operate
@@ -63,7 +63,7 @@ def test_beside_a_server_that_is_larger_a_lender_takes_the_first_of_what_the_tas
     nvidia_smi(variable="4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "3")
     monkeypatch.setattr(lender.start, "preload", lambda: None)
-    monkeypatch.setattr(os, "environ", os.environ | {names.FOLDER: "/nowhere"})
+    monkeypatch.setattr(os, "environ", os.environ | {plugin.FOLDER: "/nowhere"})
     lender.Lender(run, [])._prepare(settings.of_run(run, []))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
@@ -156,7 +156,7 @@ def test_a_server_before_its_run_leaves_the_rollout_engine_the_gpus_that_it_will
     monkeypatch.setattr(lender.start, "preload", lambda: None)
     overrides = ["serving.online.model=m", *extra]
     operate.take_gpus(run.with_name("later"), overrides, settings.of_server(overrides))
-    monkeypatch.setattr(os, "environ", os.environ | {names.FOLDER: "/nowhere"})
+    monkeypatch.setattr(os, "environ", os.environ | {plugin.FOLDER: "/nowhere"})
     lender.Lender(run, overrides)._prepare(settings.of_run(run, overrides))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 

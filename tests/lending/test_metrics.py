@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rose.config import Slo
 from rose.lending.board import Control, Online, Rollout, Writer
-from rose.lending.operator.metrics import FAMILIES, BoardCollector
+from rose.lending.operator.metrics import FAMILIES, FIELDS, BoardCollector
 from rose.lending.vllm import device
 
 SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.15)
@@ -68,7 +68,8 @@ def test_every_family_has_help_a_unit_in_its_name_and_its_samples(tmp_path):
     write(tmp_path, "control", Control, lend=1, share=0.5)
     found = scraped(tmp_path)
     names = {name for name, *_ in found}
-    assert {f.name + ("_total" if f.counts else "") for f in FAMILIES} <= names
+    fields = [metric for board in FIELDS.values() for metric in board.values()]
+    assert {name for name, *_ in [*FAMILIES, *fields]} <= names
     assert (
         found["rose_lent_tokens_total", ("kind", "made")] == 9
         and found["rose_gate_open_ratio",] == 0.75
@@ -83,7 +84,8 @@ def test_every_family_has_help_a_unit_in_its_name_and_its_samples(tmp_path):
     assert found["rose_kv_bytes", ("kind", "budget"), ("who", "rollout")] == 50
     assert 4 < found["rose_online_slack_seconds",] <= 5 and found["rose_lending_share",] == 0.5
     assert found["rose_slo_target_seconds", ("latency", "tpot"), ("quantile", "0.99")] == 0.15
-    assert all(f.text.endswith(".") for f in FAMILIES)
+    texts = [text for _, _, text, _ in FAMILIES] + [text for _, text in fields]
+    assert all(text.endswith(".") for text in texts)
 
 
 def test_what_is_not_known_is_not_said(tmp_path):

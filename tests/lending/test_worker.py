@@ -127,16 +127,16 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
 
 
 def test_a_loaded_version_is_the_boards_epoch(make_config, tmp_path, monkeypatch):
-    from rose.engine import names
+    from rose.engine import plugin
     from rose.lending.rank import member
 
-    monkeypatch.setenv(names.FOLDER, str(tmp_path))
+    monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
     path, on_version = member._boards()
     epoch = Reader(tmp_path / "epoch", Epoch)
     assert path == tmp_path / "rollout" and epoch.read().epoch == -1
     on_version(3)
     assert epoch.read().epoch == 3
-    monkeypatch.delenv(names.FOLDER)
+    monkeypatch.delenv(plugin.FOLDER)
     assert member._boards()[0] is None
 
 

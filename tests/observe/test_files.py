@@ -8,7 +8,7 @@ import pytest
 
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder, Recorder, read_events
-from rose.observe.stats import difference_interval, wilson_interval
+from rose.observe.series import difference_interval, wilson_interval
 from rose.observe.status import LiveStatus, read_status
 
 

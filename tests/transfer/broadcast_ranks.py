@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from rose import protocol as p
-from rose.comm import shared_memory
+from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
 from rose.transfer.broadcast import FRAME_BYTES
 from rose.transfer.broadcast_mpi import MpiBroadcast
@@ -27,7 +27,7 @@ from rose.transfer.mirror import Mirror
 
 case, folder = sys.argv[1], Path(sys.argv[2])
 world = MPI.COMM_WORLD
-shared_memory.unname(world)
+mpi_process.unname(world)
 box = Mailbox(world)
 ours = world.Split(world.Get_rank() > 0)
 VERSIONS = 4

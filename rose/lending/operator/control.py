@@ -1,8 +1,8 @@
-"""The operator's word about lending: the owner of the Control board.
+"""The operator's switch: the owner of the Control board.
 
 Whether anything is lent is asked anew at each beat, from four sources: a standing reason not to (no
-profile), a stop by hand (signal or HTTP, until the same way says otherwise), the stop file, and the
-hour of the day. Nothing is remembered of the clock, so one that is set does no harm.
+profile), a stop by hand (signal or HTTP, until one of them starts it), the stop file, and the hour
+of the day. Nothing is remembered of the clock, so one that is set does no harm.
 """
 
 from __future__ import annotations
@@ -69,11 +69,9 @@ class ControlBoard:
     def start(self, who: str) -> None:
         """Takes back `stop`; a stop file and a standing reason hold."""
         if self.switch.by_hand:
-            self._say(
-                f"lending started by {who}"
-                + (f", but: {why}" if (why := self._other_reason()) else "")
-            )
-        self.switch.by_hand = ""
+            self.switch.by_hand = ""
+            but = f", but: {self.switch.stopped}" if self.switch.stopped else ""
+            self._say(f"lending started by {who}{but}")
         self.write()
 
     def write(self) -> None:
@@ -82,9 +80,7 @@ class ControlBoard:
         state.share = self.switch.share(time.localtime().tm_hour)
         state.epoch = self._epoch(state.epoch)
         if state.share != self._share:
-            self._say(
-                f"by the hour, {state.share:g} of what could be lent is (serving.lending.hours)"
-            )
+            self._say(f"{state.share:g} of what could be lent is lent now (serving.lending.hours)")
             self._share = state.share
         self._writer.write()
 
@@ -99,14 +95,10 @@ class ControlBoard:
         while True:
             looking = asyncio.create_task(asyncio.to_thread(_exists, self._stop_file))
             done, _ = await asyncio.wait({looking}, timeout=LOST_S)
+            key = "(serving.lending.stop_file)"
             if not done:
-                self._by_file(
-                    f"{self._stop_file}: its file system does not answer "
-                    "(serving.lending.stop_file)"
-                )
-            self._by_file(
-                f"{self._stop_file} exists (serving.lending.stop_file)" if await looking else ""
-            )
+                self._by_file(f"{self._stop_file}: its file system does not answer {key}")
+            self._by_file(f"{self._stop_file} exists {key}" if await looking else "")
             await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
@@ -117,18 +109,11 @@ class ControlBoard:
 
     def _by_file(self, why: str) -> None:
         if why != self.switch.by_file:
-            other = self.switch.never or self.switch.by_hand
-            self._say(
-                f"lending stopped: {why}"
-                if why
-                else f"{self._stop_file} is gone"
-                + (f", but: {other}" if other else ": lending again")
-            )
             self.switch.by_file = why
+            other = self.switch.never or self.switch.by_hand
+            again = f", but: {other}" if other else ": lending again"
+            self._say(f"lending stopped: {why}" if why else f"{self._stop_file} is gone{again}")
             self.write()
-
-    def _other_reason(self) -> str:
-        return self.switch.never or self.switch.by_file
 
     def _epoch(self, before: float) -> float:
         found = self._progress.read()

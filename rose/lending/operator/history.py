@@ -15,27 +15,10 @@ from rose.lending.operator.metrics import Boards
 EVERY_S = 1.0
 MOST_ROWS = 1800  # then every second one is dropped, and half as many are taken from there
 
+BOTH = ("prompt_tokens", "made_tokens", "busy_s")
 COUNTED = {
-    "online": (
-        "finished",
-        "met",
-        "finished_lending",
-        "met_lending",
-        "aborted",
-        "preempted",
-        "prompt_tokens",
-        "made_tokens",
-        "busy_s",
-    ),
-    "rollout": (
-        "prompt_tokens",
-        "made_tokens",
-        "evicted",
-        "wasted_tokens",
-        "open_s",
-        "shut_s",
-        "busy_s",
-    ),
+    "online": ("finished", "met", "finished_lending", "met_lending", "aborted", "preempted", *BOTH),
+    "rollout": ("evicted", "wasted_tokens", "open_s", "shut_s", *BOTH),
 }
 SHOWN = {
     "online": ("running", "waiting", "kv_used", "kv_held"),
@@ -70,15 +53,9 @@ class History:
         self._began = time.monotonic()
         self._next = 0.0
         self.every_s = EVERY_S
-        self.rows: dict[str, list[float]] = {
-            name: []
-            for name in (
-                "t",
-                "lend",
-                "share",
-                *(f"{b}.{f}" for fields in (COUNTED, SHOWN) for b in fields for f in fields[b]),
-            )
-        }
+        of_boards = [f"{b}.{f}" for kind in (COUNTED, SHOWN) for b in kind for f in kind[b]]
+        names = ("t", "lend", "share", *of_boards)
+        self.rows: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, boards: Boards) -> None:
         """Call it once per EVERY_S; a row is kept when one is due."""
@@ -96,11 +73,8 @@ class History:
             self.every_s *= 2
 
     def totals(self) -> dict[str, float]:
-        return {
-            f"{b}.{f}": value
-            for b, counter in self._counters.items()
-            for f, value in counter.sums.items()
-        }
+        counted = self._counters.items()
+        return {f"{b}.{f}": value for b, counter in counted for f, value in counter.sums.items()}
 
     def _row(self, t: float, boards: Boards) -> dict[str, Any]:
         control = boards.control or Control()

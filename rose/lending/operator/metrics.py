@@ -2,9 +2,8 @@
 
 In two places: the operator's HTTP server (rose/lending/operator/web.py), and the online engine's
 own /metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. Read at each scrape; a
-board that is absent, damaged, or left behind by a process that is gone has no samples but
-`rose_board_up`
-0. Counters begin anew with the process that counts.
+board that is absent, damaged, or left behind by a process that is gone has no samples but a
+`rose_board_up` of 0. Counters begin anew with the process that counts.
 """
 
 from __future__ import annotations
@@ -55,66 +54,17 @@ def _read(path: Path, kind: type[board.State], living: bool) -> board.State | No
         reader.close()
 
 
-class _Family(NamedTuple):
-    name: str
-    counts: bool
-    text: str
-    labels: tuple[str, ...]
-    samples: Callable[[Boards], Samples]
-
-
-def _counter(
-    name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]
-) -> _Family:
-    return _Family(name, True, text, labels, samples)
-
-
-def _gauge(
-    name: str, text: str, labels: tuple[str, ...], samples: Callable[[Boards], Samples]
-) -> _Family:
-    return _Family(name, False, text, labels, samples)
-
-
 def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
-    return [
-        (who, engine)
-        for who, engine in (("online", b.online), ("rollout", b.rollout))
-        if engine is not None
-    ]
+    both = (("online", b.online), ("rollout", b.rollout))
+    return [(who, engine) for who, engine in both if engine is not None]
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}, requests; both latencies within their P99
-    targets."""
+    """{"with" lending: (met, finished), "without": ...}, requests; met: both P99 targets."""
     return {
         "with": (o.met_lending, o.finished_lending),
         "without": (o.met - o.met_lending, o.finished - o.finished_lending),
     }
-
-
-def _online(*fields: tuple[str, Callable[[Online], float]]) -> Callable[[Boards], Samples]:
-    """Samples of one label (none of a single field named "")."""
-    return lambda b: (
-        [((label,) if label else (), value(b.online)) for label, value in fields]
-        if b.online
-        else []
-    )
-
-
-def _rollout(*fields: tuple[str, Callable[[Rollout], float]]) -> Callable[[Boards], Samples]:
-    return lambda b: (
-        [((label,) if label else (), value(b.rollout)) for label, value in fields]
-        if b.rollout
-        else []
-    )
-
-
-def _control(value: Callable[[Control], float]) -> Callable[[Boards], Samples]:
-    return lambda b: [((), value(b.control))] if b.control else []
-
-
-def _both(value: Callable[[Online | Rollout], float]) -> Callable[[Boards], Samples]:
-    return lambda b: [((who,), value(engine)) for who, engine in _engines(b)]
 
 
 def _gate_ratio(b: Boards) -> Samples:
@@ -134,186 +84,141 @@ def _requests(b: Boards) -> Samples:
 
 
 def _attained(b: Boards) -> Samples:
-    return [
-        ((lending,), met / finished)
-        for lending, (met, finished) in (attainment(b.online).items() if b.online else ())
-        if finished
-    ]
+    found = attainment(b.online) if b.online else {}
+    return [((lending,), met / total) for lending, (met, total) in found.items() if total]
 
 
 def _slack(b: Boards) -> Samples:
-    return (
-        [((), b.online.hold_until - time.monotonic())]
-        if b.online and math.isfinite(b.online.hold_until)
-        else []
-    )
+    if b.online and math.isfinite(b.online.hold_until):
+        yield (), b.online.hold_until - time.monotonic()
 
 
 def _kv(b: Boards) -> Samples:
+    kinds = {"online": ("total", "used", "held", "wanted"), "rollout": ("total", "used", "budget")}
     for who, engine in _engines(b):
-        kinds = (
-            ("total", "used", "held", "wanted") if who == "online" else ("total", "used", "budget")
-        )
-        for kind in kinds:
+        for kind in kinds[who]:
             yield (who, kind), getattr(engine, f"kv_{kind}")
 
 
-FAMILIES = (
-    _gauge(
+def _waiting(b: Boards) -> Samples:
+    for who, engine in _engines(b):
+        yield from (((who, state), getattr(engine, state)) for state in ("running", "waiting"))
+
+
+def _up(b: Boards) -> Samples:
+    return [((name,), float(getattr(b, name) is not None)) for name in FILES]
+
+
+def _tokens(engine: Online | Rollout | None) -> Samples:
+    return [(("prompt",), engine.prompt_tokens), (("made",), engine.made_tokens)] if engine else []
+
+
+def _gate_seconds(b: Boards) -> Samples:
+    return [(("open",), b.rollout.open_s), (("shut",), b.rollout.shut_s)] if b.rollout else []
+
+
+# board (engine: both) -> field -> metric, a counter if it ends in _total, and its text
+FIELDS: dict[str, dict[str, tuple[str, str]]] = {
+    "rollout": {
+        "wasted_tokens": ("rose_wasted_tokens_total", "Tokens of evicted rollouts, made again."),
+        "evicted": ("rose_evictions_total", "Rollout requests handed back for their memory."),
+        "open": ("rose_gate_open", "1 while the gate lets rollout steps begin."),
+        "frozen": ("rose_frozen", "1: memory was revoked in this training step; no budget grows."),
+    },
+    "online": {
+        "aborted": ("rose_online_aborted_total", "Requests aborted, by clients or for memory."),
+        "preempted": ("rose_online_preemptions_total", "Times a running request lost its memory."),
+        "prompt_share": ("rose_online_prompt_share", "Part of step_share that keeps ttft_p50_s."),
+        "lends": (
+            "rose_online_lends",
+            "0: lends nothing, as when it misses its targets by itself.",
+        ),
+    },
+    "engine": {
+        "busy_s": ("rose_busy_seconds_total", "Time in engine steps."),
+        "steps": ("rose_steps_total", "Engine steps."),
+        "step_error": ("rose_step_prediction_error", "Mean error of predicted times, as a share."),
+        "step_p99": ("rose_step_prediction_p99_ratio", "P99 of measured over predicted time."),
+    },
+    "control": {
+        "lend": ("rose_lending", "1 while the operator lets the device be lent."),
+        "share": ("rose_lending_share", "Share of what could be lent, at this hour."),
+        "epoch": (
+            "rose_lending_epoch",
+            "Rollout engine's policy version; a new one ends a freeze.",
+        ),
+    },
+}
+# metric, labels, text, samples
+FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], ...] = (
+    (
         "rose_board_up",
-        "1 while the process that writes this board lives and the board is whole.",
         ("board",),
-        lambda b: [((name,), float(getattr(b, name) is not None)) for name in FILES],
+        "1 while the process that writes this board lives and the board is whole.",
+        _up,
     ),
-    # what was lent
-    _counter(
-        "rose_lent_tokens",
-        "Tokens computed for rollouts by lent compute, of prompts or made.",
+    (
+        "rose_lent_tokens_total",
         ("kind",),
-        _rollout(("prompt", lambda r: r.prompt_tokens), ("made", lambda r: r.made_tokens)),
+        "Tokens computed for rollouts by lent compute, of prompts or made.",
+        lambda b: _tokens(b.rollout),
     ),
-    _counter(
-        "rose_wasted_tokens",
-        "Tokens computed for evicted rollouts, to be computed again elsewhere.",
-        (),
-        _rollout(("", lambda r: r.wasted_tokens)),
-    ),
-    _counter(
-        "rose_evictions",
-        "Rollout requests aborted and handed back for their memory.",
-        (),
-        _rollout(("", lambda r: r.evicted)),
-    ),
-    _gauge(
-        "rose_gate_open",
-        "1 while the gate lets rollout steps begin.",
-        (),
-        _rollout(("", lambda r: r.open)),
-    ),
-    _gauge(
+    (
         "rose_gate_open_ratio",
-        "Share of the time with rollouts waiting in which the gate was open, since start.",
         (),
+        "Share of the time with rollouts waiting in which the gate was open, since start.",
         _gate_ratio,
     ),
-    _counter(
-        "rose_gate_seconds",
-        "Time with rollouts to compute, with the gate open and shut.",
+    (
+        "rose_gate_seconds_total",
         ("state",),
-        _rollout(("open", lambda r: r.open_s), ("shut", lambda r: r.shut_s)),
+        "Time with rollouts to compute, with the gate open and shut.",
+        _gate_seconds,
     ),
-    _gauge(
-        "rose_gate_shut", "1 for the reason for which the gate is shut now.", ("reason",), _shut
-    ),
-    _gauge(
-        "rose_frozen",
-        "1: memory was revoked in this training step; the rollout engine's budget may not grow.",
-        (),
-        _rollout(("", lambda r: r.frozen)),
-    ),
-    # what serving kept
-    _counter(
-        "rose_online_requests",
-        "Online requests that ended, by whether anything was lent meanwhile and whether "
-        "both latencies met their P99 targets.",
+    ("rose_gate_shut", ("reason",), "1 for the reason for which the gate is shut now.", _shut),
+    (
+        "rose_online_requests_total",
         ("lending", "met"),
+        "Online requests that ended, by whether anything was lent meanwhile and whether both "
+        "latencies met their P99 targets.",
         _requests,
     ),
-    _gauge(
+    (
         "rose_slo_attainment",
+        ("lending",),
         "Share of the online requests that met both P99 targets, since start, with and "
         "without lending.",
-        ("lending",),
         _attained,
     ),
-    _counter(
-        "rose_online_aborted",
-        "Online requests aborted, by clients or for want of memory.",
-        (),
-        _online(("", lambda o: o.aborted)),
-    ),
-    _counter(
-        "rose_online_preemptions",
-        "Times that a running online request lost its memory.",
-        (),
-        _online(("", lambda o: o.preempted)),
-    ),
-    _counter(
-        "rose_online_tokens",
-        "Tokens computed for online requests, of prompts or made.",
+    (
+        "rose_online_tokens_total",
         ("kind",),
-        _online(("prompt", lambda o: o.prompt_tokens), ("made", lambda o: o.made_tokens)),
+        "Tokens computed for online requests, of prompts or made.",
+        lambda b: _tokens(b.online),
     ),
-    _gauge(
+    (
         "rose_online_slack_seconds",
-        "How long the device could be kept from the online engine now with every "
-        "request still meeting its target; absent without requests.",
         (),
+        "How long the device could be kept from the online engine now with every request "
+        "still meeting its target; absent without requests.",
         _slack,
     ),
-    _gauge(
-        "rose_online_prompt_share",
-        "Part of lending.step_share that keeps the median TTFT at ttft_p50_s.",
-        (),
-        _online(("", lambda o: o.prompt_share)),
-    ),
-    _gauge(
-        "rose_online_lends",
-        "0: the online engine lends nothing, as when it misses its targets by itself.",
-        (),
-        _online(("", lambda o: o.lends)),
-    ),
-    # both
-    _gauge(
+    (
         "rose_kv_bytes",
-        "KV cache: of the whole pool, used by requests, held, wanted (online), budget (rollout).",
         ("who", "kind"),
+        "KV cache: of the whole pool, used by requests, held, wanted (online), budget (rollout).",
         _kv,
     ),
-    _gauge(
-        "rose_requests",
-        "Requests in an engine now.",
-        ("who", "state"),
-        lambda b: [
-            ((who, state), getattr(engine, state))
-            for who, engine in _engines(b)
-            for state in ("running", "waiting")
-        ],
-    ),
-    _counter("rose_busy_seconds", "Time in engine steps.", ("who",), _both(lambda e: e.busy_s)),
-    _counter("rose_steps", "Engine steps.", ("who",), _both(lambda e: e.steps)),
-    _gauge(
-        "rose_step_prediction_error",
-        "Mean absolute error of predicted step times, as a share.",
-        ("who",),
-        _both(lambda e: e.step_error),
-    ),
-    _gauge(
-        "rose_step_prediction_p99_ratio",
-        "99th percentile of measured over predicted step time.",
-        ("who",),
-        _both(lambda e: e.step_p99),
-    ),
-    # the operator's word
-    _gauge(
-        "rose_lending",
-        "1 while the operator lets the device be lent.",
-        (),
-        _control(lambda c: c.lend),
-    ),
-    _gauge(
-        "rose_lending_share",
-        "Share of what could be lent, at this hour.",
-        (),
-        _control(lambda c: c.share),
-    ),
-    _gauge(
-        "rose_lending_epoch",
-        "Policy version of the rollout engine; a new one ends a freeze.",
-        (),
-        _control(lambda c: c.epoch),
-    ),
+    ("rose_requests", ("who", "state"), "Requests in an engine now.", _waiting),
 )
+
+
+def _family(metric: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
+    family = kind(metric, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
 
 
 class BoardCollector(Collector):
@@ -330,13 +235,13 @@ class BoardCollector(Collector):
         return self._families(read(self.folder))
 
     def _families(self, boards: Boards) -> Iterable[Metric]:
-        for f in FAMILIES:
-            family = (CounterMetricFamily if f.counts else GaugeMetricFamily)(
-                f.name, f.text, labels=f.labels
-            )
-            for labels, value in f.samples(boards):
-                family.add_metric(labels, value)
-            yield family
+        for name, fields in FIELDS.items():
+            states = _engines(boards) if name == "engine" else [("", getattr(boards, name))]
+            for field, (metric, text) in fields.items():
+                values = [((w,) if w else (), getattr(s, field)) for w, s in states if s]
+                yield _family(metric, text, ("who",) if name == "engine" else (), values)
+        for metric, labels, text, samples in FAMILIES:
+            yield _family(metric, text, labels, samples(boards))
         targets = GaugeMetricFamily(
             "rose_slo_target_seconds",
             "Latency targets of the online model.",

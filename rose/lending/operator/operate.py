@@ -41,7 +41,7 @@ from rose.lending.operator.server import FREE_SHARE, OnlineServer, ServerError, 
 from rose.lending.operator.web import Web
 from rose.lending.rank.member import say
 from rose.lending.rules.predictor import Predictor
-from rose.lending.rules.slo import Typical, why_not_alone
+from rose.lending.rules.slo import why_not_alone
 from rose.lending.settings import of_run, parse
 from rose.lending.vllm import device
 from rose.observe.lenders import LENT
@@ -73,11 +73,8 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     if not has_gpus(overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
-    wanted = {
-        "serving.online.engine_args.tensor_parallel_size": int(
-            options.get("tensor_parallel_size", 1)
-        )
-    }
+    degree = int(options.get("tensor_parallel_size", 1))
+    wanted = {"serving.online.engine_args.tensor_parallel_size": degree}
     rollouts = parse(overrides).get("rollout.tensor_parallel")
     with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing else is known
         rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
@@ -113,11 +110,8 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
         )
     online = serving.online
     short = min(SHORT, online.max_context // 4)
-    alone = why_not_alone(
-        Predictor.from_dict(profile["online"]["predictor"]),
-        online.slo,
-        Typical(short, 1, short, online.max_batched_tokens),
-    )
+    predictor = Predictor.from_dict(profile["online"]["predictor"])
+    alone = why_not_alone(predictor, online.slo, short, online.max_batched_tokens)
     return f"nothing is lent: {alone}" if alone else ""
 
 
@@ -127,12 +121,10 @@ class Operator:
     def __init__(
         self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
     ) -> None:
-        self.run_dir, self.overrides, self.serving, self.profile = (
-            run_dir,
-            overrides,
-            serving,
-            profile,
-        )
+        self.run_dir = run_dir
+        self.overrides = overrides
+        self.serving = serving
+        self.profile = profile
         self.folder, self._lock = claim(run_dir.name)
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
@@ -168,8 +160,8 @@ class Operator:
         file = self.serving.lending.stop_file
         say(
             f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST "
-            f"{self._url}/lending/"
-            f"stop (token: {self.web.token_file})" + (f", or make {file}" if file else "")
+            f"{self._url}/lending/stop (token: {self.web.token_file})"
+            + (f", or make {file}" if file else "")
         )
         if self.control.switch.never:
             self._note(self.control.switch.never)
@@ -251,9 +243,8 @@ class Operator:
         number = await self._told.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, told by {signal.Signals(number).name}")
-        deadline = (
-            time.monotonic() + LEAVE_S + (self.serving.drain_s if number == WHEN_DONE else 0.0)
-        )
+        drain_s = self.serving.drain_s if number == WHEN_DONE else 0.0
+        deadline = time.monotonic() + LEAVE_S + drain_s
         lender = self._lender
         if lender is None or lender.returncode is not None:
             return
@@ -296,13 +287,11 @@ class Operator:
             lends = boards.online is None or bool(boards.online.lends)
             if lends == self._lends_not_said:
                 self._lends_not_said = not lends
-                self._note(
-                    "the online server meets its targets by itself again and lends"
-                    if lends
-                    else "the online server misses its targets with nothing lent "
-                    "(serving.online.slo): it lends "
-                    "nothing"
+                words = (
+                    "misses its targets with nothing lent (serving.online.slo): it lends nothing"
                 )
+                words = "meets its targets by itself again and lends" if lends else words
+                self._note(f"the online server {words}")
             await asyncio.sleep(EVERY_S)
 
     async def _write_reports(self) -> None:
@@ -312,10 +301,9 @@ class Operator:
 
     async def _write_report(self) -> None:
         """The operator's page, and the numbers that the training run's report shows of it."""
-        measured, title = report.quantiles(await self._scrape()), self._title
-        told = report.summary(
-            title, measured, self.serving.online.slo, self.history, self.control.switch.stopped
-        )
+        measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
+        slo = self.serving.online.slo
+        told = report.summary(self._title, measured, slo, self.history, stopped)
         try:
             write_whole(self.home / "report.html", self._drawn(measured).encode())
             write_whole(self.home / LENT, json.dumps(told).encode())
@@ -330,13 +318,9 @@ class Operator:
         return self._drawn(report.quantiles(await self._scrape()))
 
     def _drawn(self, measured: dict[str, float]) -> str:
+        stopped = self.control.switch.stopped
         return report.page(
-            self._title,
-            self.serving,
-            self.history,
-            measured,
-            self.control.switch.stopped,
-            list(self.events),
+            self._title, self.serving, self.history, measured, stopped, list(self.events)
         )
 
     async def _scrape(self) -> str:
@@ -377,8 +361,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """The folder of this device's boards, which no living process has, and the lock that says so.
-    Raises `ConfigError`."""
+    """The folder of this device's boards, which nobody has, and its lock. Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rose.config import Serving, Slo
 from rose.lending.operator.history import History
 from rose.observe import shell
-from rose.observe.shell import figure, figures, section
+from rose.observe.shell import figure, figures, milliseconds, section, table
 
 GIB = 2**30
 LATENCIES = {
@@ -60,12 +60,10 @@ def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
         return None
     low = below = 0.0
     for edge, count in edges:
+        if edge == float("inf"):
+            break
         if count >= share * total:
-            return (
-                low
-                if edge == float("inf")
-                else low + (edge - low) * (share * total - below) / (count - below)
-            )
+            return low + (edge - low) * (share * total - below) / (count - below)
         low, below = edge, count
     return low
 
@@ -82,30 +80,19 @@ def page(
     totals = history.totals()
     now = f" · nothing is lent now: {stopped}" if stopped else ""
     data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
-    subtitle = (
-        f"{serving.online.served_name or serving.online.model} · "
-        f"{time.strftime('%-d %B %Y, %H:%M')}{now}"
-    )
-    body = "\n\n".join(
-        (
-            section(
-                "What serving kept",
-                _kept(serving.online.slo, measured, totals) + figures("attainment", "requests"),
-            ),
-            section("What was lent", _lent(totals) + figure("tokens") + figures("gate", "losses")),
-            section("Memory", figure("memory")),
-            section("Events", _events(events)),
-        )
-    )
-    return shell.page(
-        "lending",
-        title,
-        escape(subtitle),
-        _facts(history, totals),
-        body,
-        data,
-        [(files("rose.lending.operator") / "page" / "lending.js").read_text()],
-    )
+    name = serving.online.served_name or serving.online.model
+    subtitle = escape(f"{name} · {time.strftime('%-d %B %Y, %H:%M')}{now}")
+    kept = _kept(serving.online.slo, measured, totals) + figures("attainment", "requests")
+    sections = {
+        "What serving kept": kept,
+        "What was lent": _lent(totals) + figure("tokens") + figures("gate", "losses"),
+        "Memory": figure("memory"),
+        "Events": _events(events),
+    }
+    body = "\n\n".join(section(name, content) for name, content in sections.items())
+    script = (files("rose.lending.operator") / "page" / "lending.js").read_text()
+    facts = _facts(history, totals)
+    return shell.page("lending", title, subtitle, facts, body, data, [script])
 
 
 def summary(
@@ -115,13 +102,12 @@ def summary(
     (met, finished) with and without lending, latencies measured and wanted (seconds), tokens lent
     and wasted."""
     totals = history.totals()
-    wanted = {} if slo is None else msgspec.to_builtins(slo)
     return {
         "device": title,
         "time": time.time(),
         "attained": _attained(totals),
         "measured": measured,
-        "slo": wanted,
+        "slo": {} if slo is None else msgspec.to_builtins(slo),
         "made_tokens": totals["rollout.made_tokens"],
         "wasted_tokens": totals["rollout.wasted_tokens"],
         "evicted": totals["rollout.evicted"],
@@ -145,73 +131,39 @@ def _share(part: float, whole: float) -> str:
 
 def _facts(history: History, totals: dict[str, float]) -> list[tuple[str, str]]:
     minutes = (history.rows["t"] or [0.0])[-1] / 60
-    attained = _attained(totals)
+    attained, opened = _attained(totals), totals["rollout.open_s"]
     return [
         ("Time", f"{minutes:.0f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"),
         ("Online requests", f"{totals['online.finished']:,.0f}"),
         ("SLO attainment, lending", _share(*attained["with"])),
         ("SLO attainment, otherwise", _share(*attained["without"])),
         ("Tokens made by lent compute", f"{totals['rollout.made_tokens']:,.0f}"),
-        (
-            "Gate open",
-            _share(totals["rollout.open_s"], totals["rollout.open_s"] + totals["rollout.shut_s"]),
-        ),
+        ("Gate open", _share(opened, opened + totals["rollout.shut_s"])),
     ]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    titles = "".join(f"<th scope=col>{title}</th>" for title in head)
-    body = "".join(
-        f"<tr><th scope=row>{row[0]}</th>"
-        + "".join(f"<td>{cell}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        "<div "
-        f"class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
 def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float]) -> str:
-    def of(value: float | None) -> str:
-        return (
-            "–"
-            if value is None
-            else f"{1000 * value:,.0f} ms"
-            if value >= 0.01
-            else f"{1000 * value:.1f} ms"
-        )
-
     rows = []
     for latency, (name, _) in LATENCIES.items():
         for quantile in QUANTILES:
             key = f"{latency}_{quantile}_s"
             target, now = getattr(slo, key) if slo else None, measured.get(key)
-            verdict = (
-                "–"
-                if target is None or now is None
-                else "met"
-                if now <= target
-                else "<b>missed</b>"
-            )
-            rows.append([f"{name}, {quantile.upper()}", of(target), of(now), verdict])
-    attained = _attained(totals)
+            verdict = "–"
+            if target is not None and now is not None:
+                verdict = "met" if now <= target else "<b>missed</b>"
+            shown = (milliseconds(target), milliseconds(now))
+            rows.append([f"{name}, {quantile.upper()}", *shown, verdict])
+    labels = {"with": "While rollouts ran", "without": "Otherwise"}
     by_lending = [
-        [label, f"{finished:,.0f}", f"{met:,.0f}", _share(met, finished)]
-        for label, (met, finished) in (
-            ("While rollouts ran", attained["with"]),
-            ("Otherwise", attained["without"]),
-        )
+        [labels[key], f"{finished:,.0f}", f"{met:,.0f}", _share(met, finished)]
+        for key, (met, finished) in _attained(totals).items()
     ]
+    head = ("Online requests", "Finished", "Within both P99 targets", "Attainment")
     return (
-        _table(["Latency", "Target", "Measured", ""], rows)
+        table(("Latency", "Target", "Measured", ""), rows)
         + "<p class=muted>Measured by the online server over all requests since its last start, "
-        "within the width of "
-        "its histogram's buckets.</p>"
-        + _table(
-            ["Online requests", "Finished", "Within both P99 targets", "Attainment"], by_lending
-        )
+        "within the width of its histogram's buckets.</p>"
+        + table(head, by_lending)
         + f"<p>Aborted: {totals['online.aborted']:,.0f}. Running requests that lost their memory: "
         f"{totals['online.preempted']:,.0f}.</p>"
     )
@@ -219,34 +171,20 @@ def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float])
 
 def _lent(t: dict[str, float]) -> str:
     computed = t["rollout.prompt_tokens"] + t["rollout.made_tokens"]
+    wasted = t["rollout.wasted_tokens"]
     rows = [
         ["Tokens made", f"{t['rollout.made_tokens']:,.0f}"],
         ["Prompt tokens computed", f"{t['rollout.prompt_tokens']:,.0f}"],
         ["Time in rollout steps", f"{t['rollout.busy_s']:,.0f} s"],
         ["Requests evicted", f"{t['rollout.evicted']:,.0f}"],
-        [
-            "Tokens computed again elsewhere for them",
-            f"{t['rollout.wasted_tokens']:,.0f} ({_share(t['rollout.wasted_tokens'], computed)})",
-        ],
+        ["Their tokens, computed again elsewhere", f"{wasted:,.0f} ({_share(wasted, computed)})"],
     ]
-    return _table(["Lent", ""], rows)
+    return table(("Lent", ""), rows)
 
 
 def _events(events: Iterable[Event]) -> str:
-    body = "".join(
-        f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(e.at))}</td>"
-        f"<td class=text>{escape(e.words)}</td></tr>"
-        for e in events
-    )
-    return (
-        (
-            "<div class=scroll><table class=list><thead><tr><th scope=col>Time</th><th "
-            "scope=col>What</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>"
-        )
-        if body
-        else '<p class="empty">Nothing happened.</p>'
-    )
+    rows = [(time.strftime("%H:%M:%S", time.localtime(e.at)), escape(e.words)) for e in events]
+    return table(("Time", "What"), rows, listed=True) or '<p class="empty">Nothing happened.</p>'
 
 
 def _thin(values: list[Any]) -> list[Any]:
@@ -263,15 +201,13 @@ def _curves(history: History) -> dict[str, list[float | None]]:
 
     with_, finished_with = rows["online.met_lending"], rows["online.finished_lending"]
     opened, shut = _steps(rows["rollout.open_s"]), _steps(rows["rollout.shut_s"])
-    gib = {
-        name: [value / GIB for value in rows[key]]
-        for name, key in (
-            ("held", "online.kv_held"),
-            ("used", "online.kv_used"),
-            ("budget", "rollout.kv_budget"),
-            ("rollout_used", "rollout.kv_used"),
-        )
+    memory = {
+        "held": "online.kv_held",
+        "used": "online.kv_used",
+        "budget": "rollout.kv_budget",
+        "rollout_used": "rollout.kv_used",
     }
+    gib = {name: [value / GIB for value in rows[key]] for name, key in memory.items()}
     return {
         "attained_with": _ratio(with_, finished_with),
         "attained_without": _ratio(

@@ -30,7 +30,7 @@ import aiohttp
 from rose import processes
 from rose.config import ConfigError, Serving, checks
 from rose.config.tree import Online
-from rose.engine import names, start
+from rose.engine import plugin, start
 
 SCHEDULER = "rose.lending.vllm.online.scheduler"
 WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
@@ -56,8 +56,7 @@ class ServerError(RuntimeError):
 
 
 class OnlineServer:
-    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as there are
-    cores."""
+    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as cores."""
 
     def __init__(
         self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None
@@ -76,8 +75,7 @@ class OnlineServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def check(self) -> None:
-        """Raises `ConfigError` for a model that is not there, an address that can't be had, or a
-        vLLM that would not find ROSE."""
+        """Raises `ConfigError` for an absent model, a taken address, or a vLLM that lacks ROSE."""
         if not entry_points(group=GROUP, name=PLUGIN):
             raise ConfigError(
                 f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
@@ -125,7 +123,7 @@ class OnlineServer:
 
     def environment(self) -> dict[str, str]:
         found = start.environment(self.gpus, self.threads, shares_device=True) | os.environ
-        found[names.FOLDER] = str(self.folder)
+        found[plugin.FOLDER] = str(self.folder)
         return found
 
     async def run(self, say: Callable[[str], object]) -> None:
@@ -210,8 +208,7 @@ class OnlineServer:
                     if self._process.returncode is not None:
                         raise ServerError(
                             f"the online server {_ended(self._process.returncode)} before it "
-                            "served; "
-                            f"its log, {self.log}, ends with\n{self.last_lines()}"
+                            f"served; its log, {self.log}, ends with\n{self.last_lines()}"
                         )
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -240,8 +237,7 @@ class OnlineServer:
             return probe.getsockname()[1]
 
     async def _end(self) -> None:
-        """Kill what there is of it: its engine process is in its group, and may be left of a server
-        that was killed."""
+        """Kill its group: the engine process may be left of a server that was killed."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

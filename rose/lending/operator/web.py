@@ -80,8 +80,7 @@ class Web:
             await self.close()
             raise ConfigError(
                 f"serving.lending.control_port={port}: {error.strerror or error} on "
-                "serving.online.host="
-                f"{host}; another one, or 0 for a free one"
+                f"serving.online.host={host}; another one, or 0 for a free one"
             ) from None
         self.port = self._runner.addresses[0][1]
 

@@ -69,8 +69,7 @@ class CapacityWatch:
         )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
-        """Seconds for which the gate is shut without a break; a step means that it was open in
-        between."""
+        """Seconds for which the gate is shut without a break; a step means that it was open."""
         shut = not state.open
         if self._shut_since is not None and (not shut or state.steps != self._steps):
             if now - self._shut_since > SHUT_S:
@@ -102,8 +101,7 @@ class CapacityWatch:
 
 
 class EngineBoard:
-    """The board of the engine process `pid`. It may be there only later; what is wrong with it is
-    printed once."""
+    """The board of engine process `pid`, absent at first; what is wrong with it is printed once."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self._pid = path, pid

@@ -15,7 +15,7 @@ from pathlib import Path
 from rose import processes
 from rose.comm.join import Endpoint, JoinError, endpoint
 from rose.config import Config, ConfigError
-from rose.engine import names, start
+from rose.engine import plugin, start
 from rose.launch import caches, gpus, resume
 from rose.lending import settings
 from rose.lending.rank import member
@@ -30,8 +30,7 @@ BACK_OFF_S = (1.0, 60.0)
 
 
 class Lender:
-    """`overrides`: of the run's configuration. `wanted`: whether it is worth waiting for a run that
-    is not there."""
+    """`overrides`: of the run's configuration. `wanted`: whether to wait for an absent run."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -143,7 +142,7 @@ class Lender:
         forked from here. What it reads at its import must be as this run wants it, so for another
         run this process begins anew. Raises `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
-        shares = names.FOLDER in os.environ
+        shares = plugin.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus:
             count = config.rollout.tensor_parallel
@@ -160,8 +159,7 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run one; pass signals on. Its exit code, negative for a signal, and whether it had
-        joined."""
+        """Run one; pass signals on. Its exit code, negative for a signal, and whether it joined."""
         here = os.getpid()
         told, tells = os.pipe()
         sys.stdout.flush()

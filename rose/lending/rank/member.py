@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from rose import protocol as p
-from rose.comm import singleton
+from rose.comm import mpi_process
 from rose.comm.join import Answer, Application, JoinError, endpoint
 from rose.config import Config, ConfigError
-from rose.engine import names
+from rose.engine import plugin
 from rose.engine.start import EngineError
 from rose.lending import board, settings
 from rose.lending.vllm import priority
@@ -48,7 +48,7 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
-    for name in singleton.launchers():
+    for name in mpi_process.launchers():
         del os.environ[name]
     try:
         code = run(run_dir, settings.of_run(run_dir, overrides), on_join)
@@ -71,7 +71,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     _check_profile(config)
     mpi = config.cluster.mpi
     os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
-    if names.FOLDER in os.environ and config.serving.lending.priority == "idle":
+    if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
         # the online server's front end is on the same cores, and takes tokens from its engine
         os.nice(priority.NICE)
     found = endpoint(run_dir)
@@ -91,7 +91,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
 def _check_profile(config: Config) -> None:
     """That the profile of a shared device is of the engines that it will have."""
     path = config.serving.lending.profile
-    if names.FOLDER in os.environ and path is not None:
+    if plugin.FOLDER in os.environ and path is not None:
         from rose.lending import device_profile
 
         device_profile.check(device_profile.load(path), path, config, resolve(config.model))
@@ -130,9 +130,8 @@ async def _take_part(
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:
-    """(where the engine publishes its state, if it shares its device; what tells it of a new
-    version)."""
-    folder = os.environ.get(names.FOLDER)
+    """(where the engine's board is, if it shares its device; what tells it of a new version)."""
+    folder = os.environ.get(plugin.FOLDER)
     if folder is None:
         return None, lambda version: None
     writer = board.Writer(Path(folder) / "epoch", board.Epoch)

@@ -104,8 +104,7 @@ class BorrowedWorker(RolloutWorker):
         self.over = f"the run has been silent for {RUN_SILENT_S:g} s"
 
     async def _watch_capacity(self, path: Path) -> None:
-        """For ever: says what the engine can take, after each `WorkerReady`, each returned turn and
-        each change."""
+        """Send what the engine can take, after each `WorkerReady`, returned turn and change."""
         incarnation = returned = 0
         while True:
             await asyncio.sleep(BOARD_LOOK_S)
@@ -114,10 +113,8 @@ class BorrowedWorker(RolloutWorker):
                 continue
             if incarnation != self.incarnation:
                 incarnation = self.incarnation
-                board, watch = (
-                    EngineBoard(path, engine.pid),
-                    CapacityWatch(engine.kv_tokens, self._max_sequences),
-                )
+                board = EngineBoard(path, engine.pid)
+                watch = CapacityWatch(engine.kv_tokens, self._max_sequences)
             # the scheduler sends it nothing of these before it hears this
             if returned != self._returned:
                 returned = self._returned

@@ -17,9 +17,7 @@ from rose.config.tree import Lending, Slo
 from rose.lending.board import Control, Online
 from rose.lending.rules.predictor import Predictor, Work
 
-CONTROL_STALE_S = (
-    2.0  # the operator's process beats twice a second and may be busy starting an engine
-)
+CONTROL_STALE_S = 2.0  # the operator's process may be busy starting an engine
 # a board's beat may be so far in the future: it was written between reading the clock and the board
 AHEAD_S = 0.001
 

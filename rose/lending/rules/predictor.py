@@ -21,22 +21,19 @@ from typing import Any, NamedTuple
 WINDOW = 512  # residuals kept for each kind of step: P99 is then the sixth largest
 SEEDS = 128  # of them that a profile brings
 RATE = 0.02  # of the scale's move per step: half of a lasting change in 35 steps
-STEP = (
-    2.0  # one step moves the scale as if it had been off by no more, however long a page fault took
-)
+# one step moves the scale as if it had been off by no more, however long a page fault took
+STEP = 2.0
 SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
 LEVELS = tuple(map(math.log, SCALES))  # a scale's logarithm is what is fitted
-SPREAD = (
-    0.005  # variance of the steps' log times from which on they say how the scale depends on them
-)
+# variance of the steps' log times from which on they say how the scale depends on them
+SPREAD = 0.005
 # of the log scale over the log time, at most: longer steps are always expected to take longer
 SLOPE = 0.5
 # of the samples that the last fits are made from; the rest are taken for page faults and the like
 KEPT = 0.95
 SHORTEST = 1e-6  # seconds: no step takes less
-ROUNDS = (
-    20  # of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
-)
+# of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+ROUNDS = 20
 MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
 
 
@@ -254,8 +251,7 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
-    """The better KEPT of each kind: dropping over all of them at once could leave one kind without
-    samples."""
+    """The better KEPT of each kind: over both at once, one could be left without samples."""
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]

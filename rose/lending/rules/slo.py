@@ -42,15 +42,6 @@ class Request(NamedTuple):
     last_token_at: float | None = None  # null: just now
 
 
-class Typical(NamedTuple):
-    """What S is expected to do at least while it meets its targets."""
-
-    prompt: int  # tokens
-    decodes: int  # at once
-    context: int  # tokens of each
-    max_batched_tokens: int = 2048
-
-
 def hold_until(
     now: float,
     requests: Iterable[Request],
@@ -98,8 +89,7 @@ def _prefill(
     slo: Slo,
     max_batched_tokens: int,
 ) -> float:
-    """`hold_until` for a queue of prompts before which `decodes` run; step by step until the last
-    prompt is through."""
+    """`hold_until` for a queue of prompts before which `decodes` run, step by step."""
     hold, spent = INFINITE, 0.0  # seconds of the steps before
     chunks: list[tuple[int, int]] = []
     due, joining, joining_context = INFINITE, 0, 0  # of the prompts that end in this step
@@ -112,11 +102,9 @@ def _prefill(
             chunks.append((new, before))
             left, before, room = left - new, before + new, room - new
             if not left:
-                due, joining, joining_context = (
-                    min(due, _due(now, request, slo)),
-                    joining + 1,
-                    joining_context + before,
-                )
+                due = min(due, _due(now, request, slo))
+                joining += 1
+                joining_context += before
             if room and at < last:
                 continue  # the next prompt's first chunk goes along
             spent += predictor.p99(Work(tuple(chunks), decodes, context))
@@ -157,20 +145,20 @@ class Promptness:
         return 1.0 if now - self._at > FORGET_S else self._share
 
 
-def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
-    """Why S can't meet its targets even with the device for itself; "" if it can. Then nothing is
-    to be lent."""
-    step = Work((), typical.decodes, typical.decodes * typical.context)
-    arrived = [Request(0.0, typical.prompt, 0)]
-    p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, typical.max_batched_tokens)
+def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_tokens: int) -> str:
+    """Why S can't meet its targets even with the device for itself, for one request of so many
+    tokens; "" if it can. Otherwise nothing is to be lent."""
+    step = Work((), 1, tokens)
+    arrived = [Request(0.0, tokens, 0)]
+    p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, max_batched_tokens)
     chunk = Work(((1, 0),), 0, 0)
     # all steps with prefill have one margin
     p50 = p99 * predictor.seconds(chunk) / predictor.p99(chunk)
-    load = f"{typical.decodes} decodes of {typical.context} tokens of context"
-    prompt = f"the prefill of {typical.prompt} tokens"
+    decode = f"a step of 1 decode of {tokens} tokens of context"
+    prompt = f"the prefill of {tokens} tokens"
     for what, takes, name in (
-        (f"a step of {load}", predictor.p99(step), "tpot_p99_s"),
-        (f"a step of {load}", predictor.seconds(step), "tpot_p50_s"),
+        (decode, predictor.p99(step), "tpot_p99_s"),
+        (decode, predictor.seconds(step), "tpot_p50_s"),
         (prompt, p99, "ttft_p99_s"),
         (prompt, p50, "ttft_p50_s"),
     ):
@@ -178,8 +166,8 @@ def why_not_alone(predictor: Predictor, slo: Slo, typical: Typical) -> str:
             kind = "at its P99" if "p99" in name else "on average"
             return (
                 f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes "
-                f"{takes:.3g} s {kind}"
-                " on this device; give a looser target, a faster device or a smaller model"
+                f"{takes:.3g} s {kind} on this device; give a looser target, a faster device or a "
+                "smaller model"
             )
     return ""
 
@@ -189,27 +177,19 @@ class Attainment:
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self.finished = self.met = self.finished_lending = self.met_lending = self.aborted = 0
+        self.finished = self.met = self.finished_lending = self.met_lending = 0
         self._alone: deque[bool] = deque(maxlen=WINDOW)
-        self.misses_alone = (
-            False  # S misses its targets by itself, by the last WINDOW requests without lending
-        )
+        # S misses its targets by itself, by the last WINDOW requests without lending
+        self.misses_alone = False
 
-    def add(
-        self, ttft_s: float | None, tpot_s: float | None, lent: bool, aborted: bool = False
-    ) -> bool:
-        """A request ended: its TTFT (null: no token came), its TPOT (null: one token), whether
-        anything was lent while it was here, and whether S gave it up. Whether it met the targets. A
-        client that hangs up is not S's miss: leave it out unless it had missed its TTFT already."""
-        met = (
-            not aborted
-            and ttft_s is not None
-            and ttft_s <= self._slo.ttft_p99_s
-            and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
-        )
+    def add(self, ttft_s: float | None, tpot_s: float | None, lent: bool) -> bool:
+        """A request ended: its TTFT (null: no token came), its TPOT (null: one token), and whether
+        anything was lent while it was here. Returns whether it met the targets. A client that hangs
+        up is not S's miss: leave it out unless it had missed its TTFT already."""
+        prompt = ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
+        met = prompt and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
         self.finished += 1
         self.met += met
-        self.aborted += aborted
         if lent:
             self.finished_lending += 1
             self.met_lending += met

@@ -15,8 +15,7 @@ from rose.engine.blocks import Layout
 
 
 class Pages:
-    """`page`: bytes. Where blocks share no page with each other, a block counts as one page of its
-    size."""
+    """`page`: bytes. Blocks that share no page with each other count as one page of their size."""
 
     def __init__(self, layout: Layout, page: int) -> None:
         starts = np.array(layout.starts, np.int64)[:, None]
@@ -67,12 +66,10 @@ class Pages:
         chosen[1 : 1 + low] = True
         lacking = wanted - (int(chosen.sum()) - 1)
         if lacking > 0:  # what lies in pages that are kept anyway
-            whole = np.concatenate(
-                ([0], np.cumsum(~self._marked(chosen | (np.arange(held.size) == 0))))
-            )
-            holes = np.flatnonzero(
-                ~chosen & ~(whole[self._last + 1] - whole[self._first]).any(axis=0)
-            )
+            bare = ~self._marked(chosen | (np.arange(held.size) == 0))
+            whole = np.concatenate(([0], np.cumsum(bare)))
+            fresh_pages = (whole[self._last + 1] - whole[self._first]).any(axis=0)
+            holes = np.flatnonzero(~chosen & ~fresh_pages)
             chosen[holes[: int(min(lacking, holes.size))]] = True
         return chosen
 

@@ -1,5 +1,4 @@
-"""What an engine process finds of the device that it shares: the configuration, the profile, the
-boards."""
+"""What an engine finds of the device that it shares: configuration, profile, boards."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rose.config.tree import Serving
-from rose.engine import names
+from rose.engine import plugin
 from rose.files import write_whole
 
 
@@ -27,12 +26,11 @@ class Device(NamedTuple):
 
 
 def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
-    """Write what both engines must know into `folder`; returns the environment that leads them
-    there."""
+    """Write what both engines must know into `folder`; returns the environment that names it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
-    write_whole(folder / names.CONFIG, words.encode())
-    return {names.FOLDER: str(folder)}
+    write_whole(folder / plugin.CONFIG, words.encode())
+    return {plugin.FOLDER: str(folder)}
 
 
 def here() -> Device | None:
@@ -40,13 +38,13 @@ def here() -> Device | None:
 
     Raises `ValueError` naming the file when its description is absent or damaged.
     """
-    if not (folder := os.environ.get(names.FOLDER)):
+    if not (folder := os.environ.get(plugin.FOLDER)):
         return None
-    path = Path(folder) / names.CONFIG
+    path = Path(folder) / plugin.CONFIG
     try:
         found = json.loads(path.read_text())
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
     except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
         raise ValueError(
-            f"{names.FOLDER}={folder}: {path}: {error}; rose.lending.vllm.device.describe writes it"
+            f"{plugin.FOLDER}={folder}: {path}: {error}; rose.lending.vllm.device writes it"
         ) from None

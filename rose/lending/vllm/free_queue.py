@@ -49,6 +49,5 @@ class LowFirst(FreeKVCacheBlockQueue):
             self.num_free_blocks -= 1
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        return [
-            self._loose[number] for number in sorted(self._loose)
-        ] + super().get_all_free_blocks()
+        loose = [self._loose[number] for number in sorted(self._loose)]
+        return loose + super().get_all_free_blocks()

@@ -21,8 +21,7 @@ LATE = 16  # a shut gate is polled after a 16th of the time for which it has bee
 
 
 class Member(Timed):
-    """Mixin before vLLM's scheduler. Without a device in the environment it is vLLM's scheduler,
-    timed."""
+    """Mixin before vLLM's scheduler, which without a device in the environment is only timed."""
 
     kind: type  # of its board
     board_name: str
@@ -59,11 +58,9 @@ class Member(Timed):
                 "this engine's workers can't give memory back: start it with worker_extension_cls="
                 f"rose.engine.kv_worker.KvWorker ({error})"
             ) from error
-        self.begin(
-            lambda method, ids: core.model_executor.collective_rpc(method, args=(ids,)),
-            Layout(*(layout[name] for name in Layout._fields)),
-            layout["page_bytes"],
-        )
+        where = Layout(*(layout[name] for name in Layout._fields))
+        call = core.model_executor.collective_rpc
+        self.begin(lambda method, ids: call(method, args=(ids,)), where, layout["page_bytes"])
         self._publish()
         self._beats.start()
 
@@ -77,11 +74,9 @@ class Member(Timed):
     def _ends_at(self, predictor: Predictor | None) -> float:
         """When all steps in flight will have ended at their P99; 0 without any, or without a
         predictor."""
-        return (
-            time.monotonic() + self._in_flight_s(predictor)[1]
-            if predictor and self._in_flight
-            else 0.0
-        )
+        if not predictor or not self._in_flight:
+            return 0.0
+        return time.monotonic() + self._in_flight_s(predictor)[1]
 
     def _publish(self) -> None:
         with self._writing:
@@ -114,14 +109,12 @@ class Member(Timed):
         """In the beat's thread, each time."""
 
     def _wants_turn(self) -> bool:
-        """In the beat's thread: whether memory should change hands though no request calls for a
-        step."""
+        """In the beat's thread: whether memory should move though no request calls for a step."""
         raise NotImplementedError
 
 
 def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
-    """Seconds until the next look at a gate that has been shut for `shut_s`, from `first_s` to
-    `last_s`."""
+    """Seconds until the next poll of a gate that has been shut for `shut_s`, within the limits."""
     return min(max(first_s, shut_s / LATE), last_s)
 
 

@@ -164,10 +164,8 @@ class OnlineScheduler(Member):
     def _tell(self, step_ends: float | None = None) -> None:
         with self._writing:
             s = self.state
-            s.running, s.waiting = (
-                len(self.running),
-                len(self.waiting) + len(self.kv_holding_waiting),
-            )
+            s.running = len(self.running)
+            s.waiting = len(self.waiting) + len(self.kv_holding_waiting)
             if step_ends is not None:
                 s.step_ends = step_ends
             s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
@@ -181,7 +179,7 @@ class OnlineScheduler(Member):
         if self._predictor is None or self._slo is None:
             return now
         # whose steps are held up too, so they are yet to come
-        requests, in_flight = ([], self._tokens_in_flight())
+        requests, in_flight = [], self._tokens_in_flight()
         for name, seen in self._seen.items():
             request = self.requests.get(name)
             if request is None:
@@ -215,11 +213,9 @@ class OnlineScheduler(Member):
             for name, seen in self._seen.items()
             if seen.first_token_at is not None and name in self.requests
         ]
-        return (
-            self._predictor.seconds(Work((), len(running), sum(running)))
-            if running and self._predictor
-            else 0.0
-        )
+        if not running or not self._predictor:
+            return 0.0
+        return self._predictor.seconds(Work((), len(running), sum(running)))
 
     def _count(self, output, now: float) -> None:
         seen = self._seen.get(output.request_id)
@@ -248,20 +244,16 @@ class OnlineScheduler(Member):
 
     def _judge(self, seen: _Seen) -> None:
         ttft = None if seen.first_token_at is None else seen.first_token_at - seen.arrival
-        tpot = (
-            (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1)
-            if seen.tokens > 1
-            else None
-        )
+        tpot = None
+        if seen.tokens > 1:
+            tpot = (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1)
         self._attainment.add(ttft, tpot, seen.lent)
         with self._writing:
             s, a = self.state, self._attainment
-            s.finished, s.met, s.finished_lending, s.met_lending = (
-                a.finished,
-                a.met,
-                a.finished_lending,
-                a.met_lending,
-            )
+            s.finished = a.finished
+            s.met = a.met
+            s.finished_lending = a.finished_lending
+            s.met_lending = a.met_lending
             s.lends = float(not a.misses_alone)
 
     # ------------------------------------------------------------------ memory
@@ -306,12 +298,10 @@ class OnlineScheduler(Member):
     def _lent(self) -> float:
         """Bytes that the rollout engine may be using."""
         rollout = self._rollout.read()
+        if rollout is not None:
+            return rollout.kv_budget if board.is_alive(rollout) else 0.0
         # none yet, gone, or its board is damaged: then what was lent may still be in use
-        if rollout is None:
-            return (
-                0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
-            )
-        return rollout.kv_budget if board.is_alive(rollout) else 0.0
+        return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
 
     def _share_memory(self, at_once: bool = False) -> None:
         """Say what is needed first, and look at what is lent afterwards: the rollout engine does it
@@ -359,18 +349,9 @@ class OnlineScheduler(Member):
     def _wants_turn(self) -> bool:
         if self.has_unfinished_requests():
             return False  # each step looks anyway
-        hold, now = (
-            self._to_hold(self._needed()) if self._lends() else self.pool.total,
-            self.pool.limit_bytes,
-        )
-        room = self.device.kv_bytes - self._lent() - self.pool.mapped
-        return (
-            room < 0
-            or self.pool.strewn
-            or hold <= now - self.pool.block_bytes
-            or (
-                hold >= now + self.pool.block_bytes
-                and room >= self.pool.grain
-                and self.pool.can_map
-            )
-        )
+        hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
+        now = self.pool.limit_bytes
+        room, block = self.device.kv_bytes - self._lent() - self.pool.mapped, self.pool.block_bytes
+        if room < 0 or self.pool.strewn or hold <= now - block:
+            return True
+        return hold >= now + block and room >= self.pool.grain and self.pool.can_map

@@ -25,9 +25,8 @@ AGAIN_S = 1.0  # before memory is asked for that the device has just not had
 # that change hands while a step is planned: about 10 ms on a GPU, during which no request goes on.
 AT_ONCE = 2**28
 FEW = 16  # blocks that aren't asked for one by one
-SETTLE = (
-    32  # steps between two looks whether pages have become free, each a few ms for 50,000 blocks
-)
+# steps between two looks whether pages have become free, each a few ms for 50,000 blocks
+SETTLE = 32
 
 # a method of every worker, with block ids -> bytes that each reports
 Call = Callable[[str, list[int]], Sequence[int]]
@@ -58,10 +57,8 @@ class Pool:
         used. `layout`, `page`: of their KV caches; without them blocks share no pages."""
         self._call = call
         if layout is None:
-            layout, page = (
-                Layout(self.total, self.count + 1, (0,), (self.block_bytes,)),
-                self.block_bytes,
-            )
+            layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
+            page = self.block_bytes
         self._pages = Pages(layout, page)
         self.grain = self._pages.grain  # bytes of pages that one more block may take
 
@@ -77,8 +74,7 @@ class Pool:
 
     @property
     def overhead(self) -> int:
-        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part of
-        them."""
+        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part."""
         return max(0, self.mapped - self.limit_bytes)
 
     @property
@@ -92,8 +88,7 @@ class Pool:
 
     @property
     def can_map(self) -> bool:
-        """Whether it is worth asking for more: blocks are withheld, and the device has not just
-        refused."""
+        """Whether to ask for more: blocks are withheld, and the device has not just refused."""
         return not self._usable.all() and (
             not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S
         )
@@ -119,11 +114,9 @@ class Pool:
     def paced(self, nbytes: float, soon: float = 0.0) -> float:
         """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon`
         must be there."""
-        return (
-            min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
-            if nbytes > self.limit_bytes
-            else nbytes
-        )
+        if nbytes <= self.limit_bytes:
+            return nbytes
+        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of
@@ -150,8 +143,7 @@ class Pool:
         return self.mapped
 
     def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
-        """Where no page is shared it doesn't matter where blocks lie: those go whose cached
-        prefixes are oldest."""
+        """Where no page is shared, those blocks go whose cached prefixes are oldest."""
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()
@@ -166,10 +158,8 @@ class Pool:
         if not self.strewn:
             return False
         self._calls += 1
-        return (
-            self._calls % SETTLE == 0
-            or self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
-        )
+        idle = self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
+        return self._calls % SETTLE == 0 or idle
 
     def _ideal(self) -> int:
         """Bytes of pages that so many blocks take at the low end."""

@@ -47,8 +47,7 @@ def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> No
 
 
 def restore_priority(pid: int) -> None:
-    """Another process' threads, to the common priority, until it lowers it again; nothing where
-    this user may not."""
+    """Another process' threads, to the common priority for now; nothing where this user may not."""
     with contextlib.suppress(OSError):
         for thread in _threads(pid):
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:

@@ -6,7 +6,7 @@ any time.
 Each step asks the gate (rose/lending/rules/gate.py) how many tokens it may take in; a shut gate is
 looked at again and again, the less often the longer it is shut. KV memory beyond the budget
 (rose/lending/rules/budget.py) is not in vLLM's pool; when the budget falls, whole requests end at
-once with stop reason `names.EVICTED` and the tokens made so far, those first that lose least.
+once with stop reason `plugin.EVICTED` and the tokens made so far, those first that lose least.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import copy
 import time
 from collections import deque
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from rose.engine import plugin
 from rose.lending import board
 from rose.lending.board import Peer
 from rose.lending.rules.budget import Budget
 from rose.lending.rules.gate import Gate, Reason
 from rose.lending.rules.predictor import Work
-from rose.lending.vllm.evict import Evicting
 from rose.lending.vllm.member import Member, pause_s, vllm_scheduler
 from rose.lending.vllm.pool import AT_ONCE
 from rose.lending.vllm.priority import Priority
@@ -36,11 +39,12 @@ def scheduler(vllm_config, **rest):
     return vllm_scheduler(RolloutScheduler, vllm_config, **rest)
 
 
-class RolloutScheduler(Evicting, Member):
+class RolloutScheduler(Member):
     kind, board_name = board.Rollout, "rollout"
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self._evicted: list[Request] = []  # of which clients are to be told
         if self.device is None:
             return
         lending = self._lending = self.device.serving.lending
@@ -94,14 +98,31 @@ class RolloutScheduler(Evicting, Member):
             return outputs
         for group in outputs.values():
             self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
+        for request in self._evicted:  # vLLM tells clients only of ends that it causes
+            ended = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
+        self._evicted.clear()
         self._tell()
         return outputs
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self._evicted)
+
+    def evict(self, victims: list[Request]) -> None:
+        """Hand these requests back: whole, at once, with the tokens made so far."""
+        if not victims:
+            return
+        self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
+        self._evicted += victims
+        self.state.evicted += len(victims)
+        self.state.wasted_tokens += sum(r.num_computed_tokens for r in victims)
 
     # ------------------------------------------------------------------ the gate
 
     def _pass_gate(self) -> int:
-        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the engine's loop is
-        called."""
+        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the loop is called."""
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
@@ -146,8 +167,7 @@ class RolloutScheduler(Evicting, Member):
         self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
 
     def _rotate(self, count: int) -> None:
-        """vLLM serves `running` from its head: with fewer tokens than requests the tail would
-        starve."""
+        """vLLM serves `running` from its head: with fewer tokens than requests the tail starves."""
         self.running = self.running[count:] + self.running[:count]
 
     def _step_begins(self, work: Work, began: float) -> None:
@@ -208,8 +228,7 @@ class RolloutScheduler(Evicting, Member):
         self.state.frozen = float(self._budget.frozen)
 
     def _give_up_on_large(self) -> None:
-        """Requests that don't fit into what is lent wait as long as those at a shut gate, and then
-        are handed back."""
+        """Requests too large for what is lent wait like those at a shut gate, then are evicted."""
         blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
         large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
         if not large:

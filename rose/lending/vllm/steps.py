@@ -1,6 +1,6 @@
 """What a vLLM scheduler knows of its engine's steps: what each computes, when it began and ended.
 
-A mixin before vLLM's own class. With the environment variable `names.STEPS` every step is appended
+A mixin before vLLM's own class. With the environment variable `plugin.STEPS` every step is appended
 to that file, from which `python -m rose.lending.profile` fits the predictor.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rose.engine import names
+from rose.engine import plugin
 from rose.lending.rules.predictor import Predictor, Work
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Timed:
         super().__init__(*args, **kwargs)
         self._in_flight: deque[tuple[object, Work, float]] = deque()
         self._last_ended = 0.0
-        path = os.environ.get(names.STEPS)
+        path = os.environ.get(plugin.STEPS)
         # Closed with the process.
         self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
 
@@ -50,25 +50,13 @@ class Timed:
             ended = time.monotonic()
             began, self._last_ended = max(began, self._last_ended), ended
             if self._log is not None:
-                self._log.write(
-                    msgspec.json.encode(
-                        {
-                            "began": began,
-                            "ended": ended,
-                            "wall": time.time(),
-                            "prefill": work.prefill,
-                            "decodes": work.decodes,
-                            "decode_context": work.decode_context,
-                        }
-                    )
-                    + b"\n"
-                )
+                times = {"began": began, "ended": ended, "wall": time.time()}
+                self._log.write(msgspec.json.encode(times | work._asdict()) + b"\n")
             self._step_ended(work, began, ended)
         return outputs
 
     def _in_flight_s(self, predictor: Predictor) -> tuple[float, float]:
-        """Seconds until the steps in flight have ended, as predicted: on average, and if each takes
-        its P99."""
+        """Seconds until the steps in flight have ended: on average, and if each takes its P99."""
         mean = p99 = 0.0
         for _, work, _ in self._in_flight:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
@@ -79,8 +67,7 @@ class Timed:
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
     def _tokens_in_flight(self) -> Counter[str]:
-        """Of each request, those that its steps in flight compute; vLLM counts them as computed
-        already."""
+        """Tokens of each request in flight, which vLLM counts as computed already."""
         counts: Counter[str] = Counter()
         for output, _, _ in self._in_flight:
             counts.update(output.num_scheduled_tokens)

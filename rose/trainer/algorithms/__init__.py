@@ -32,11 +32,8 @@ ALGORITHMS: dict[str, type] = {
 
 
 def build(name: str, args: dict[str, Any]) -> Algorithm:
-    """The algorithm of `algorithm.name` with `algorithm.args`.
-
-    Raises `ConfigError` for an unknown name, an unknown or missing argument, or an impossible
-    value.
-    """
+    """The algorithm of `algorithm.name` with `algorithm.args`. Raises `ConfigError` for an unknown
+    name, an unknown or missing argument, or an impossible value."""
     if name not in ALGORITHMS:
         raise ConfigError(
             f"algorithm.name={name!r}: no such algorithm; there are {', '.join(ALGORITHMS)}"

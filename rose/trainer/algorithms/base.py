@@ -42,9 +42,7 @@ class TokenBatch:
 
 class Algorithm(Protocol):
     recompute_proximal: bool  # else proximal = behaviour (PPO epochs over fresh data)
-    corrects_mismatch: (
-        bool  # True: token_loss already weighs by proximal/behaviour; no importance on top
-    )
+    corrects_mismatch: bool  # token_loss weighs by proximal/behaviour; no importance on top
 
     def advantages(self, summary: Summary) -> Tensor:
         """(N,) float32."""

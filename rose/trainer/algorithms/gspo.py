@@ -39,6 +39,5 @@ class Gspo:
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
         tokens = batch.mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-        return clipped_surrogate(
-            ratios.sum(-1, keepdim=True) / tokens, batch, self.clip_low, self.clip_high
-        )
+        mean = ratios.sum(-1, keepdim=True) / tokens
+        return clipped_surrogate(mean, batch, self.clip_low, self.clip_high)

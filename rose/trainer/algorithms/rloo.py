@@ -51,8 +51,6 @@ class Rloo:
         if self.clip_low is None:
             logprobs = batch.logprobs.masked_fill(batch.mask == 0, 0.0)
             return -batch.advantages[:, None] * logprobs, {}
-        # (B, 1)
         total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)
-        return clipped_surrogate(
-            total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch, self.clip_low, self.clip_high
-        )
+        total = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # (B, 1)
+        return clipped_surrogate(total, batch, self.clip_low, self.clip_high)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
 
-STD_EPSILON = (
-    1e-6  # added to a standard deviation of rewards, as in verl: far below any reward scale in use
-)
+STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far below any scale
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -43,15 +41,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
 
 
 def sequence_mean_weights(summary: Summary) -> Tensor:
-    """Mean over a trajectory's tokens, then over the N trajectories: (N,) 1 / (N * tokens); 0
-    without tokens."""
+    """Mean over tokens, then over N trajectories: (N,) 1 / (N * tokens); 0 without tokens."""
     tokens = summary.response_tokens
     return (tokens > 0).float() / (tokens.clamp(min=1) * max(1, len(tokens)))
 
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean over all response tokens of the batch: (N,) 1 / total for the rows of `keep` (N,) bool,
-    else 0."""
+    """Mean over all response tokens: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
     kept = torch.ones_like(response_tokens) if keep is None else keep.long()
     return kept.float() / (response_tokens * kept).sum().clamp(min=1)
 
@@ -71,9 +67,8 @@ def clipped_surrogate(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
     with torch.no_grad():
-        cut = ((ratio > 1 + clip_high) & (advantages > 0)) | (
-            (ratio < 1 - clip_low) & (advantages < 0)
-        )
+        above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+        cut = (above & (advantages > 0)) | (below & (advantages < 0))
         statistics = {
             "clip_fraction": (cut * batch.mask).sum(),
             "ratio": (ratio * batch.mask).sum(),

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from rose.engine import names
+from rose.engine import plugin
 from rose.lending import board
 from rose.lending.rules.gate import Reason
 from rose.lending.vllm import pool, rollout
@@ -140,7 +140,7 @@ def test_memory_that_the_online_engine_wants_is_given_back_at_once_and_whole_req
     state = driven.scheduler.state
     assert blocks_held(driven) <= held // 2 and state.frozen == 1
     assert state.kv_budget == driven.scheduler.pool.limit_bytes >= driven.scheduler.pool.used
-    assert driven.ended and all(end == ("ABORT", names.EVICTED) for end in driven.ended.values())
+    assert driven.ended and all(end == ("ABORT", plugin.EVICTED) for end in driven.ended.values())
     assert state.evicted == len(driven.ended) and state.wasted_tokens >= 150 * len(driven.ended)
     released = [ids for method, ids in driven.calls if method == "rose_release_blocks"]
     assert len(set(released[-1])) == held - blocks_held(driven)
@@ -221,7 +221,7 @@ def test_who_waits_too_long_at_the_gate_is_handed_back(driven, boards):
     boards.set("online", hold_until=0.0)
     driven.scheduler._moved_at -= driven.scheduler._lending.patience_s
     driven.steps(2)
-    assert driven.ended == {"a": ("ABORT", names.EVICTED)}
+    assert driven.ended == {"a": ("ABORT", plugin.EVICTED)}
 
 
 def test_a_request_larger_than_what_is_lent_is_handed_back_and_small_ones_run(driven, boards):
@@ -232,7 +232,7 @@ def test_a_request_larger_than_what_is_lent_is_handed_back_and_small_ones_run(dr
     assert "large" not in driven.ended and driven.scheduler._large_since is not None
     driven.scheduler._large_since -= driven.scheduler._lending.patience_s
     driven.steps(4)
-    assert driven.ended["large"] == ("ABORT", names.EVICTED) and driven.made["small"] == 2
+    assert driven.ended["large"] == ("ABORT", plugin.EVICTED) and driven.made["small"] == 2
 
 
 def test_who_comes_to_a_shut_gate_after_a_long_idle_time_waits_as_long_as_others(driven, boards):

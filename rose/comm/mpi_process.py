@@ -1,0 +1,50 @@
+"""What MPI finds around a process of ours, and what it leaves in the node's memory. Imports no MPI.
+
+A borrowed rank, and the porter that talks to it, is an MPI world of its own: started by us and not
+by srun or mpiexec, so that it must not see the variables of a launcher.
+
+MPICH makes shared memory even for a rank that shares it with nobody. Its name comes from the
+launcher's, which under Slurm is JOB.STEP, or from the process id, and it is removed only in
+MPI_Finalize, which our ranks can't wait for when a peer is dead. A requeued job (same id, step 0
+again) would find the memory of its last attempt and take it for its own; and every end would leave
+some MiB on the node. Without a name the kernel frees it with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")
+LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHARED = "/dev/shm/mpich_"
+
+
+def launchers() -> list[str]:
+    """Variables of this process by which MPI would look for a launcher."""
+    return [name for name in os.environ if name.startswith(LAUNCHERS) and name not in NO_LAUNCHERS]
+
+
+def environment(mpi: dict[str, str]) -> dict[str, str]:
+    """This process's variables without those of a launcher, and with those of cluster.mpi.env."""
+    without = launchers()
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path} | mpi
+
+
+def unname(world: MPI.Comm) -> list[str]:
+    """Unlink MPICH's shared memory, which every rank keeps. Collective over `world`, right after
+    MPI's start. Returns the names that this rank found."""
+    world.Barrier()  # all have opened it
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    names = {line.split(maxsplit=5)[-1] for line in maps if SHARED in line}
+    found = sorted(n for n in names if n.startswith(SHARED) and not n.endswith(" (deleted)"))
+    for name in found:
+        Path(name).unlink(missing_ok=True)  # another rank of the node may be first
+    return found
