@@ -6,7 +6,7 @@ fault: a quarter of its time and more on virtual machines, whose host has to fin
 Other allocators don't listen to any of this.
 
 glibc's variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_) keep as much in
-a server that is started with them (figures in CHANGELOG.md), but don't replace this: a rank's engine
+a server that is started with them (CHANGELOG.md), but don't replace this: a rank's engine
 is forked, and glibc reads them only where a program starts; and nothing in the environment makes a
 heap resident that still grows. Huge pages (glibc.malloc.hugetlb=1) would be zeroed in the step.
 `Ahead` populates the heap while no request is there.

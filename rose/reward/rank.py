@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rose import protocol as p
-from rose.comm import singleton
+from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
@@ -29,7 +29,7 @@ def start_worker(run_dir: Path, folder: Path, number: int, address: str, token: 
     with Lossy(folder / f"worker-{number}.log", "w") as words:
         return subprocess.Popen(
             command,
-            env=singleton.environment({"OMP_NUM_THREADS": "1"}),
+            env=mpi_process.environment({"OMP_NUM_THREADS": "1"}),
             stdin=subprocess.DEVNULL,
             stdout=words,
             stderr=words,
