@@ -39,11 +39,17 @@ class Scoring:
         """Its score, or in `error` why there is none. Cancelled, it is asked for no more."""
         prompt = f"{episode.domain}/{p.seed_of(episode.prompt):08x}"
         rank = self._ranks[p.seed_of(prompt) % len(self._ranks)]
+        try:
+            asked = p.ScoreTrajectory(episode.trajectory, prompt, msgspec.json.encode(episode))
+        except (TypeError, ValueError) as error:
+            return p.TrajectoryScored(
+                episode.trajectory,
+                error=f"what {episode.domain} says of its task (Start.task) is not plain JSON: "
+                f"{error}",
+            )
         future = asyncio.get_running_loop().create_future()
         self._waiting[episode.trajectory] = future
-        self._send(
-            rank, p.ScoreTrajectory(episode.trajectory, prompt, msgspec.json.encode(episode))
-        )
+        self._send(rank, asked)
         try:
             async with asyncio.timeout(self._settings.deadline_s):
                 return await future

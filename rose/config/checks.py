@@ -35,6 +35,7 @@ NO_DRAFTS = (
 # algorithms whose baseline is the group's mean reward
 GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
+SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
 SHORTEST_STALE_S = (
     0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
 )
@@ -274,9 +275,15 @@ def _check_reward(c: Config, need: Need) -> None:
         f"must not be more than reward.max_workers={r.max_workers}",
     )
     need(
-        r.deadline_s > 2 * r.timeout_s,
+        r.deadline_s >= 2 * r.timeout_s + SCORING_SPARE_S,
         "reward.deadline_s",
-        f"must be more than twice reward.timeout_s={r.timeout_s:g}: a score is tried twice",
+        f"at least twice reward.timeout_s={r.timeout_s:g} and {SCORING_SPARE_S:g} s: a score is "
+        "tried twice, by workers that must start",
+    )
+    need(
+        not (c.deterministic and r.adaptive and r.pools),
+        "reward.adaptive",
+        "deterministic=true needs false: what a score may take would depend on the machine's speed",
     )
 
 

@@ -383,11 +383,12 @@ class Coordinator:
             "sync": synced - trained,
             "idle": idle,
         }
+        rewarded = self.config.reward.pools and self.config.rollout.replay is None
         trained_on = done[0].metrics | self.device.take_figures()
         self.metrics.write(
             self.step,
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
-            | reward_row(groups, self.rollouts.scoring_failures)
+            | (reward_row(groups, times, self.rollouts.take_scoring_failures()) if rewarded else {})
             | by_member(self.members, [t for group in groups for t in group]),
         )
         self.journal.flush()

@@ -48,7 +48,8 @@ class Rollouts:
         self.finished: dict[
             str, list[p.Trajectory]
         ] = {}  # groups whose trajectories are all in, until they are taken
-        self.dropped_groups = self.dropped_tokens = self.scoring_failures = 0  # since `begin_step`
+        self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
+        self.scoring_failures = 0  # since `take_scoring_failures`
         self.staleness_max = (
             0  # of the groups last taken: newest version then, minus newest at their admission
         )
@@ -62,7 +63,7 @@ class Rollouts:
 
     def begin_step(self, trajectories: int) -> None:
         """Counters start anew; the step waits for so many trajectories, of which some may be in."""
-        self.dropped_groups = self.dropped_tokens = self.scoring_failures = 0
+        self.dropped_groups = self.dropped_tokens = 0
         self._waited_for, self.progress = (
             p.Phase.TRAIN,
             (sum(map(len, self.finished.values())), trajectories),
@@ -80,6 +81,11 @@ class Rollouts:
         admitted = [self._admitted.pop(name) for name in names if name in self._admitted]
         self.staleness_max = max((self._hub.version - version for version in admitted), default=0)
         return [self.finished.pop(name) for name in names]
+
+    def take_scoring_failures(self) -> int:
+        """Episodes without a score since this was asked, of evaluations, too."""
+        failures, self.scoring_failures = self.scoring_failures, 0
+        return failures
 
     def end(self) -> None:
         """No step will consume any: what runs is cancelled, and nothing is admitted any more."""

@@ -70,16 +70,20 @@ def step_row(
     }
 
 
-def reward_row(groups: list[list[Trajectory]], failures: int) -> dict[str, Any]:
-    """What scoring took in a step whose rewards a pool computed, else nothing: `failures` are
-    episodes without a score since the step before. `time_reward_wait` is the part of the rollout
-    phase in which only scores were missing."""
+def reward_row(
+    groups: list[list[Trajectory]], times: dict[str, float], failures: int
+) -> dict[str, Any]:
+    """What scoring took in a step whose rewards a pool computed: `failures` are episodes without a
+    score since the step before. `time_reward_wait` is the part of the rollout phase, of `times`, in
+    which only scores were missing."""
     scored = [t for group in groups for t in group if "reward_wait_s" in t.stats]
     if not scored:
         return {}
     spoken = max(t.finished - t.stats["reward_wait_s"] for t in scored)
     return {
-        "time_reward_wait": max(0.0, max(t.finished for t in scored) - spoken),
+        "time_reward_wait": min(
+            max(0.0, max(t.finished for t in scored) - spoken), times["rollout"] + times["idle"]
+        ),
         "reward_wait_s_mean": float(np.mean([t.stats["reward_wait_s"] for t in scored])),
         "reward_wait_s_max": max(t.stats["reward_wait_s"] for t in scored),
         "reward_queue_s_mean": float(np.mean([t.stats["reward_queue_s"] for t in scored])),

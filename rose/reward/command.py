@@ -2,8 +2,10 @@
 with limits.
 
 Where the kernel allows it, the program has no network, sees no process but its own, and all of them
-end with it (unshare(1), as root or in a user namespace). It has none of this process's variables
-but PATH and LANG. It can read what this user can read: rose/sandbox is for code that must not.
+end with it (unshare(1), as root or in a user namespace); elsewhere a process that leaves its
+session stays. It has none of this process's variables but PATH and LANG. It is no wall against
+hostile code: the program reads and writes what this user can, and nothing bounds how many processes
+it starts.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from rose.files import write_whole
+from rose.processes import die_with_parent
 
 GIB = 2**30
 OUTPUT_BYTES = 65_536  # of the program's, at most kept; it is told of when it fails
 LARGEST_FILE = GIB  # that it may write
 PROBE_S = 10.0
-SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child")
+SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+REFUSED = "unshare: "  # how its own failures begin
 # the last block of Python, or of any language, that an answer shows
 CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
@@ -52,6 +56,11 @@ def _works(command: Sequence[str]) -> bool:
     return False
 
 
+def program(name: str) -> str | None:
+    """Its path, as `run` would find it; null where there is none."""
+    return shutil.which(name, path=_path())
+
+
 def code_of(text: str) -> str:
     """The last fenced block of an answer, or all of it where there is none."""
     blocks = CODE.findall(text)
@@ -66,6 +75,8 @@ async def run(
 
     Raises `ValueError` for a name that leads out of the folder, `OSError` where it can't start.
     """
+    if program(argv[0]) is None and not (set(files) & {argv[0], argv[0].removeprefix("./")}):
+        raise FileNotFoundError(f"there is no program {argv[0]}")
     with tempfile.TemporaryDirectory(prefix="rose-reward-") as folder:
         _lay(Path(folder), files)
         process = await asyncio.create_subprocess_exec(
@@ -77,12 +88,15 @@ async def run(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=functools.partial(_limit, memory_gib),
+            preexec_fn=functools.partial(_limit, memory_gib, os.getpid()),
         )
         try:
             async with asyncio.timeout(timeout_s):
                 output = await _tail(process.stdout)
-                return await process.wait(), output
+                code = await process.wait()
+            if code and isolation() and output.startswith(REFUSED):
+                raise OSError(output.strip())
+            return code, output
         except TimeoutError:
             return None, ""
         finally:
@@ -101,14 +115,21 @@ def _lay(folder: Path, files: dict[str, str]) -> None:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
-    own = {"PATH": path, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+    own = {"PATH": _path(), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
     return kept | own | {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _limit(memory_gib: float) -> None:
-    """In the new process, before the program."""
+def _path() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _limit(memory_gib: float, parent: int) -> None:
+    """In the new process, before the program, which ends when the worker `parent` does. Ranks under
+    Slurm ignore SIGTERM, which programs would inherit."""
+    die_with_parent(parent)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     nbytes = int(memory_gib * GIB)
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))

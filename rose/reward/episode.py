@@ -53,13 +53,18 @@ class ScoringFailed(RuntimeError):
     """No score could be had: nothing is known about the answer, so it is no reward of 0."""
 
 
+class Hung(ScoringFailed):
+    """A plain function did not return in time. Its thread can't be ended, so its process must."""
+
+
 def score_of(value: Any, whose: str) -> Score:
     """What a user's function may return: a number, (number, success), {"reward": ..., "success":
     ...} or a `Score`. Raises `ScoringFailed` for anything else, and for what is not finite."""
     try:
         match value:
-            case Score():
-                score = value
+            case Score(reward=reward, success=success, timed_out=late):
+                sure = None if success is None else bool(success)
+                score = Score(reward=float(reward), success=sure, timed_out=bool(late))
             case {"reward": reward, **more}:
                 success = more.get("success")
                 score = Score(

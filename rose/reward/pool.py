@@ -36,6 +36,9 @@ START_S = 120.0  # for a worker to start and connect: user code may import much
 BAD_STARTS = 3  # in a row, after which what waits has failed
 SAVE_S = 5.0  # between two writes of what the limits rest on
 FRAME_BYTES = 2**28
+HELLO_BYTES = 4_096  # of whom the pool doesn't know yet
+PAUSE_S = 30.0  # after such starts, before the next
+LOOK_S = 0.2  # between two looks at the workers
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +121,7 @@ class Pool:
         self._jobs: dict[str, _Job] = {}  # by trajectory: waiting or running
         self._workers: dict[int, _Worker] = {}
         self._made = itertools.count()
-        self._bad_starts = 0
+        self._bad_starts, self._resume_at = 0, 0.0
         self._server: asyncio.Server | None = None
         self._address = ""
         self.failures = self.retries = self.timeouts = 0
@@ -159,7 +162,14 @@ class Pool:
             self._server.close()
         for worker in self._workers.values():
             self._dismiss(worker)
-        self._anchors.save()
+        self._save()
+
+    def _save(self) -> None:
+        """The limits' anchors; what the disk refuses costs time after a requeue, and no run."""
+        try:
+            self._anchors.save()
+        except OSError as error:
+            print(f"the rewards' time limits are not kept: {error}", flush=True)
 
     @property
     def waiting(self) -> int:
@@ -209,8 +219,14 @@ class Pool:
         coming = sum(worker.writer is None for worker in self._workers.values())
         wanted = len(self._workers) + -(-len(self._queue) // s.per_worker) - coming
         while len(self._workers) < min(s.max_workers, max(s.min_workers, wanted)):
+            if time.monotonic() < self._resume_at:
+                return
             number = next(self._made)
-            process = self._start(number, self._address, self._folder / "token")
+            try:
+                process = self._start(number, self._address, self._folder / "token")
+            except OSError as error:
+                self._bad_start(f"a reward worker could not be started: {error}")
+                continue
             self._workers[number] = _Worker(process, time.monotonic())
 
     # ----------------------------------------------------------------- workers
@@ -220,7 +236,7 @@ class Pool:
         number = None
         try:
             async with asyncio.timeout(START_S):
-                hello = msgspec.msgpack.decode(await frames.read(reader, FRAME_BYTES), type=Hello)
+                hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
             known = self._workers.get(hello.worker)
             if not hmac.compare_digest(hello.token, self._token) or known is None or known.writer:
                 return
@@ -289,7 +305,7 @@ class Pool:
         """End what hangs, what never came and what idles; remember the limits."""
         saved = time.monotonic()
         while True:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             for number, worker in list(self._workers.items()):
                 if worker.writer is None and (
@@ -301,9 +317,10 @@ class Pool:
                 elif self._idle(worker, now):
                     del self._workers[number]
                     self._dismiss(worker)
+            self._grow()
             if now - saved > SAVE_S:
                 saved = now
-                await asyncio.to_thread(self._anchors.save)
+                await asyncio.to_thread(self._save)
 
     def _idle(self, worker: _Worker, now: float) -> bool:
         return (
@@ -314,13 +331,18 @@ class Pool:
         )
 
     def _never_came(self, number: int) -> None:
-        self._bad_starts += 1
         self._lost(number, "")
+        self._bad_start(
+            f"{BAD_STARTS} reward workers in a row ended, or did not connect within {START_S:g} s; "
+            f"their words are in {self._folder}"
+        )
+
+    def _bad_start(self, why: str) -> None:
+        """After `BAD_STARTS` in a row all that waits has failed, and the next start waits."""
+        self._bad_starts += 1
         if self._bad_starts >= BAD_STARTS:
-            for job in self._queue:
-                job.error = (
-                    f"{BAD_STARTS} reward workers in a row ended, or did not connect within "
-                    f"{START_S:g} s; their words are in {self._folder}"
-                )
+            self._bad_starts, self._resume_at = 0, time.monotonic() + PAUSE_S
+            waiting, self._queue = list(self._queue), deque()
+            for job in waiting:
+                job.error = why
                 self._fail(job)
-            self._queue.clear()

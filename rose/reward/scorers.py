@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
+import xxhash
 
 from rose.config import ConfigError
 from rose.reward import command, function
-from rose.reward.episode import Episode, Score, ScoringFailed, score_of
+from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
 ANSWER_CHARACTERS = 200  # of a judge's answer, in the message that says that it gave no number
 
@@ -49,10 +51,16 @@ class Function:
         object.__setattr__(self, "call", function.load(self.path, "reward.args.path"))
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
-        if inspect.iscoroutinefunction(self.call):
-            value = await self.call(episode, **self.args)
-        else:
-            value = await asyncio.to_thread(self.call, episode, **self.args)
+        plain = not inspect.iscoroutinefunction(self.call)
+        try:
+            async with asyncio.timeout(limit_s):
+                if plain:
+                    value = await asyncio.to_thread(self.call, episode, **self.args)
+                else:
+                    value = await self.call(episode, **self.args)
+        except TimeoutError:
+            kind = Hung if plain else ScoringFailed
+            raise kind(f"{self.path} gave no score within its limit of {limit_s:g} s") from None
         return score_of(value, self.path)
 
 
@@ -69,6 +77,12 @@ class Command:
     def __post_init__(self) -> None:
         if not self.argv:
             raise ConfigError("reward.args.argv=[]: the program and its arguments are needed")
+        if command.program(self.argv[0]) is None:
+            raise ConfigError(f"reward.args.argv={self.argv}: there is no program {self.argv[0]}")
+        if Path(self.answer_file).is_absolute() or ".." in Path(self.answer_file).parts:
+            raise ConfigError(
+                f"reward.args.answer_file={self.answer_file!r}: must lie in the program's folder"
+            )
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
         answer = episode.response
@@ -107,9 +121,10 @@ class Judge:
             raise ConfigError(
                 f"reward.args.url={self.url!r}: must be http://HOST:PORT/v1 or the like"
             )
-        if self.high <= self.low:
+        if not self.low < self.high < math.inf or math.isinf(self.low):
             raise ConfigError(
-                f"reward.args.high={self.high}: must be above reward.args.low={self.low}"
+                f"reward.args.high={self.high}: must be above reward.args.low={self.low}, both "
+                "finite"
             )
         try:
             groups = re.compile(self.pattern).groups
@@ -147,6 +162,8 @@ class Judge:
         numbers = re.findall(self.pattern, answer)
         try:
             number = float(numbers[-1])
+            if math.isnan(number):
+                raise ValueError("not a number")
         except (IndexError, ValueError):
             raise ScoringFailed(
                 f"the judge {self.model} gave no number that reward.args.pattern="
@@ -198,16 +215,18 @@ class Sum:
         for label, part in self.parts.items():
             key = f"reward.args.parts.{label}"
             unknown = sorted(set(part) - {"name", "args", "weight"})
-            if unknown or "name" not in part or part["name"] == "sum":
+            arguments = part.get("args", {})
+            bad = unknown or part.get("name") in (None, "sum") or not isinstance(arguments, dict)
+            if bad:
                 others = ", ".join(name for name in KINDS if name != "sum")
                 raise ConfigError(
                     f"{key}={part!r}: must be {{name, args, weight}} with a name of {others}"
                 )
             weight = part.get("weight", 1.0)
-            if not isinstance(weight, int | float):
-                raise ConfigError(f"{key}.weight={weight!r}: must be a number")
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ConfigError(f"{key}.weight={weight!r}: must be a finite number")
             try:
-                made[label] = (build(part["name"], part.get("args", {})), float(weight))
+                made[label] = (build(part["name"], arguments), float(weight))
             except ConfigError as error:
                 raise ConfigError(str(error).replace("reward.args", f"{key}.args", 1)) from None
         object.__setattr__(self, "made", made)
@@ -248,6 +267,14 @@ def _whole(key: str, value: Any) -> Any:
     if key == "api_key_file" and isinstance(value, str):
         return str(Path(value).resolve())
     return whole_paths(value)
+
+
+def digest(args: dict[str, Any]) -> str:
+    """Of the file that a `function` lies in; empty for others, a `sum`'s parts among them."""
+    file, colon, _ = str(args.get("path", "")).rpartition(":")
+    if not colon or not file.endswith(".py") or not Path(file).is_file():
+        return ""
+    return xxhash.xxh3_64_hexdigest(Path(file).read_bytes())
 
 
 def build(name: str, args: dict[str, Any]) -> Scorer:

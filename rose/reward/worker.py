@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -18,12 +19,15 @@ import msgspec
 from rose import config as configuration
 from rose.comm import frames
 from rose.processes import die_with_parent
-from rose.reward import scorers
-from rose.reward.episode import Episode
+from rose.reward import command, scorers
+from rose.reward.episode import Episode, Hung, score_of
 from rose.reward.pool import FRAME_BYTES, Answer, Hello, Work
 from rose.reward.scorers import Scorer
 
 ERROR_CHARACTERS = 2_000
+MARGIN_S = (
+    2.0  # beyond an answer's limit, which scorers keep themselves; less than the pool's grace
+)
 
 
 async def serve(scorer: Scorer, host: str, port: int, hello: Hello) -> None:
@@ -45,19 +49,28 @@ async def serve(scorer: Scorer, host: str, port: int, hello: Hello) -> None:
 
 
 async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> None:
-    """Compute one score and send it, or why there is none."""
-    began, score, error = time.monotonic(), None, ""
+    """Compute one score and send it, or why there is none. A worker in which a function hangs ends:
+    threads that can't be stopped would leave no room for others."""
+    began, score, error, hung = time.monotonic(), None, "", False
     try:
-        async with asyncio.timeout(work.limit_s):
-            score = await scorer.score(
+        async with asyncio.timeout(work.limit_s + MARGIN_S):
+            found = await scorer.score(
                 msgspec.json.decode(work.episode, type=Episode), work.limit_s
             )
+        score = score_of(found, type(scorer).__name__)
+    except Hung as raised:
+        error, hung = str(raised), True
     except TimeoutError:
         error = f"no score within its limit of {work.limit_s:g} s"
     except Exception as raised:  # of a user's function, which may raise anything
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
     said = Answer(work.number, score, error, time.monotonic() - began)
     writer.write(frames.frame(msgspec.msgpack.encode(said)))
+    if hung:
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        os._exit(1)
 
 
 def main() -> None:
@@ -66,10 +79,22 @@ def main() -> None:
     parser.add_argument("--pool", required=True)
     parser.add_argument("--token", type=Path, required=True)
     parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--digest", default="", help="of the function's file, as the run began")
     args = parser.parse_args()
     die_with_parent()
     settings = configuration.load(args.run / "config.json").reward
+    if args.digest != scorers.digest(settings.args):
+        raise SystemExit(
+            f"{settings.args['path']} has changed since this attempt of the run began, which would "
+            "change rewards within it; stop the run and start it again, it continues"
+        )
     scorer = scorers.build(settings.name, settings.args)
+    if settings.name == "command" and not command.isolation():
+        print(
+            "no namespaces here (unshare): programs that check answers see the network and other "
+            "processes",
+            flush=True,
+        )
     host, _, port = args.pool.rpartition(":")
     hello = Hello(args.token.read_text().strip(), args.number)
     asyncio.run(serve(scorer, host, int(port), hello))

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
 from rose.reward import pool as pools
+from rose.reward import scorers
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Episode, Said, ScoringFailed
 from rose.reward.pool import Answer, Hello, Pool
@@ -55,10 +57,10 @@ class World:
     def __init__(self, folder: Path, *settings: str):
         self.folder = folder
         (folder / "mine.py").write_text(FUNCTIONS)
-        tree = compose_tree(
-            "reward=function", f"reward.args.path={folder / 'mine.py'}:score", *settings
-        )
+        own = ("reward=function", f"reward.args.path={folder / 'mine.py'}:score")
+        tree = compose_tree(*([] if "reward=command" in settings else own), *settings)
         self.config = configuration.from_dict(tree)
+        self.digest = scorers.digest(self.config.reward.args)
         configuration.save(self.config, folder / "config.json")
 
     def run(self, body) -> None:
@@ -67,7 +69,7 @@ class World:
         async def main():
             tasks = Tasks()
             home = self.folder / "pool"
-            start = functools.partial(start_worker, self.folder, home)
+            start = functools.partial(start_worker, self.folder, home, self.digest)
             pool = Pool(self.config.reward, home, start, tasks.spawn)
             try:
                 await pool.open()
@@ -157,7 +159,7 @@ def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(world):
         for kind, said in {
             "dies": "worker .* is gone",
             "raises": "ValueError: cannot say",
-            "hangs": "no score within its limit of 1 s",
+            "hangs": "gave no score within its limit of 1 s",
         }.items():
             with pytest.raises(ScoringFailed, match=said):
                 await bad[kind]
@@ -188,17 +190,74 @@ def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forg
     w.run(body)
 
 
+LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
+
+
+def programs(mark: str) -> list[int]:
+    """Processes that run a program of this test."""
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline", "cwd"])
+        if mark in (each.info["cmdline"] or [])
+    ]
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(world, tmp_path):
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    w = world(
+        "reward=command",
+        f"reward.args.argv=[python,answer.py,{mark}]",
+        "reward.max_workers=1",
+        "reward.timeout_s=1",
+    )
+
+    async def body(pool):
+        found = await w.score(pool, "a", LOOP)
+        assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
+        assert (pool.timeouts, pool.retries) == (1, 0) and not programs(mark)
+
+    w.run(body)
+    w.config = msgspec.structs.replace(
+        w.config, reward=msgspec.structs.replace(w.config.reward, timeout_s=100.0)
+    )
+    configuration.save(w.config, w.folder / "config.json")
+
+    async def killed(pool):
+        asked = w.score(pool, "b", LOOP)
+        await until(lambda: programs(mark))
+        (worker,) = [process.process for process in pool._workers.values()]
+        worker.kill()
+        before = set(programs(mark))
+        await until(lambda: not before & set(programs(mark)))
+        await until(lambda: programs(mark))  # the second try
+        pool.cancel("b")
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    w.run(killed)
+
+    async def gone():
+        async with asyncio.timeout(DEADLINE_S):
+            await until(lambda: not programs(mark))
+
+    asyncio.run(gone())
+
+
 @pytest.mark.slow
 def test_workers_that_cannot_start_fail_what_waits(world):
     w = world("reward.max_workers=1")
-    (w.folder / "mine.py").unlink()  # after the launcher's check
+    (w.folder / "mine.py").write_text(FUNCTIONS + "# changed")  # after the run began
 
     async def body(pool):
         with pytest.raises(ScoringFailed, match="3 reward workers in a row ended"):
             await w.score(pool, "a")
 
     w.run(body)
-    assert "there is no file" in (w.folder / "pool" / "worker-0.log").read_text()
+    assert (
+        "has changed since this attempt of the run began"
+        in (w.folder / "pool" / "worker-0.log").read_text()
+    )
 
 
 def test_a_stranger_on_the_socket_gets_no_work(world):

@@ -218,7 +218,8 @@ def test_a_judge_is_asked_with_the_episodes_texts_and_its_last_number_counts(tmp
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(503, "answered 503: no"), ("fine", "gave no number")]
+    ("answer", "said"),
+    [(503, "answered 503: no"), ("fine", "gave no number"), ("Rating: .", "gave no number")],
 )
 def test_a_judge_that_fails_is_no_score(answer, said):
     with pytest.raises(ScoringFailed, match=said):
@@ -249,10 +250,19 @@ def test_parts_add_up_by_their_weights(file):
         ("function", {}, "reward.args: .*path"),
         ("function", {"path": 3}, "reward.args.path: expected `str`"),
         ("command", {"argv": []}, r"reward.args.argv=\[\]"),
-        ("command", {"argv": ["x"], "memory": 3}, "reward.args.memory=3: command has no such"),
+        ("command", {"argv": ["sh"], "memory": 3}, "reward.args.memory=3: command has no such"),
         ("judge", JUDGE | {"url": "localhost"}, "reward.args.url='localhost'"),
         ("judge", JUDGE | {"pattern": "("}, "reward.args.pattern"),
         ("judge", JUDGE | {"pattern": "x"}, "must have one group"),
+        ("command", {"argv": ["no-such-program"]}, "there is no program no-such-program"),
+        ("command", {"argv": ["sh"], "answer_file": "../x"}, r"answer_file='../x'"),
+        ("judge", JUDGE | {"high": float("nan")}, "reward.args.high=nan: must be above"),
+        ("sum", {"parts": {"a": {"name": "environment", "args": None}}}, "reward.args.parts.a="),
+        (
+            "sum",
+            {"parts": {"a": {"name": "environment", "weight": float("inf")}}},
+            "reward.args.parts.a.weight=inf",
+        ),
         ("judge", JUDGE | {"high": 0.0}, "reward.args.high=0.0: must be above"),
         ("judge", JUDGE | {"api_key_file": "/no/file"}, "api_key_file='/no/file'"),
         ("sum", {"parts": {}}, "at least one part"),
