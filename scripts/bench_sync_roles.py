@@ -265,9 +265,7 @@ def receive(job: dict, say) -> None:
             product.codec = codec_of(command["encoding"])
             tensors = Shards(command["shards"]).tensors(0)
             live = product.Live(tensors)
-            receiver = Receiver(
-                command["open"], None, job["token_file"], whole, live, f"bench-{os.getpid()}"
-            )
+            receiver = Receiver(command["open"], None, job["token_file"], whole, live)
             release()
             memory = Memory()
             say({})

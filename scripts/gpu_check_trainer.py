@@ -458,9 +458,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         published = made.publish(version)
         step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
         if receiver is None:
-            receiver = Receiver(
-                str(report.folder / "trained"), None, None, whole, Live(live), "gpu-check"
-            )
+            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live))
         before = torch.cuda.memory_allocated() if report.gpus else 0
         if report.gpus:
             torch.cuda.reset_peak_memory_stats()

@@ -9,7 +9,6 @@ this module imports vLLM.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -157,12 +156,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if self._receiver is not None:
                     self._receiver.close()
                 self._receiver = Receiver(
-                    info.store,
-                    info.mirror,
-                    info.token_file,
-                    self._places,
-                    self._live,
-                    f"{socket.gethostname()}-{os.getpid()}",
+                    info.store, info.mirror, info.token_file, self._places, self._live
                 )
             lineage, version = self._held
             have = version if version == INITIAL or lineage == self._receiver.lineage else None

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -112,11 +113,6 @@ class Staged:
             else:
                 self._late.append(change.block)
 
-    @property
-    def rereads(self) -> bool:
-        """Whether the flip reads payloads once more."""
-        return bool(self._late)
-
     def _upload(self, device_bytes: int | None) -> None:
         """What finds room to where the parameters are, so that the flip copies less over the
         bus."""
@@ -131,6 +127,10 @@ class Staged:
         end: with the old weights back in place, or, if the text says so, a mixture."""
         done_dense, half, late = [], None, False
         try:
+            if (
+                self._late
+            ):  # payloads that were removed meanwhile are missed before a value is touched
+                self._again(self._late[0])
             self.changes.put("new")
             for block, values in self._dense.items():
                 half = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
@@ -197,9 +197,8 @@ def stage(
 
     `device_bytes`: of the device that may be taken; null: all that is free but a reserve.
     `compared(block)`: the xxh3-128 that the live block had when it was compared, if that is still
-    trusted; null: compare it now. `tick` is called now and then (to renew a lease, or to give up by
-    raising). Raises `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and
-    `WrongBase`.
+    trusted; null: compare it now. `tick` is called now and then, to give up by raising. Raises
+    `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and `WrongBase`.
     """
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
@@ -225,31 +224,20 @@ def stage(
     return staged
 
 
+@dataclass(frozen=True)
 class _Work:
-    def __init__(
-        self,
-        live: Live,
-        plan: Plan,
-        places: Mapping[int, Place],
-        route: list[Edge],
-        from_live: bool,
-        compared: Callable[[int], bytes | None],
-        at_a_time: int,
-    ):
-        self.live, self.plan, self.places, self.route, self.from_live = (
-            live,
-            plan,
-            places,
-            route,
-            from_live,
-        )
-        self._compared, self._at_a_time = compared, at_a_time
+    live: Live
+    plan: Plan
+    places: Mapping[int, Place]
+    route: list[Edge]
+    from_live: bool
+    compared: Callable[[int], bytes | None]
+    at_a_time: int
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
         """One block after the other, as a batch's values at once would be 64 MiB for each thread.
         Without `verify` every block is made whole, and compared with nothing."""
-        rank = self.plan.blocks[batch[0]].owner
-        found = []
+        rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
                 found.append(edge.payloads(rank, batch))
@@ -257,11 +245,7 @@ class _Work:
                 error.edge = edge
                 raise
         for block in batch:
-            steps = [
-                (edge, *part[block])
-                for edge, part in zip(self.route, found, strict=False)
-                if block in part
-            ]
+            steps = [(edge, *part[block]) for edge, part in zip(self.route, found, strict=True)]
             yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
 
     def _few(self, block: int, steps: list[tuple]) -> _Change | None:
@@ -270,95 +254,60 @@ class _Work:
         if len(steps) != 1:
             return None
         edge, entry, payload = steps[0]
+        place = self.places[block]
+        width = self.live.matrices[place.parameter].element_size()
         try:
+            if self.compared(block) != entry["old"].tobytes():
+                return None
+            info = codec.info(payload)
             if (
-                self._compared(block) != entry["old"].tobytes()
-                or not (info := codec.info(payload)).needs_base
+                not info.needs_base
+                or (info.values, info.width) != (place.size, width)
+                or info.changed >= DENSE * info.values
             ):
                 return None
-            place = self.places[block]
-            fits = (info.values, info.width) == (
-                place.size,
-                self.live.matrices[place.parameter].element_size(),
-            )
-            if not fits or info.changed >= DENSE * info.values:
-                return None
-            positions, differences = codec.changes(payload)
+            at, differences = codec.changes(payload)
         except ValueError as error:
-            raise _damaged(edge, block, error) from None
-        old = self.live.read_at(place, positions, self._at_a_time) if len(positions) else NOTHING
-        return _Change(
-            block,
-            positions,
-            old,
-            codec.moved(old, differences),
-            None,
-            info.values,
-            entry["new"],
-            len(payload),
-        )
+            raise _damaged(edge, block, str(error)) from None
+        old = self.live.read_at(place, at, self.at_a_time) if len(at) else NOTHING
+        new = codec.moved(old, differences)
+        return _Change(block, at, old, new, None, info.values, entry["new"], len(payload))
 
     def _block(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
-        first = next(
-            (i for i in reversed(range(len(steps))) if not codec.info(steps[i][2]).needs_base), None
-        )
-        if first is None and not self.from_live:
-            error = Corrupted(
-                f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full "
-                "edge"
-            )
-            error.edge = self.route[0]
-            raise error
-        if not steps:
-            return _Change(block, NOTHING, NOTHING, NOTHING, None, 0, None, 0)
         old = self.live.read(self.places[block])
-        new = old.copy() if first is None else None
-        try:
-            for i, step in enumerate(steps[first or 0 :], first or 0):
-                edge, _, payload = step
-                if i == first:
-                    new = codec.decode(payload)
-                    self._fits(block, new, old)
-                else:
-                    codec.apply(payload, new)
-        except ValueError as error:
-            raise _damaged(edge, block, error) from None
+        new, base = old.copy(), self.from_live
+        for edge, _, payload in steps:
+            try:
+                if not base and codec.info(payload).needs_base:
+                    raise ValueError("it needs a base, and is of a full version")
+                codec.apply(payload, new)
+            except ValueError as error:
+                raise _damaged(edge, block, str(error)) from None
+            base = True
         wanted = steps[-1][1]["new"]
         if not verify:
             return _Change(block, NOTHING, NOTHING, NOTHING, new, len(new), wanted, nbytes)
         if (_hash(new) != wanted).any():
-            raise self._mismatch(block, steps, first, old, new)
+            raise self._mismatch(block, steps, old, new)
         where = np.flatnonzero(old != new).astype(np.int32)
         return _Change(block, where, old[where], new[where], new, len(new), wanted, nbytes)
 
-    def _fits(self, block: int, new: np.ndarray, old: np.ndarray) -> None:
-        if new.dtype.itemsize != old.dtype.itemsize or len(new) != len(old):
-            raise ValueError(
-                f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of "
-                f"{old.itemsize}"
-            )
-
-    def _mismatch(
-        self, block: int, steps: list[tuple], first: int | None, old: np.ndarray, new: np.ndarray
-    ):
-        edge, entry, _ = steps[-1]
-        if first is None and (_hash(old) != steps[0][1]["old"]).any():
+    def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
+        needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)
+        if needs_base and (_hash(old) != steps[0][1]["old"]).any():
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
                 f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
                 f"{name} has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
             )
-        error = Corrupted(
-            f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table "
-            f"says {_hex(entry['new'])}"
-        )
-        error.edge = edge
-        return error
+        edge, entry, _ = steps[-1]
+        text = f"its xxh3-128 is {_hex(_hash(new))}, the table says {_hex(entry['new'])}"
+        return _damaged(edge, block, text)
 
 
-def _damaged(edge: Edge, block: int, error: ValueError) -> Corrupted:
-    damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {error}")
+def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
+    damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {why}")
     damaged.edge = edge
     return damaged
 

@@ -14,9 +14,8 @@ from fuzz_transfer_world import History, Tally, Weights, load, world
 from relays import TOKEN, Running
 
 from rose.transfer import TransferError
-from rose.transfer.route import Step
 from rose.transfer.source import Folder
-from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, edge_name
+from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Step, edge_name
 from tests.transfer.worlds import same
 
 WAYS = 1 / 8  # of the flipped bytes: the other routes are taken too, which takes five times as long

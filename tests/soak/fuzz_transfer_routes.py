@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from fuzz_transfer_world import TIMEOUT_S, WHOLE, History, Tally, committed, load, world
+from rose.transfer.route import shortest
 
 from rose.transfer import TransferError
 from rose.transfer.receive import Receiver, whole
-from rose.transfer.route import shortest
 from rose.transfer.stage import Live
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
 from tests.transfer.worlds import same
@@ -128,7 +128,7 @@ def _replaced(store: Path, history: History, tally: Tally) -> None:
     """Another attempt makes the store anew while a reader has it open."""
     world(store, history, 3)
     live = history.live(INITIAL)
-    receiver = Receiver(str(store), None, None, whole, Live(live), "fuzz")
+    receiver = Receiver(str(store), None, None, whole, Live(live))
     receiver.stage(INITIAL, 1, 1, WHOLE, TIMEOUT_S).flip()
     world(store, History(10**6), 3)
     try:
