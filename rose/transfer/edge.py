@@ -46,6 +46,7 @@ class Edge:
     """A rank's table is read, and verified, at first use. Thread-safe."""
 
     nbytes = 0  # of payloads that are not on this node yet
+    commit = MANIFEST  # the file that makes it one
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
         self.source, self.version, self.base, self.plan = source, version, base, plan
@@ -92,6 +93,10 @@ class Edge:
             f"{self.source}/{self.name}: rank {rank}'s file: the payload of block {damaged} is "
             "damaged"
         )
+
+    def require(self) -> None:
+        """Raises `Missing` when it was removed meanwhile; its files stay for some time then."""
+        self.source.read(f"{self.name}/{self.commit}")
 
     def _read_table(self, rank: int) -> np.ndarray:
         raise NotImplementedError
@@ -148,9 +153,11 @@ class MirroredEdge(Edge):
     """Of a mirror: the same payloads and tables as they were broadcast. Raises `Missing` unless it
     is complete."""
 
+    commit = COMPLETE
+
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
         super().__init__(source, version, base, plan)
-        source.read(f"{self.name}/{COMPLETE}")
+        self.require()
 
     def _read_table(self, rank: int) -> np.ndarray:
         path = f"{self.name}/rank-{rank:05d}.table"

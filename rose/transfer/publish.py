@@ -247,29 +247,27 @@ class Publisher:
 
 
 def collect(store: Path, keep: int) -> list[Step]:
-    """Remove the edges that nobody needs, those that were never committed too: kept are those that end at one of the last `keep`
+    """Remove the edges that nobody needs. Kept are those that end at one of the last `keep`
     versions, the newest full one that is old enough to lead to all of these, and what leads from it
     onwards.
 
-    A manifest goes first, so that nobody opens an edge that is half removed; a reader that has one
-    open finds its files gone, and takes another way. Returns the removed (version, base).
+    An edge's manifest goes first, so that nobody opens it any more; its files at the next call, so
+    that who reads them has the time of a version to end. What was never committed goes, too.
+    Returns the (version, base) whose manifest was removed.
     """
     store = Path(store)
     edges = present(Folder(store))
     committed = {step for step in edges if (store / edge_name(*step) / MANIFEST).exists()}
-    versions = sorted({version for version, _ in committed})
-    if not versions:
-        return []
-    oldest = versions[-keep:][0]
-    fulls = [version for version, base in committed if base is FULL and version <= oldest]
-    if not fulls:
-        return []
-    kept = {(max(fulls), FULL), (max(fulls), INITIAL)}
-    dead = [s for s in edges - kept if s[0] < oldest and s[0] <= max(fulls)]
+    oldest = min(sorted({version for version, _ in committed})[-keep:], default=0)
+    full = max((v for v, base in committed if base is FULL and v <= oldest), default=INITIAL)
+    kept = {(full, FULL), (full, INITIAL)}
+    dead = [step for step in edges - kept if step[0] < oldest and step[0] <= full]
     for step in dead:
         folder = store / edge_name(*step)
-        (folder / MANIFEST).unlink(missing_ok=True)
+        if step in committed:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            continue
         shutil.rmtree(folder, ignore_errors=True)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
-    return sorted(dead, key=lambda s: (s[0], s[1] is FULL, s[1] or 0))
+    return sorted(committed.intersection(dead), key=lambda s: (s[0], s[1] is FULL, s[1] or 0))

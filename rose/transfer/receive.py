@@ -72,7 +72,7 @@ class Receiver:
         more.
         """
         if have == want:
-            return Staged(self._live, self._places, lambda block: None, 1)
+            return Staged(self._live, self._places, 1)
         end = time.monotonic() + timeout_s
         self._useless, self._why = set(), []
         while True:

@@ -68,13 +68,9 @@ class Staged:
     """Made by `stage`: everything that a flip needs, verified."""
 
     def __init__(
-        self,
-        live: Live,
-        places: Mapping[int, Place],
-        again: Callable[[int], np.ndarray],
-        threads: int,
+        self, live: Live, places: Mapping[int, Place], threads: int, work: _Work | None = None
     ):
-        self._live, self._places, self._again = live, places, again
+        self._live, self._places, self._work = live, places, work
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
@@ -127,10 +123,8 @@ class Staged:
         end: with the old weights back in place, or, if the text says so, a mixture."""
         done_dense, half, late = [], None, False
         try:
-            if (
-                self._late
-            ):  # payloads that were removed meanwhile are missed before a value is touched
-                self._again(self._late[0])
+            for edge in self._work.route if self._late else ():  # before a value is touched
+                edge.require()
             self.changes.put("new")
             for block, values in self._dense.items():
                 half = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
@@ -139,7 +133,8 @@ class Staged:
                 done_dense.append(block)
                 half = None
             for block in self._late:
-                values = torch.from_numpy(_signed(self._again(block)))
+                change = next(self._work.changes([block], verify=False))
+                values = torch.from_numpy(_signed(change.whole))
                 late = True
                 self._live.write(self._places[block], values)
         except Exception as error:
@@ -202,9 +197,7 @@ def stage(
     """
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
-    staged = Staged(
-        live, places, lambda block: next(work.changes([block], verify=False)).whole, threads
-    )
+    staged = Staged(live, places, threads, work)
 
     def run(batch: list[int]) -> None:
         tick()

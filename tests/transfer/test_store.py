@@ -341,7 +341,9 @@ def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
 
 
 def names(store) -> list[str]:
-    return sorted(edge_name(*step) for step in present(Folder(store)))
+    """Of the edges that are committed."""
+    found = [edge_name(*step) for step in present(Folder(store))]
+    return sorted(name for name in found if (store / name / MANIFEST).exists())
 
 
 def published(store, versions: int, tidy: bool = False, **options):
@@ -401,8 +403,7 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
         assert world.tidy() == []
     assert "left out" in capfd.readouterr().out
     assert edge_name(2, FULL) in names(world.store)
-    made = (world.store / edge_name(2, INITIAL) / MANIFEST).exists()
-    assert made == (trouble == "disk that can't be listed")
+    assert (edge_name(2, INITIAL) in names(world.store)) == (trouble == "disk that can't be listed")
     for version in (3, 4):
         world.step()
         world.publish(version)
@@ -462,19 +463,27 @@ def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_aft
     ]
 
 
-def test_edges_without_manifest_are_not_counted_as_versions(tmp_path):
+def test_edges_without_manifest_are_not_counted_as_versions_and_go_with_the_old_ones(tmp_path):
     world, _ = published(tmp_path / "store", 3, full_every=1)
     (world.store / edge_name(9, 8)).mkdir(parents=True)  # being written
-    assert ("v000002/full" in names(world.store)) and collect(world.store, 1)
-    assert set(names(world.store)) == {
-        edge_name(*step) for step in ((2, FULL), (2, INITIAL), (2, 1), (9, 8))
-    }
+    (world.store / edge_name(1, FULL) / MANIFEST).unlink()  # was never committed
+    assert set(collect(world.store, 1)) == {(0, INITIAL), (0, FULL), (1, INITIAL), (1, 0)}
+    assert set(names(world.store)) == {edge_name(2, base) for base in (FULL, INITIAL, 1)}
+    assert not (world.store / edge_name(1, FULL)).exists()
 
 
-def test_what_was_never_committed_goes_with_its_version(tmp_path):
+def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp_path):
     world, _ = published(tmp_path / "store", 3, full_every=1)
-    (world.store / edge_name(1, FULL) / MANIFEST).unlink()
-    assert (1, FULL) in collect(world.store, 1) and not list(world.store.glob("v000001"))
+    source = Folder(world.store)
+    edge = opened(world.store, 1, 0)
+    assert (1, 0) in collect(world.store, 1)
+    with pytest.raises(Missing):
+        opened(world.store, 1, 0)
+    with pytest.raises(Missing, match="v000001/from-000000/manifest.json"):
+        edge.require()
+    assert len(edge.table(0)) and {version for version, _ in present(source)} == {0, 1, 2}
+    assert collect(world.store, 1) == []
+    assert {version for version, _ in present(source)} == {2}
 
 
 def test_a_collector_finds_nothing_in_an_empty_store(tmp_path):
