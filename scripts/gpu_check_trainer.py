@@ -437,8 +437,8 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     of changes."""
     import torch
 
+    from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole
-    from rose.transfer.stage import Live
 
     sizes = report.sizes
     config = settings(report, sizes, world, 64, 8)

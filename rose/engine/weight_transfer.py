@@ -27,8 +27,9 @@ from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST
 from rose.transfer.errors import TransferError
+from rose.transfer.live import Live, Place, check_type
 from rose.transfer.receive import Receiver
-from rose.transfer.stage import Live, Place, Staged, check_type, place_blocks
+from rose.transfer.stage import Staged, place_blocks
 from rose.transfer.store import INITIAL, Plan
 
 NAME = "rose"

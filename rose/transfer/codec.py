@@ -27,21 +27,6 @@ NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
 RISING = (1, 1, 0)  # whether what lies between neighbours is coded
 
-__all__ = [
-    "DTYPES",
-    "Info",
-    "apply",
-    "as_bytes",
-    "changes",
-    "compile_all",
-    "compose",
-    "decode",
-    "digest",
-    "encode",
-    "info",
-    "moved",
-]
-
 
 @cache
 def _loops():

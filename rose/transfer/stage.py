@@ -18,7 +18,7 @@ or written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,14 +28,12 @@ import torch
 import xxhash
 
 from rose.transfer import codec
-from rose.transfer.blocks import Rectangle, rectangles, size
+from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, at_once, budget
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
-from rose.transfer.live import Live, Place, check_type
-from rose.transfer.store import Plan
-
-__all__ = ["Live", "Place", "Staged", "WrongBase", "check_type", "place_blocks", "stage"]
+from rose.transfer.live import Live, Place
+from rose.transfer.store import WIDTHS, Plan
 
 BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
 BATCH_BLOCKS = 256
@@ -74,12 +72,9 @@ class Staged:
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
-        self._hashes: dict[
-            int, np.ndarray
-        ] = {}  # of dense and late blocks: xxh3-128 after the flip
+        self._hashes: dict[int, np.ndarray] = {}  # of dense and late blocks, after the flip
         self._lock = threading.Lock()
         self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
-        self.blocks = 0  # that change
         self.changed = 0  # values
         self.nbytes = 0  # of payloads read
         self.route: list[str] = []  # names of the edges
@@ -97,7 +92,6 @@ class Staged:
                 self.digests[change.block] = change.wanted.tobytes()
             if not count:
                 return
-            self.blocks += 1
             self.changed += count
             if sparse:
                 self.changes.add(place.parameter, indices, _signed(change.new), _signed(change.old))
@@ -206,7 +200,7 @@ def stage(
                 staged._keep(change, dense_bytes)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
-        futures = [pool.submit(run, batch) for batch in _batches(plan, sorted(places))]
+        futures = [pool.submit(run, batch) for batch in _batches(plan, places)]
         try:
             for future in futures:
                 future.result()
@@ -305,24 +299,18 @@ def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
     return damaged
 
 
-def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:
+def _batches(plan: Plan, blocks: Iterable[int]) -> list[list[int]]:
     """Neighbours of one owner."""
-    by_owner: dict[int, list[int]] = {}
-    for block in blocks:
-        by_owner.setdefault(plan.blocks[block].owner, []).append(block)
     batches: list[list[int]] = []
-    for mine in by_owner.values():
-        held = BATCH_BYTES
-        for block in mine:
-            nbytes = (
-                size(plan.blocks[block], plan.tensors[plan.blocks[block].tensor].columns)
-                * plan.width(block).itemsize
-            )
-            if held + nbytes > BATCH_BYTES or len(batches[-1]) == BATCH_BLOCKS:
-                batches.append([])
-                held = 0
-            batches[-1].append(block)
-            held += nbytes
+    owner, room = None, 0
+    for number in sorted(blocks, key=lambda number: (plan.blocks[number].owner, number)):
+        block = plan.blocks[number]
+        nbytes = size(block, plan.tensors[block.tensor].columns) * plan.width(number).itemsize
+        if block.owner != owner or nbytes > room or len(batches[-1]) == BATCH_BLOCKS:
+            batches.append([])
+            owner, room = block.owner, BATCH_BYTES
+        batches[-1].append(number)
+        room -= nbytes
     return batches
 
 
@@ -340,90 +328,61 @@ def place_blocks(
     local = {}
     for number, tensor in enumerate(plan.tensors):
         try:
-            local[number] = slices(tensor.name, tuple(tensor.shape))
+            found = slices(tensor.name, tuple(tensor.shape))
         except ValueError as error:
             raise TransferError(str(error)) from None
-        if local[number] is not None:
-            _check_fit(tensor, local[number], live)
+        if found is not None:
+            part = found.parameter, _rectangle(found.source), _rectangle(found.destination)
+            local[number] = part
+            _check_fit(tensor, found.parameter, part[2], live)
     for number, block in enumerate(plan.blocks):
-        place = local[block.tensor]
-        if place is None:
+        if block.tensor not in local:
             continue
-        tensor = plan.tensors[block.tensor]
-        found = _shift(block, tensor, place)
-        if found is None:
+        tensor, (parameter, source, target) = plan.tensors[block.tensor], local[block.tensor]
+        place = Place(parameter, _shift(rectangles(block, tensor.columns), source, target))
+        if not place.rectangles:
             continue
-        if sum(r.size for r in found) != size(block, tensor.columns):
+        if place.size != size(block, tensor.columns):
             raise TransferError(
                 f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut "
                 "it for other tensor-parallel degrees; add this engine's to "
                 "transfer.tensor_parallel"
             )
-        places[number] = Place(place.parameter, found)
-        filled[place.parameter] += sum(r.size for r in found)
+        places[number] = place
+        filled[parameter] += place.size
     return places, filled
 
 
-def _bounds(place, shape: tuple[int, ...]) -> tuple[Rectangle, Rectangle]:
-    """Source and destination of a slice as rectangles of matrices."""
-    columns = 1
-    for extent in shape[1:]:
-        columns *= extent
-
-    def rectangle(slices: tuple[slice, ...]) -> Rectangle:
-        if len(slices) == 1:
-            return Rectangle(slices[0].start, slices[0].stop, 0, 1)
-        return Rectangle(slices[0].start, slices[0].stop, slices[1].start, slices[1].stop)
-
-    return rectangle(place.source), rectangle(place.destination)
+def _rectangle(slices: tuple[slice, ...]) -> Rectangle:
+    rows, columns = (*slices, slice(0, 1))[:2]
+    return Rectangle(rows.start, rows.stop, columns.start, columns.stop)
 
 
-def _check_fit(tensor, place, live: Live) -> None:
-    source, destination = _bounds(place, tensor.shape)
-    matrix = live.matrices.get(place.parameter)
-    if (
-        matrix is None
-        or destination.last_row > matrix.shape[0]
-        or destination.last_column > matrix.shape[1]
-    ):
+def _check_fit(tensor: Tensor, parameter: str, target: Rectangle, live: Live) -> None:
+    matrix = live.matrices.get(parameter)
+    if matrix is None or target.last_row > matrix.shape[0] or target.last_column > matrix.shape[1]:
         raise TransferError(
             f"tensor {tensor.name!r} {tuple(tensor.shape)} doesn't fit the engine's parameter "
-            f"{place.parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}"
+            f"{parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}"
         )
-    width = {"bfloat16": 2, "float32": 4}[tensor.dtype]
-    if matrix.element_size() != width:
+    if matrix.element_size() != WIDTHS[tensor.dtype].itemsize:
         raise TransferError(
-            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} "
+            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {parameter} "
             f"has {matrix.element_size()} bytes a value; the engine must run in model.dtype"
         )
 
 
-def _shift(block, tensor, place) -> list[Rectangle] | None:
-    """The part of the block that lies in the slice, in the parameter's coordinates; null if none
-    does."""
-    source, destination = _bounds(place, tensor.shape)
-    down, right = (
-        destination.first_row - source.first_row,
-        destination.first_column - source.first_column,
-    )
+def _shift(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
+    """What of `whole` lies in `source`, in the coordinates of the parameter, where that is
+    `target`."""
+    down, right = target.first_row - source.first_row, target.first_column - source.first_column
     found = []
-    for r in rectangles(block, tensor.columns):
-        part = Rectangle(
-            max(r.first_row, source.first_row),
-            min(r.last_row, source.last_row),
-            max(r.first_column, source.first_column),
-            min(r.last_column, source.last_column),
-        )
-        if part.first_row < part.last_row and part.first_column < part.last_column:
-            found.append(
-                Rectangle(
-                    part.first_row + down,
-                    part.last_row + down,
-                    part.first_column + right,
-                    part.last_column + right,
-                )
-            )
-    return found or None
+    for r in whole:
+        top, bottom = max(r.first_row, source.first_row), min(r.last_row, source.last_row)
+        left, end = max(r.first_column, source.first_column), min(r.last_column, source.last_column)
+        if top < bottom and left < end:
+            found.append(Rectangle(top + down, bottom + down, left + right, end + right))
+    return found
 
 
 def _signed(values: np.ndarray) -> np.ndarray:

@@ -29,9 +29,9 @@ from fuzz_transfer_world import (
 )
 
 from rose.transfer import TransferError
+from rose.transfer.live import Live
 from rose.transfer.publish import Publisher
 from rose.transfer.receive import Receiver, whole
-from rose.transfer.stage import Live
 from rose.transfer.store import INITIAL
 from tests.transfer.worlds import Model, same
 

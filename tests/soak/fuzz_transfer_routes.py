@@ -11,8 +11,8 @@ import torch
 from fuzz_transfer_world import TIMEOUT_S, WHOLE, History, Tally, committed, load, world
 
 from rose.transfer import TransferError
+from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
-from rose.transfer.stage import Live
 from rose.transfer.store import FULL, INITIAL, MANIFEST, Step, edge_name
 from tests.transfer.worlds import same
 

@@ -20,9 +20,10 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from rose.transfer import TransferError
 from rose.transfer.edge import StoredEdge, present, read_plan
+from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
 from rose.transfer.source import Folder
-from rose.transfer.stage import Live, stage
+from rose.transfer.stage import stage
 from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Step, edge_name
 from tests.transfer.worlds import World, same
 

@@ -11,9 +11,9 @@ from relays import TOKEN, Running
 
 from rose.transfer import TransferError
 from rose.transfer.edge import COMPLETE, StoredEdge, pack_table, read_plan
+from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, materialise, whole
 from rose.transfer.source import Folder
-from rose.transfer.stage import Live
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
 from tests.transfer.worlds import World, same
 
