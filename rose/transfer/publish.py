@@ -145,7 +145,10 @@ class Publisher:
         self._begun, self._encoding, self._version = None, [], version
         self._chain.append((version, base))
         self._since_full += nbytes
-        return Published(version, nbytes, encoded - start, time.perf_counter() - encoded)
+        written = time.perf_counter() - encoded
+        if self._full is None:  # nobody rolls out yet; later ones are made by `tidy`
+            self.write_full()
+        return Published(version, nbytes, encoded - start, written)
 
     def full_due(self) -> bool:
         """At first, each `full_every` versions, and when the deltas since the last outweigh it (as
