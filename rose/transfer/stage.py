@@ -58,7 +58,7 @@ class _Change(NamedTuple):
     new: np.ndarray
     whole: np.ndarray | None
     values: int
-    wanted: np.ndarray | None
+    wanted: np.ndarray
     nbytes: int
 
 
@@ -88,8 +88,7 @@ class Staged:
         indices = self._live.indices(place, change.positions) if sparse and count else None
         with self._lock:
             self.nbytes += change.nbytes
-            if change.wanted is not None:
-                self.digests[change.block] = change.wanted.tobytes()
+            self.digests[change.block] = change.wanted.tobytes()
             if not count:
                 return
             self.changed += count
