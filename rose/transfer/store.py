@@ -88,6 +88,10 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[RankFile]
 
 
+for _kind in (Plan, Manifest):  # two threads that are the first to decode a type crash msgspec
+    msgspec.json.Decoder(_kind)
+
+
 def edge_name(version: int, base: int | None) -> str:
     """Folder of an edge within its store, with "/"."""
     origin = "full" if base is FULL else "from-initial" if base == INITIAL else f"from-{base:06d}"
