@@ -57,8 +57,11 @@ class Edge:
         """(blocks of this rank,) of dtype `ENTRY`, by increasing block."""
         if rank not in self._tables:
             table, where = self._read_table(rank), f"{self.source}/{self.name}: rank {rank}'s table"
-            if table["block"].tolist() != self.plan.owned(rank):
-                raise Corrupted(f"{where}: not the blocks that the plan gives this rank")
+            blocks, owners = table["block"].astype(np.int64), self.plan.blocks
+            if (np.diff(blocks, append=len(owners)) <= 0).any() or any(
+                owners[block].owner != rank for block in blocks.tolist()
+            ):
+                raise Corrupted(f"{where}: not the blocks that the plan gives this rank, in order")
             ends = np.cumsum(table["length"])
             if (table["offset"] != ends - table["length"]).any() or (
                 ends[-1] if len(ends) else 0
@@ -73,8 +76,10 @@ class Edge:
         `Corrupted`."""
         table = self.table(rank)
         found: dict[int, tuple[np.void, memoryview]] = {}
-        for entries in _spans(table[np.searchsorted(table["block"], blocks)]):
+        for entries in _spans(table[np.isin(table["block"], blocks)]):
             found |= self._span(rank, entries)
+        if len(found) != len(blocks):
+            raise Corrupted(f"{self.source}/{self.name}: rank {rank}'s table lacks a block")
         return found
 
     def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[np.void, memoryview]]:
