@@ -90,10 +90,17 @@ class History:
 
 
 def world(
-    store: Path, history: History, versions: int, full_every: int = 1000, keep: int = 1000
+    store: Path,
+    history: History,
+    versions: int,
+    full_every: int = 1000,
+    keep: int = 1000,
+    timeout_s: float = TIMEOUT_S,
 ) -> World:
-    """A store of the versions 0 to `versions` - 1, by two ranks."""
-    made = World(store, history.at(INITIAL), CUTS, full_every=full_every, keep=keep, timeout_s=0.5)
+    """A store of the versions 0 to `versions` - 1, by two ranks, the first of which waits so long
+    for the second one's file."""
+    weights = history.at(INITIAL)
+    made = World(store, weights, CUTS, full_every=full_every, keep=keep, timeout_s=timeout_s)
     for version in range(versions):
         made.weights = history.at(version)
         made.publish(version)
