@@ -279,7 +279,7 @@ def limited(store, limit: int) -> str:
         [sys.executable, "-c", code, str(store), str(limit)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
