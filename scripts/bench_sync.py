@@ -13,7 +13,7 @@ network namespaces and tc's tbf, with root; else a token bucket of the bench's o
 said. Seconds: from the order to publish until the last receiver has flipped; bytes of the link: the
 kernel's, headers and requests' answers included. Every receiver's weights are compared with the
 trainer's after every sync. No full edge is within what is measured. Dense is synced at the first
-learning rate only: its bytes are the same at all. Left out: the squashing and collecting that
+learning rate only: its bytes are the same at all. Left out: the full versions and the collecting that
 follow a sync, latency (--rates is all that tc does here).
 """
 

@@ -44,12 +44,13 @@ def codec_of(name: str):
     def decode(payload) -> np.ndarray:
         return np.frombuffer(payload, np.uint16, offset=4).copy()
 
-    return SimpleNamespace(
-        encode=encoded,
-        decode=decode,
-        info=info,
-        apply=lambda payload, values: apply(memoryview(payload)[4:], values),
-    )
+    def applied(payload, values: np.ndarray) -> None:
+        if info(payload).needs_base:
+            apply(memoryview(payload)[4:], values)
+        else:
+            values[:] = decode(payload)
+
+    return SimpleNamespace(encode=encoded, decode=decode, info=info, apply=applied)
 
 
 def _coo(new: np.ndarray, old: np.ndarray) -> list[np.ndarray]:

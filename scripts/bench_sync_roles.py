@@ -251,6 +251,7 @@ def receive(job: dict, say) -> None:
     relay."""
     from rose.transfer import codec
     from rose.transfer import stage as product
+    from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole
 
     codec.compile_all()
@@ -264,10 +265,8 @@ def receive(job: dict, say) -> None:
             receiver = live = tensors = None
             product.codec = codec_of(command["encoding"])
             tensors = Shards(command["shards"]).tensors(0)
-            live = product.Live(tensors)
-            receiver = Receiver(
-                command["open"], None, job["token_file"], whole, live, f"bench-{os.getpid()}"
-            )
+            live = Live(tensors)
+            receiver = Receiver(command["open"], None, job["token_file"], whole, live)
             release()
             memory = Memory()
             say({})

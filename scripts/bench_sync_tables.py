@@ -10,9 +10,7 @@ from bench_sync_parts import RANKS
 NAMES = {"dense": "dense", "coo": "COO int32 + value", "xor": "XOR + zstd-1", "ours": "ours"}
 TARGETS = {1e-5: 10, 1e-6: 40}  # learning rate -> times less than dense
 PAUSE = 0.02  # of a sync
-GROWTH = (
-    1.05  # bytes with the most receivers, of those with one: leases and listings are asked for anew
-)
+GROWTH = 1.05  # bytes with the most receivers, of those with one: listings and manifests are asked for anew
 
 
 @dataclass

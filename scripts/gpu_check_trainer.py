@@ -437,8 +437,8 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     of changes."""
     import torch
 
+    from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole
-    from rose.transfer.stage import Live
 
     sizes = report.sizes
     config = settings(report, sizes, world, 64, 8)
@@ -458,9 +458,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         published = made.publish(version)
         step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
         if receiver is None:
-            receiver = Receiver(
-                str(report.folder / "trained"), None, None, whole, Live(live), "gpu-check"
-            )
+            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live))
         before = torch.cuda.memory_allocated() if report.gpus else 0
         if report.gpus:
             torch.cuda.reset_peak_memory_stats()

@@ -9,7 +9,6 @@ this module imports vLLM.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from rose.engine.layout import EMBEDDINGS, slices
 from rose.transfer import codec
 from rose.transfer.changes import LEAST
 from rose.transfer.errors import TransferError
+from rose.transfer.live import Live, Place, check_type
 from rose.transfer.receive import Receiver
-from rose.transfer.stage import Live, Place, Staged, check_type, place_blocks
+from rose.transfer.stage import Staged, place_blocks
 from rose.transfer.store import INITIAL, Plan
 
 NAME = "rose"
@@ -157,12 +157,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if self._receiver is not None:
                     self._receiver.close()
                 self._receiver = Receiver(
-                    info.store,
-                    info.mirror,
-                    info.token_file,
-                    self._places,
-                    self._live,
-                    f"{socket.gethostname()}-{os.getpid()}",
+                    info.store, info.mirror, info.token_file, self._places, self._live
                 )
             lineage, version = self._held
             have = version if version == INITIAL or lineage == self._receiver.lineage else None

@@ -2,9 +2,9 @@
 bytes (docs/format.md).
 
     blocks, codec (payload, rice)                   what is sent: differences of blocks as bytes
-    store, edge, route, source                      where it lies, and by which way a reader gets to a version
+    store, edge, source                             where it lies, and how it is read
     publish                                         the trainer's side
-    receive, stage, changes, live                   the reader's side
+    receive, stage, changes, live                   the reader's side: by which edges to a version, and into the weights
     broadcast, mirror, relay                        other ways for the same bytes than a shared folder
 
 May import `rose.protocol`, `rose.config` and `rose.files`; knows nothing of vLLM, DeepSpeed or

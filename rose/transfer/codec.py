@@ -2,11 +2,10 @@
 values.
 
 Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). The smallest of four encodings
-is taken: unchanged; delta (which values changed, as Golomb-Rice coded gaps or, where that is
-smaller, a bitmask, and the integer differences of their patterns in the order of the floats); dense
-(sign and mantissa as they are, exponents Rice coded by rank); raw. docs/format.md has every byte.
-All functions are pure and safe to call from threads; the loops release the GIL. Left out: entropy
-coders that decode one symbol after the other (a GPU could not), and hashes: a wrong payload raises
+is taken: unchanged; delta (which values changed, as Golomb-Rice coded gaps, and the integer
+differences of their patterns in the order of the floats); planes (first and second bytes of all
+values apart, compressed by zstandard); raw. docs/format.md has every byte. All functions are pure
+and safe to call from threads; the loops release the GIL. Left out: hashes. A wrong payload raises
 `ValueError` or gives some array, never more, so callers check what they got.
 """
 
@@ -16,26 +15,17 @@ from functools import cache
 
 import numpy as np
 import xxhash
+import zstandard
 
 from rose.transfer import payload as layouts
-from rose.transfer.payload import Delta, Dense, Info, Layout, Plain, Subset
+from rose.transfer.payload import Delta, Info, Layout, Plain, Rice
 
 DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # width in bytes -> patterns
-
-__all__ = [
-    "DTYPES",
-    "Info",
-    "apply",
-    "as_bytes",
-    "changes",
-    "compile_all",
-    "compose",
-    "decode",
-    "digest",
-    "encode",
-    "info",
-    "moved",
-]
+LEVEL = 1  # of zstandard; on weights the higher ones are slower, and larger by some percent
+SAMPLE = 4096  # numbers, at least, that a Rice parameter is guessed from; then exact sizes decide
+NOTHING = np.empty(0, np.int32)
+NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
+RISING = (1, 1, 0)  # whether what lies between neighbours is coded
 
 
 @cache
@@ -54,12 +44,12 @@ def compile_all() -> None:
 def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
     """Patterns (n,) uint16 or uint32, and the same block's older ones -> payload (bytes,) uint8.
 
-    Without `old` the payload is dense or raw. Raises `ValueError` if the two differ in shape or
+    Without `old` the payload is planes or raw. Raises `ValueError` if the two differ in shape or
     type.
     """
     new = _block(new)
     if old is None:
-        return _encode_dense(new)
+        return _encode_whole(new)
     old = _block(old)
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(
@@ -68,12 +58,10 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         )
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
-    delta = _Measured(new.size, new.itemsize, positions[:count], differences[:count])
-    if not layouts.beats_dense(delta.layout):
-        dense = _dense_layout(new)
-        if dense.nbytes < delta.layout.nbytes:
-            return _write_dense(dense, new)
-    return delta.write()
+    delta = _encode_delta(new.size, new.itemsize, positions[:count], differences[:count])
+    if 2 * delta.size <= new.nbytes:  # planes of weights are not that small
+        return delta
+    return min(delta, _encode_whole(new), key=len)
 
 
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
@@ -87,13 +75,9 @@ def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
         _check_base(layout, old)
     elif layouts.info(layout).needs_base:
         raise ValueError(f"a payload of kind {layouts.info(layout).kind} needs the older values")
-    if isinstance(layout, Dense):
-        return _read_dense(layout, data)
-    if layout.kind == layouts.RAW:
-        return _raw(layout, data).copy()
-    if isinstance(layout, Plain):
-        return np.array(old)
-    positions, differences = _read_delta(layout, data)
+    if not layouts.info(layout).needs_base:
+        return _read_whole(layout, data)
+    positions, differences = _read_changes(layout, data)
     new = np.array(old)
     _loops().add(new, positions, differences, positions.size)
     return new
@@ -107,17 +91,15 @@ def apply(payload, values: np.ndarray) -> None:
     if not (values.flags.c_contiguous and values.flags.writeable):
         raise ValueError("values are changed in place: they must be contiguous and writable")
     if isinstance(layout, Delta):
-        positions, differences = _read_delta(layout, data)
+        positions, differences = _read_changes(layout, data)
         if values.flags.aligned:
             _loops().add(values, positions, differences, positions.size)
         else:
             moved = values.copy()
             _loops().add(moved, positions, differences, positions.size)
             values[:] = moved
-    elif isinstance(layout, Dense):
-        values[:] = _read_dense(layout, data)
-    elif layout.kind == layouts.RAW:
-        values[:] = _raw(layout, data)
+    elif not layouts.info(layout).needs_base:
+        values[:] = _read_whole(layout, data)
 
 
 def compose(first, second) -> np.ndarray:
@@ -139,14 +121,18 @@ def compose(first, second) -> np.ndarray:
     if not layouts.info(layout).needs_base:
         values = decode(first)
         apply(second, values)
-        return _encode_dense(values)
-    (positions, differences), (more, moves) = (
-        _read_changes(layout, data),
-        _read_changes(next_layout, next_data),
+        return _encode_whole(values)
+    parts = _read_changes(layout, data), _read_changes(next_layout, next_data)
+    positions, differences = (np.concatenate(part) for part in zip(*parts, strict=True))
+    order = np.argsort(positions, kind="stable")
+    positions, differences = positions[order], differences[order].astype(np.int64)
+    starts = np.flatnonzero(np.diff(positions, prepend=-1))
+    unused = 64 - layout.width * 8
+    sums = (
+        (np.add.reduceat(differences, starts) if starts.size else differences) << unused >> unused
     )
-    at, sums = (np.empty(positions.size + more.size, np.int32) for _ in range(2))
-    count = _loops().merge(positions, differences, more, moves, layout.width * 8, at, sums)
-    return _Measured(layout.values, layout.width, at[:count], sums[:count]).write()
+    at, sums = positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
+    return _encode_delta(layout.values, layout.width, at, sums)
 
 
 def info(payload) -> Info:
@@ -184,183 +170,112 @@ def digest(array: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(as_bytes(array))
 
 
-class _Measured:
-    """A delta whose parameters are chosen and whose size is known, before a byte is written."""
-
-    def __init__(self, total: int, width: int, positions: np.ndarray, differences: np.ndarray):
-        loops = _loops()
-        count = positions.size
-        self._differences = differences
-        mask, self._coded = _measure_subset(total, positions)
-        large, excess = np.empty(count + 1, np.int32), np.empty(count + 1, np.int32)
-        lengths, sizes = np.zeros(33, np.int64), np.zeros(3, np.int64)
-        found = loops.split(differences, count, large, excess, lengths)
-        self._excess = excess[:found]
-        k = layouts.excess_k(lengths.tolist())
-        loops.excess_sizes(self._excess, found, k, sizes)
-        which, self._coded_large = _measure_subset(count, large[:found])
-        self.layout = layouts.best_delta(
-            width, mask, which, layouts.measured_excess(found, k, *sizes.tolist())
-        )
-
-    def write(self) -> np.ndarray:
-        layout, loops, differences = self.layout, _loops(), self._differences
-        words = _start(layout)
-        if isinstance(layout, Delta):
-            (
-                mask,
-                mask_remainders,
-                signs,
-                large,
-                large_remainders,
-                unary,
-                remainders,
-                escapes,
-                _,
-            ) = layout.offsets
-            loops.write_gaps(
-                self._coded, self._coded.size, layout.mask.k, words, mask, mask_remainders
-            )
-            if layout.large is None:
-                loops.write_plain(differences, differences.size, layout.width * 8, words, signs)
-            else:
-                loops.write_signs(differences, differences.size, words, signs)
-                loops.write_gaps(
-                    self._coded_large,
-                    self._coded_large.size,
-                    layout.large.k,
-                    words,
-                    large,
-                    large_remainders,
-                )
-                loops.write_excess(
-                    self._excess,
-                    self._excess.size,
-                    layout.excess.k,
-                    layout.excess.escape_bits,
-                    words,
-                    unary,
-                    remainders,
-                    escapes,
-                )
-        return words.view(np.uint8)
+# --------------------------------------------------------------------------- deltas
 
 
-def _measure_subset(total: int, positions: np.ndarray) -> tuple[Subset, np.ndarray]:
-    """How to code the chosen positions, and the positions to code: theirs, or the others'."""
-    chosen = positions.size
-    if Subset(total, chosen).complement:
-        others = np.empty(total - chosen, np.int32)
-        _loops().complement(positions, chosen, total, others)
-        positions = others
-    coded = positions.size
-    first = layouts.first_k(int(positions[-1]) + 1 - coded if coded else 0, coded)
-    quotients = np.zeros(layouts.CANDIDATES, np.int64)
-    _loops().gap_quotients(positions, coded, first, quotients)
-    return layouts.best_subset(total, chosen, first, quotients.tolist()), positions
+def _encode_delta(
+    total: int, width: int, positions: np.ndarray, differences: np.ndarray
+) -> np.ndarray:
+    """Of the ascending positions (c,) int32 and differences (c,) int32, none of them 0."""
+    changed = positions.size
+    if not changed:
+        return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
+    large = np.flatnonzero((differences + 1).view(np.uint32) > 2).astype(np.int32)
+    excess = (np.abs(differences[large].astype(np.int64)) - 2).astype(np.int32)
+    numbers = _fewer(total, positions), _fewer(changed, large), excess
+    streams = tuple(map(_measured, numbers, RISING))
+    layout = Delta(width, total, changed, large.size, streams)
+    words, at = _start(layout), layout.offsets
+    signs = np.packbits(differences < 0, bitorder="little")
+    words.view(np.uint8)[at[0] // 8 : at[0] // 8 + signs.size] = signs
+    for i, (stream, rising) in enumerate(zip(streams, RISING, strict=True)):
+        offsets = at[1 + 3 * i : 4 + 3 * i]
+        _loops().write(numbers[i], rising, stream.k, stream.escape_bits, words, *offsets)
+    return words.view(np.uint8)
 
 
-def _read_subset(subset: Subset, words: np.ndarray, unary: int, remainders: int) -> np.ndarray:
-    coded = np.empty(subset.coded, np.int32)
-    if not _loops().read_gaps(
-        words, unary, subset.unary_bits, remainders, subset.k, subset.coded, subset.total, coded
-    ):
-        raise ValueError(f"a payload whose gaps are not {subset.coded} items of {subset.total}")
-    if not subset.complement:
-        return coded
-    chosen = np.empty(subset.chosen, np.int32)
-    _loops().complement(coded, subset.coded, subset.total, chosen)
-    return chosen
+def _fewer(total: int, positions: np.ndarray) -> np.ndarray:
+    """The positions, or the other items of 0..total-1 where those are fewer."""
+    return _others(total, positions) if 2 * positions.size > total else positions
+
+
+def _others(total: int, positions: np.ndarray) -> np.ndarray:
+    left = np.ones(total, bool)
+    left[positions] = False
+    return np.flatnonzero(left).astype(np.int32)
+
+
+def _measured(numbers: np.ndarray, rising: int) -> Rice:
+    """With the `k` that takes the fewest bits of the likely one and its neighbours."""
+    at = np.arange(0, numbers.size, max(1, numbers.size // SAMPLE))
+    sample = numbers[at] - rising * np.where(at, numbers[at - 1] + 1, 0)
+    likely = layouts.likely_k(np.bincount(np.frexp(sample.astype(np.float64))[1]).tolist())
+    made, sizes = [], np.zeros(3, np.int64)
+    for k in range(max(0, likely - 1), likely + 2):
+        _loops().measure(numbers, rising, k, sizes)
+        quotients, escapes, largest = sizes.tolist()
+        escape_bits = (largest - layouts.ESCAPE).bit_length() if escapes else 0
+        made.append(Rice(numbers.size, k, numbers.size + quotients, escapes, escape_bits))
+    return min(made, key=lambda rice: sum(rice.sizes))
 
 
 def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(layout, Delta):
-        return _read_delta(layout, data)
-    return np.empty(0, np.int32), np.empty(0, np.int32)
-
-
-def _read_delta(layout: Delta, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    loops, words = _loops(), data.view(np.uint64)
-    (mask, mask_remainders, signs, large, large_remainders, unary, remainders, escapes, _) = (
-        layout.offsets
-    )
-    positions = _read_subset(layout.mask, words, mask, mask_remainders)
-    differences = np.empty(positions.size, np.int32)
-    if layout.large is None:
-        loops.read_plain(words, signs, positions.size, layout.width * 8, differences)
-        return positions, differences
-    loops.read_signs(words, signs, positions.size, differences)
-    which = _read_subset(layout.large, words, large, large_remainders)
-    excess = layout.excess
-    if not loops.read_excess(
-        words,
-        unary,
-        excess.unary_bits,
-        remainders,
-        excess.k,
-        escapes,
-        excess.escape_bits,
-        excess.escapes,
-        layout.width * 8,
-        which,
-        excess.count,
-        differences,
-    ):
-        raise ValueError(
-            f"a payload whose differences are not {excess.count} of at most {layout.width * 8} bits"
-        )
+    """Positions and differences; none of an unchanged block."""
+    if not isinstance(layout, Delta):
+        return NOTHING, NOTHING
+    words, at = data.view(np.uint64), layout.offsets
+    most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2
+    read = [np.empty(stream.count, np.int32) for stream in layout.streams]
+    for i, stream in enumerate(layout.streams):
+        unary, remainders, escapes = at[1 + 3 * i : 4 + 3 * i]
+        if not _loops().read(
+            *(words, unary, stream.unary_bits, remainders, stream.k, escapes),
+            *(stream.escape_bits, stream.escapes, most[i], RISING[i], read[i]),
+        ):
+            raise ValueError(
+                f"a payload whose {NUMBERS[i]} are not {stream.count} of at most {most[i]}"
+            )
+    positions, large, excess = read
+    if positions.size < layout.changed:
+        positions = _others(layout.values, positions)
+    if large.size < layout.large:
+        large = _others(layout.changed, large)
+    signs = data[at[0] // 8 : (at[1] + 7) // 8]
+    differences = np.unpackbits(signs, count=layout.changed, bitorder="little").astype(np.int32)
+    differences *= -2
+    differences += 1  # a bit is set for -1
+    differences[large] *= excess + 2
     return positions, differences
 
 
-def _dense_layout(values: np.ndarray) -> Dense | Plain:
-    counts = np.zeros(1024, np.int64)
-    _loops().exponent_counts(values, counts)
-    return layouts.best_dense(values.itemsize, counts.reshape(256, 4).sum(1).tolist())
+# --------------------------------------------------------------------------- whole values
 
 
-def _encode_dense(values: np.ndarray) -> np.ndarray:
-    return _write_dense(_dense_layout(values), values)
-
-
-def _write_dense(layout: Dense | Plain, values: np.ndarray) -> np.ndarray:
-    words = _start(layout)
-    data = words.view(np.uint8)
-    if isinstance(layout, Plain):
-        data[layouts.WORD : layouts.WORD + values.nbytes] = as_bytes(values)
-        return data
-    ranks = np.zeros(256, np.uint8)
-    ranks[np.frombuffer(layout.exponents, np.uint8)] = np.arange(len(layout.exponents))
-    halves, planes, unary, remainders, _ = layout.offsets
-    _loops().write_dense(
-        values, ranks, layout.k, data, halves // 8, planes // 8, words, unary, remainders
-    )
+def _encode_whole(values: np.ndarray) -> np.ndarray:
+    planes = np.ascontiguousarray(as_bytes(values).reshape(-1, values.itemsize).T)
+    packed = zstandard.ZstdCompressor(level=LEVEL).compress(planes)
+    layout = Plain(layouts.PLANES, values.itemsize, values.size, len(packed))
+    raw, body = Plain(layouts.RAW, values.itemsize, values.size), np.frombuffer(packed, np.uint8)
+    if raw.nbytes <= layout.nbytes:
+        layout, body = raw, as_bytes(values)
+    data, begin = _start(layout).view(np.uint8), len(layout.header)
+    data[begin : begin + body.size] = body
     return data
 
 
-def _read_dense(layout: Dense, data: np.ndarray) -> np.ndarray:
-    loops = _loops()
-    values, quotients = (
-        np.empty(layout.values, DTYPES[layout.width]),
-        np.empty(layout.values + 8, np.uint8),
-    )
-    halves, planes, unary, remainders, _ = layout.offsets
-    exponents = np.frombuffer(layout.exponents, np.uint8)
-    well = loops.read_quotients(data, unary // 8, layout.unary_bits, quotients)
-    if well and layout.k:
-        well = loops.append_remainders(data, data.view(np.uint64), remainders, layout.k, quotients)
-    if not (
-        well and loops.read_dense(data, halves // 8, planes // 8, quotients, exponents, values)
-    ):
-        raise ValueError(
-            f"a payload whose exponents are not {layout.values} of {exponents.size} different ones"
-        )
-    return values
-
-
-def _raw(layout: Plain, data: np.ndarray) -> np.ndarray:
-    return data[layouts.WORD : layouts.WORD + layout.values * layout.width].view(
-        DTYPES[layout.width]
-    )
+def _read_whole(layout: Plain, data: np.ndarray) -> np.ndarray:
+    """Values (n,) of their own memory."""
+    body, size = data[len(layout.header) :], layout.values * layout.width
+    if layout.kind == layouts.PLANES:
+        frame = body[: layout.packed].data
+        try:  # the size first: a decompressor takes the memory that the frame asks for
+            if (found := zstandard.frame_content_size(frame)) != size:
+                raise ValueError(f"a payload of {size} bytes of planes, of which {found} are there")
+            planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"a payload whose planes are damaged: {error}") from None
+        body = np.ascontiguousarray(planes.reshape(layout.width, layout.values).T).reshape(-1)
+    return np.array(body[:size].view(DTYPES[layout.width]))
 
 
 def _start(layout: Layout) -> np.ndarray:

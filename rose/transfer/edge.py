@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
-import h5py
 import numpy as np
 import xxhash
 
@@ -14,13 +12,14 @@ from rose.transfer.errors import Corrupted
 from rose.transfer.source import Refused, Source
 from rose.transfer.store import (
     ENTRY,
-    FORMAT,
     MANIFEST,
     PLAN,
     Manifest,
     Plan,
+    Step,
     edge_name,
     hash_of,
+    parse_edge,
     unseal,
 )
 
@@ -35,78 +34,80 @@ def read_plan(source: Source) -> tuple[Plan, str]:
     return unseal(data, Plan, f"{source}/{PLAN}"), hash_of(data)
 
 
+def present(source: Source, version: int | None = None) -> set[Step]:
+    """The edges of which there is a folder, of one version or of all; whether they are committed,
+    reading tells."""
+    folders = source.names("") if version is None else [f"v{version:06d}"]
+    found = {parse_edge(f, o) for f in folders if f.startswith("v") for o in source.names(f)}
+    return found - {None}
+
+
 class Edge:
-    """`tables[rank]` is loaded, and verified, at first use. Thread-safe once it is."""
+    """A rank's table is read, and verified, at first use. Thread-safe."""
+
+    nbytes = 0  # of payloads that are not on this node yet
+    commit = MANIFEST  # the file that makes it one
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
         self.source, self.version, self.base, self.plan = source, version, base, plan
         self.name = edge_name(version, base)
         self._tables: dict[int, np.ndarray] = {}
 
-    @property
-    def nbytes(self) -> int:
-        raise NotImplementedError
-
     def table(self, rank: int) -> np.ndarray:
-        """(entries,) of dtype `ENTRY`, by increasing block: what this rank's file holds."""
+        """(blocks of this rank,) of dtype `ENTRY`, by increasing block."""
         if rank not in self._tables:
-            self._tables[rank] = self._checked(rank, self._read_table(rank))
+            table, where = self._read_table(rank), f"{self.source}/{self.name}: rank {rank}'s table"
+            blocks, owners = table["block"].astype(np.int64), self.plan.blocks
+            if (np.diff(blocks, append=len(owners)) <= 0).any() or any(
+                owners[block].owner != rank for block in blocks.tolist()
+            ):
+                raise Corrupted(f"{where}: not the blocks that the plan gives this rank, in order")
+            ends = np.cumsum(table["length"])
+            if (table["offset"] != ends - table["length"]).any() or (
+                ends[-1] if len(ends) else 0
+            ) != self._data_size(rank):
+                raise Corrupted(f"{where}: its payloads don't cover the data")
+            self._tables[rank] = table
         return self._tables[rank]
 
     def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[np.void, memoryview]]:
-        """(entry, payload) of those of `blocks`, all of owner `rank`, that this edge changes. Each
-        payload's hash is checked; bytes that fail are asked for once more, past all caches. Raises
-        `Missing`, `Corrupted`."""
+        """(entry, payload) of `blocks`, ascending, all of owner `rank`. Each payload's hash is
+        checked; bytes that fail are asked for once more, past all caches. Raises `Missing`,
+        `Corrupted`."""
         table = self.table(rank)
-        rows = np.searchsorted(table["block"], np.array(blocks, np.uint32))
-        rows = [
-            r
-            for r, b in zip(rows.tolist(), blocks, strict=False)
-            if r < len(table) and table["block"][r] == b
-        ]
         found: dict[int, tuple[np.void, memoryview]] = {}
-        for span in _spans(table, rows):
-            low, high = (
-                int(table["offset"][span[0]]),
-                int(table["offset"][span[-1]] + table["length"][span[-1]]),
-            )
-            data, fresh = memoryview(self._read(rank, low, high - low, False)), False
-            for row in span:
-                entry = table[row]
-                begin = int(entry["offset"]) - low
-                while True:
-                    payload = data[begin : begin + int(entry["length"])]
-                    if xxhash.xxh3_64_intdigest(payload) == entry["check"]:
-                        break
-                    if fresh:
-                        raise Corrupted(
-                            f"{self.source}/{self.name}: rank {rank}'s file: the payload of block "
-                            f"{entry['block']} is damaged"
-                        )
-                    data, fresh = memoryview(self._read(rank, low, high - low, True)), True
-                found[int(entry["block"])] = (entry, payload)
+        for entries in _spans(table[np.isin(table["block"], blocks)]):
+            found |= self._span(rank, entries)
+        if len(found) != len(blocks):
+            raise Corrupted(f"{self.source}/{self.name}: rank {rank}'s table lacks a block")
         return found
+
+    def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[np.void, memoryview]]:
+        low, end = int(entries[0]["offset"]), int(entries[-1]["offset"] + entries[-1]["length"])
+        for fresh in (False, True):
+            data, found, damaged = memoryview(self._read(rank, low, end - low, fresh)), {}, None
+            for entry in entries:
+                begin = int(entry["offset"]) - low
+                payload = data[begin : begin + int(entry["length"])]
+                found[int(entry["block"])] = entry, payload
+                if xxhash.xxh3_64_intdigest(payload) != entry["check"]:
+                    damaged = entry["block"]
+            if damaged is None:
+                return found
+        raise Corrupted(
+            f"{self.source}/{self.name}: rank {rank}'s file: the payload of block {damaged} is "
+            "damaged"
+        )
+
+    def require(self) -> None:
+        """Raises `Missing` when it was removed meanwhile; its files stay for some time then."""
+        self.source.read(f"{self.name}/{self.commit}")
 
     def _read_table(self, rank: int) -> np.ndarray:
         raise NotImplementedError
 
     def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         raise NotImplementedError
-
-    def _checked(self, rank: int, table: np.ndarray) -> np.ndarray:
-        """The payloads must tile the data, and the blocks be this rank's: no later step looks
-        again."""
-        where = f"{self.source}/{self.name}: rank {rank}'s table"
-        blocks, ends = table["block"].astype(np.int64), table["offset"] + table["length"]
-        if len(table) and not ((np.diff(blocks) > 0).all() and blocks[-1] < len(self.plan.blocks)):
-            raise Corrupted(f"{where}: its blocks are not in order, or not in the plan")
-        if any(self.plan.blocks[b].owner != rank for b in blocks.tolist()):
-            raise Corrupted(f"{where}: a block of another rank")
-        if (table["offset"] != np.concatenate([[0], ends[:-1]])[: len(table)]).any() or (
-            int(ends[-1]) if len(table) else 0
-        ) != self._data_size(rank):
-            raise Corrupted(f"{where}: its payloads don't cover the data")
-        return table
 
     def _data_size(self, rank: int) -> int:
         raise NotImplementedError
@@ -118,77 +119,50 @@ class StoredEdge(Edge):
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
         super().__init__(source, version, base, plan)
-        where = f"{self.name}/{MANIFEST}"
-        self.manifest: Manifest = unseal(source.read(where), Manifest, f"{source}/{where}")
-        found = (
-            self.manifest.lineage,
-            self.manifest.plan,
-            self.manifest.version,
-            self.manifest.base,
-        )
-        if (
-            found != (plan.lineage, plan_hash, version, base)
-            or len(self.manifest.files) != plan.world
-        ):
+        where = f"{source}/{self.name}/{MANIFEST}"
+        found: Manifest = unseal(source.read(f"{self.name}/{MANIFEST}"), Manifest, where)
+        expected = plan.lineage, plan_hash, version, base
+        if (found.lineage, found.plan, found.version, found.base) != expected or len(
+            found.files
+        ) != plan.world:
             raise Corrupted(
-                f"{source}/{where}: (lineage, plan, version, base) is {found}, expected "
-                f"{(plan.lineage, plan_hash, version, base)}, with {plan.world} files"
+                f"{where}: (lineage, plan, version, base) is "
+                f"{(found.lineage, found.plan, found.version, found.base)}, expected {expected}, "
+                f"with {plan.world} files"
             )
-
-    @property
-    def nbytes(self) -> int:
-        return self.manifest.nbytes
+        self.files = found.files
+        self.nbytes = sum(file.data_size for file in found.files)
 
     def _read_table(self, rank: int) -> np.ndarray:
-        file = self.manifest.files[rank]
-        path = f"{self.name}/{file.file}"
-        end = file.data_offset + file.data_size
+        file = self.files[rank]
         for fresh in (False, True):
-            head = self._range(rank, 0, file.data_offset, fresh)
-            tail = self._range(rank, end, file.size - end, fresh)
-            if xxhash.xxh3_128_hexdigest(head + tail) == file.rest:
-                break
-        else:
-            raise Corrupted(
-                f"{self.source}/{path}: its HDF5 structure is damaged, or the file is cut short"
-            )
-        try:
-            with h5py.File(_Holed(head, file.data_size, tail), "r") as parsed:
-                table = parsed["blocks"][()]
-                if parsed.attrs["format"] != FORMAT or table.dtype != ENTRY:
-                    raise Corrupted(f"{self.source}/{path}: not of format {FORMAT}")
-                return table
-        except (OSError, KeyError, RuntimeError) as error:
-            raise Corrupted(f"{self.source}/{path}: unreadable: {error}") from error
+            data = self._range(rank, file.table_offset, file.table_size, fresh)
+            if xxhash.xxh3_128_hexdigest(data) == file.table:
+                return np.frombuffer(data, ENTRY)
+        raise Corrupted(f"{self.source}/{self.name}/{file.file}: its table is damaged")
 
     def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
-        return self._range(rank, self.manifest.files[rank].data_offset + offset, length, fresh)
+        return self._range(rank, self.files[rank].data_offset + offset, length, fresh)
 
     def _range(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
-            return self.source.read(
-                f"{self.name}/{self.manifest.files[rank].file}", offset, length, fresh
-            )
-        except (
-            Refused
-        ) as error:  # the manifest is right, so the file is shorter than it was, or no file
+            return self.source.read(f"{self.name}/{self.files[rank].file}", offset, length, fresh)
+        except Refused as error:  # the manifest is right, so the file was cut, or is no file
             raise Corrupted(f"not what its manifest describes: {error}") from error
 
     def _data_size(self, rank: int) -> int:
-        return self.manifest.files[rank].data_size
+        return self.files[rank].data_size
 
 
 class MirroredEdge(Edge):
     """Of a mirror: the same payloads and tables as they were broadcast. Raises `Missing` unless it
     is complete."""
 
+    commit = COMPLETE
+
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
         super().__init__(source, version, base, plan)
-        source.read(f"{self.name}/{COMPLETE}")
-
-    @property
-    def nbytes(self) -> int:
-        return 0  # here already
+        self.require()
 
     def _read_table(self, rank: int) -> np.ndarray:
         path = f"{self.name}/rank-{rank:05d}.table"
@@ -216,45 +190,7 @@ def unpack_table(data: bytes, where: str) -> np.ndarray:
     return np.frombuffer(data[:-16], ENTRY)
 
 
-def _spans(table: np.ndarray, rows: list[int]) -> list[list[int]]:
-    """Rows whose payloads are read at once."""
-    spans: list[list[int]] = []
-    end = None
-    for row in rows:
-        begin = int(table["offset"][row])
-        if end is None or begin - end > JOIN:
-            spans.append([])
-        spans[-1].append(row)
-        end = begin + int(table["length"][row])
-    return spans
-
-
-class _Holed(io.RawIOBase):
-    """A file whose middle is not there and reads as zeros: HDF5's structure needs none of it."""
-
-    def __init__(self, head: bytes, hole: int, tail: bytes):
-        self._head, self._hole, self._tail, self._at = head, hole, tail, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, len(self._head) + self._hole + len(self._tail))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer) -> int:
-        size = len(self._head) + self._hole + len(self._tail)
-        wanted = max(0, min(len(buffer), size - self._at))
-        out = memoryview(buffer).cast("B")
-        for start, part in ((0, self._head), (len(self._head) + self._hole, self._tail)):
-            low, high = max(self._at, start), min(self._at + wanted, start + len(part))
-            if low < high:
-                out[low - self._at : high - self._at] = part[low - start : high - start]
-        self._at += wanted
-        return wanted
+def _spans(entries: np.ndarray) -> list[np.ndarray]:
+    """Neighbours whose payloads are read at once."""
+    gaps = entries["offset"][1:] - (entries["offset"] + entries["length"])[:-1]
+    return np.split(entries, np.flatnonzero(gaps > JOIN) + 1) if len(entries) else []

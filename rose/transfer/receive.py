@@ -3,31 +3,25 @@ left."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from rose.transfer.blocks import rectangles
-from rose.transfer.edge import Edge, MirroredEdge, StoredEdge, read_plan
+from rose.transfer.edge import Edge, MirroredEdge, StoredEdge, present, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
+from rose.transfer.live import Live, Place
 from rose.transfer.relay_client import open_source
-from rose.transfer.route import Step, choose, present
 from rose.transfer.source import Source, read_token
-from rose.transfer.stage import Live, Place, Staged, WrongBase, stage
-from rose.transfer.store import Plan, edge_name
-
-LEASE_S = 120.0  # a reader that says nothing for so long is gone
-RENEW_S = 30.0
+from rose.transfer.stage import Staged, WrongBase, stage
+from rose.transfer.store import FULL, INITIAL, Plan, Step, edge_name
 
 
 class Receiver:
     """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, tried
-    first. `places` maps a plan to where its blocks lie in the live parameters. `holder` names the
-    reader among all of the store's.
+    first. `places` maps a plan to where its blocks lie in the live parameters.
 
     Raises `TransferError` when the store can't be opened.
     """
@@ -39,19 +33,20 @@ class Receiver:
         token_file: str | None,
         places: Callable[[Plan, Live], dict[int, Place]],
         live: Live,
-        holder: str,
     ):
         self.where = (store, mirror)
         token = read_token(token_file) if token_file else None
         self._source = open_source(store, token)
         self._mirror: Source | None = open_source(mirror) if mirror else None
-        self._live, self._holder, self._leased = live, holder, False
+        self._live = live
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
         self.lineage = self._plan.lineage
         # of the version that was staged last
         self._digests: tuple[int | None, dict[int, bytes]] = (None, {})
         self._staged = 0  # versions
+        self._useless: set[tuple[type[Edge], Step]] = set()  # while one version is being staged
+        self._why: list[str] = []
 
     def stage(
         self,
@@ -71,53 +66,59 @@ class Receiver:
         Every live block is read and compared with the manifest's hash at the first version, at one
         that comes by several edges or in full, and else at one of `verify_every`, each time other
         blocks: a value that went wrong in the live weights is found within that many versions, and
-        the newest full version mends it. A damaged or missing edge is left out, a wrong base too,
-        until a route works. Raises `TransferError` saying what is there and what was wrong with the
-        rest, that it took over `timeout_s` seconds, or is not wanted any more.
+        the newest full version mends it. An edge that is damaged, or was removed meanwhile, is left
+        out, a wrong base too, until a route works. Raises `TransferError` saying what is there and
+        what was wrong with the rest, that it took over `timeout_s` seconds, or is not wanted any
+        more.
         """
         if have == want:
-            return Staged(self._live, self._places, lambda block: None, 1)
+            return Staged(self._live, self._places, 1)
         end = time.monotonic() + timeout_s
-        useless: set[tuple[bool, Step]] = set()  # (of the mirror, edge)
-        why: list[str] = []
-        staged = None
-        try:
-            while True:
-                route = self._route(have, want, useless, why)
-                try:
-                    staged = stage(
-                        self._live,
-                        self._plan,
-                        self._places,
-                        route,
-                        have is not None and route[0].base is not None,
-                        threads,
-                        dense_bytes,
-                        self._ticker(route, want, end, timeout_s, wanted),
-                        device_bytes,
-                        self._compared(have, verify_every),
+        self._useless, self._why = set(), []
+        while True:
+            route = self._route(have, want)
+            names = [edge.name for edge in route]
+
+            def tick(names: list[str] = names) -> None:
+                if not wanted():
+                    raise TransferError(f"version {want} is not wanted any more")
+                if time.monotonic() > end:
+                    raise TransferError(
+                        f"version {want} was not staged within {timeout_s:g} s, by "
+                        + ", ".join(names)
                     )
-                    self._staged += 1
-                    self._digests = want, staged.digests
-                    staged.route = [edge.name for edge in route]
-                    staged.mirrored = sum(isinstance(edge, MirroredEdge) for edge in route)
-                    return staged
-                except WrongBase as error:
-                    have = None
-                    why.append(str(error))
-                except (Corrupted, Missing) as error:
-                    useless.add(
-                        (
-                            isinstance(error.edge, MirroredEdge),
-                            (error.edge.version, error.edge.base),
-                        )
-                    )
-                    why.append(str(error))
-        finally:
-            # until the next version, or the lease's end
-            self._leased = staged is not None and staged.rereads
-            if not self._leased:
-                self._give_back()
+
+            try:
+                tick()
+                staged = stage(
+                    self._live,
+                    self._plan,
+                    self._places,
+                    route,
+                    have is not None and route[0].base is not FULL,
+                    threads,
+                    dense_bytes,
+                    tick,
+                    device_bytes,
+                    self._compared(have, verify_every),
+                )
+            except WrongBase as error:
+                have = None
+                self._why.append(str(error))
+            except (Corrupted, Missing) as error:
+                self._useless.add((type(error.edge), (error.edge.version, error.edge.base)))
+                self._why.append(str(error))
+            else:
+                self._staged += 1
+                self._digests = want, staged.digests
+                staged.route = names
+                staged.mirrored = sum(isinstance(edge, MirroredEdge) for edge in route)
+                return staged
+
+    def close(self) -> None:
+        self._source.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _compared(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
         """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged
@@ -128,80 +129,57 @@ class Receiver:
         turn = self._staged % verify_every
         return lambda block: None if block % verify_every == turn else digests.get(block)
 
-    def _give_back(self) -> None:
-        with suppress(TransferError):  # it ends by itself
-            self._source.hold(self._holder, [], 0)
-
-    def close(self) -> None:
-        if self._leased:
-            self._give_back()
-        self._source.close()
-        if self._mirror is not None:
-            self._mirror.close()
-
-    def _route(self, have: int | None, want: int, useless: set, why: list[str]) -> list[Edge]:
-        """Opened. The step from the version before is taken without looking at what else there
-        is."""
-        opened: dict[Step, Edge] = {}
-        if have is not None and (edge := self._open((want, have), useless, why)) is not None:
+    def _route(self, have: int | None, want: int) -> list[Edge]:
+        """Opened: the edge from `have` to `want`, or the route with the fewest bytes. Raises
+        `TransferError`, saying what is there and what was tried."""
+        if have is not None and (edge := self._open(want, have)) is not None:
             return [edge]
-        edges = {step for step in present(self._source) if (False, step) not in useless}
-        while True:
-            route = choose(
-                edges, have, want, lambda step: self._nbytes(step, opened, useless, why), why
-            )
-            for step in route:
-                if opened.get(step) is None:
-                    edges.discard(step)
-                    break
-            else:
-                return [opened[step] for step in route]
+        if routes := self._routes(have, want):
+            return min(routes, key=lambda route: sum(edge.nbytes for edge in route))
+        held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}
+        edges = sorted(present(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
+        here = ", ".join(edge_name(*e) for e in edges if (StoredEdge, e) not in self._useless)
+        raise TransferError(
+            f"version {want} can't be reached from {held.get(have, f'version {have}')}: the store "
+            f"has {here or 'no edge'}" + "".join(f"; {reason}" for reason in self._why)
+        )
 
-    def _nbytes(self, step: Step, opened: dict, useless: set, why: list[str]) -> int:
-        if step not in opened:
-            opened[step] = self._open(step, useless, why)
-        # one that is not there is found out next
-        return 0 if opened[step] is None else opened[step].nbytes
+    def _routes(self, have: int | None, want: int) -> list[list[Edge]]:
+        """The differences back from `want` lead to the newest version that is there in full, to
+        one that is there from the initial weights if these are held, and to `have`."""
+        found, tail, at = [], [], want
+        starts = [FULL, INITIAL] if have == INITIAL else [FULL]
+        while at != have:
+            bases = {base for _, base in present(self._source, at)}
+            for base in [base for base in starts if base in bases]:
+                if (edge := self._open(at, base)) is not None:
+                    found.append([edge, *tail])
+                    starts.remove(base)
+            before = max(bases - {FULL, INITIAL}, default=None)
+            enough = found and (have is None or have == INITIAL or at < have)
+            edge = None if before is None or enough else self._open(at, before)
+            if edge is None:
+                return found
+            tail, at = [edge, *tail], before
+        return [*found, tail]
 
-    def _open(self, step: Step, useless: set, why: list[str]) -> Edge | None:
-        if self._mirror is not None and (True, step) not in useless:
+    def _open(self, version: int, base: int | None) -> Edge | None:
+        """Null if it is not there, or of no use."""
+        step = version, base
+        if self._mirror is not None and (MirroredEdge, step) not in self._useless:
             try:
                 return MirroredEdge(self._mirror, *step, self._plan)
             except Missing:
                 pass  # not sent to this node, or dropped
-        if (False, step) in useless:
+        if (StoredEdge, step) in self._useless:
             return None
         try:
             return StoredEdge(self._source, *step, self._plan, self._plan_hash)
-        except Missing:
-            useless.add((False, step))
-        except Corrupted as error:
-            useless.add((False, step))
-            why.append(str(error))
+        except (Missing, Corrupted) as error:
+            self._useless.add((StoredEdge, step))
+            if isinstance(error, Corrupted):
+                self._why.append(str(error))
         return None
-
-    def _ticker(
-        self, route: list[Edge], want: int, end: float, timeout_s: float, wanted: Callable[[], bool]
-    ) -> Callable[[], None]:
-        held = [edge.name for edge in route if isinstance(edge, StoredEdge)]
-        renewed = 0.0
-
-        def tick() -> None:
-            nonlocal renewed
-            now = time.monotonic()
-            if not wanted():
-                raise TransferError(f"version {want} is not wanted any more")
-            if now > end:
-                raise TransferError(
-                    f"version {want} was not staged within {timeout_s:g} s, by "
-                    + ", ".join(edge_name(edge.version, edge.base) for edge in route)
-                )
-            if held and now - renewed > RENEW_S:
-                renewed = now
-                self._source.hold(self._holder, held, LEASE_S)
-
-        tick()
-        return tick
 
 
 def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
@@ -213,7 +191,7 @@ def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     tensors = {t.name: torch.zeros(t.shape, dtype=dtypes[t.dtype]) for t in plan.tensors}
     live = Live(tensors)
-    receiver = Receiver(str(store), None, None, whole, live, f"tool-{os.getpid()}")
+    receiver = Receiver(str(store), None, None, whole, live)
     receiver.stage(None, version, 1, sum(t.nbytes for t in tensors.values()), 3600.0).flip()
     receiver.close()
     return tensors

@@ -18,8 +18,9 @@ or written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +28,12 @@ import torch
 import xxhash
 
 from rose.transfer import codec
-from rose.transfer.blocks import Rectangle, rectangles, size
+from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, at_once, budget
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
-from rose.transfer.live import Live, Place, check_type
-from rose.transfer.store import Plan
-
-__all__ = ["Live", "Place", "Staged", "WrongBase", "check_type", "place_blocks", "stage"]
+from rose.transfer.live import Live, Place
+from rose.transfer.store import WIDTHS, Plan
 
 BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
 BATCH_BLOCKS = 256
@@ -59,7 +58,7 @@ class _Change(NamedTuple):
     new: np.ndarray
     whole: np.ndarray | None
     values: int
-    wanted: np.ndarray | None
+    wanted: np.ndarray
     nbytes: int
 
 
@@ -67,22 +66,15 @@ class Staged:
     """Made by `stage`: everything that a flip needs, verified."""
 
     def __init__(
-        self,
-        live: Live,
-        places: Mapping[int, Place],
-        again: Callable[[int], np.ndarray],
-        threads: int,
+        self, live: Live, places: Mapping[int, Place], threads: int, work: _Work | None = None
     ):
-        self._live, self._places, self._again = live, places, again
+        self._live, self._places, self._work = live, places, work
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
-        self._hashes: dict[
-            int, np.ndarray
-        ] = {}  # of dense and late blocks: xxh3-128 after the flip
+        self._hashes: dict[int, np.ndarray] = {}  # of dense and late blocks, after the flip
         self._lock = threading.Lock()
         self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
-        self.blocks = 0  # that change
         self.changed = 0  # values
         self.nbytes = 0  # of payloads read
         self.route: list[str] = []  # names of the edges
@@ -96,11 +88,9 @@ class Staged:
         indices = self._live.indices(place, change.positions) if sparse and count else None
         with self._lock:
             self.nbytes += change.nbytes
-            if change.wanted is not None:
-                self.digests[change.block] = change.wanted.tobytes()
+            self.digests[change.block] = change.wanted.tobytes()
             if not count:
                 return
-            self.blocks += 1
             self.changed += count
             if sparse:
                 self.changes.add(place.parameter, indices, _signed(change.new), _signed(change.old))
@@ -111,11 +101,6 @@ class Staged:
                 self.dense_bytes += change.whole.nbytes
             else:
                 self._late.append(change.block)
-
-    @property
-    def rereads(self) -> bool:
-        """Whether the flip reads payloads once more."""
-        return bool(self._late)
 
     def _upload(self, device_bytes: int | None) -> None:
         """What finds room to where the parameters are, so that the flip copies less over the
@@ -131,6 +116,8 @@ class Staged:
         end: with the old weights back in place, or, if the text says so, a mixture."""
         done_dense, half, late = [], None, False
         try:
+            for edge in self._work.route if self._late else ():  # before a value is touched
+                edge.require()
             self.changes.put("new")
             for block, values in self._dense.items():
                 half = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
@@ -139,7 +126,8 @@ class Staged:
                 done_dense.append(block)
                 half = None
             for block in self._late:
-                values = torch.from_numpy(_signed(self._again(block)))
+                change = next(self._work.changes([block], verify=False))
+                values = torch.from_numpy(_signed(change.whole))
                 late = True
                 self._live.write(self._places[block], values)
         except Exception as error:
@@ -197,15 +185,12 @@ def stage(
 
     `device_bytes`: of the device that may be taken; null: all that is free but a reserve.
     `compared(block)`: the xxh3-128 that the live block had when it was compared, if that is still
-    trusted; null: compare it now. `tick` is called now and then (to renew a lease, or to give up by
-    raising). Raises `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and
-    `WrongBase`.
+    trusted; null: compare it now. `tick` is called now and then, to give up by raising. Raises
+    `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and `WrongBase`.
     """
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
-    staged = Staged(
-        live, places, lambda block: next(work.changes([block], verify=False)).whole, threads
-    )
+    staged = Staged(live, places, threads, work)
 
     def run(batch: list[int]) -> None:
         tick()
@@ -214,7 +199,7 @@ def stage(
                 staged._keep(change, dense_bytes)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
-        futures = [pool.submit(run, batch) for batch in _batches(plan, sorted(places))]
+        futures = [pool.submit(run, batch) for batch in _batches(plan, places)]
         try:
             for future in futures:
                 future.result()
@@ -225,31 +210,20 @@ def stage(
     return staged
 
 
+@dataclass(frozen=True)
 class _Work:
-    def __init__(
-        self,
-        live: Live,
-        plan: Plan,
-        places: Mapping[int, Place],
-        route: list[Edge],
-        from_live: bool,
-        compared: Callable[[int], bytes | None],
-        at_a_time: int,
-    ):
-        self.live, self.plan, self.places, self.route, self.from_live = (
-            live,
-            plan,
-            places,
-            route,
-            from_live,
-        )
-        self._compared, self._at_a_time = compared, at_a_time
+    live: Live
+    plan: Plan
+    places: Mapping[int, Place]
+    route: list[Edge]
+    from_live: bool
+    compared: Callable[[int], bytes | None]
+    at_a_time: int
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
         """One block after the other, as a batch's values at once would be 64 MiB for each thread.
         Without `verify` every block is made whole, and compared with nothing."""
-        rank = self.plan.blocks[batch[0]].owner
-        found = []
+        rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
                 found.append(edge.payloads(rank, batch))
@@ -257,11 +231,7 @@ class _Work:
                 error.edge = edge
                 raise
         for block in batch:
-            steps = [
-                (edge, *part[block])
-                for edge, part in zip(self.route, found, strict=False)
-                if block in part
-            ]
+            steps = [(edge, *part[block]) for edge, part in zip(self.route, found, strict=True)]
             yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
 
     def _few(self, block: int, steps: list[tuple]) -> _Change | None:
@@ -270,117 +240,76 @@ class _Work:
         if len(steps) != 1:
             return None
         edge, entry, payload = steps[0]
+        place = self.places[block]
+        width = self.live.matrices[place.parameter].element_size()
         try:
+            if self.compared(block) != entry["old"].tobytes():
+                return None
+            info = codec.info(payload)
             if (
-                self._compared(block) != entry["old"].tobytes()
-                or not (info := codec.info(payload)).needs_base
+                not info.needs_base
+                or (info.values, info.width) != (place.size, width)
+                or info.changed >= DENSE * info.values
             ):
                 return None
-            place = self.places[block]
-            fits = (info.values, info.width) == (
-                place.size,
-                self.live.matrices[place.parameter].element_size(),
-            )
-            if not fits or info.changed >= DENSE * info.values:
-                return None
-            positions, differences = codec.changes(payload)
+            at, differences = codec.changes(payload)
         except ValueError as error:
-            raise _damaged(edge, block, error) from None
-        old = self.live.read_at(place, positions, self._at_a_time) if len(positions) else NOTHING
-        return _Change(
-            block,
-            positions,
-            old,
-            codec.moved(old, differences),
-            None,
-            info.values,
-            entry["new"],
-            len(payload),
-        )
+            raise _damaged(edge, block, str(error)) from None
+        old = self.live.read_at(place, at, self.at_a_time) if len(at) else NOTHING
+        new = codec.moved(old, differences)
+        return _Change(block, at, old, new, None, info.values, entry["new"], len(payload))
 
     def _block(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
-        first = next(
-            (i for i in reversed(range(len(steps))) if not codec.info(steps[i][2]).needs_base), None
-        )
-        if first is None and not self.from_live:
-            error = Corrupted(
-                f"{self.route[0].source}/{self.route[0].name}: block {block} is absent from a full "
-                "edge"
-            )
-            error.edge = self.route[0]
-            raise error
-        if not steps:
-            return _Change(block, NOTHING, NOTHING, NOTHING, None, 0, None, 0)
         old = self.live.read(self.places[block])
-        new = old.copy() if first is None else None
-        try:
-            for i, step in enumerate(steps[first or 0 :], first or 0):
-                edge, _, payload = step
-                if i == first:
-                    new = codec.decode(payload)
-                    self._fits(block, new, old)
-                else:
-                    codec.apply(payload, new)
-        except ValueError as error:
-            raise _damaged(edge, block, error) from None
+        new, base = old.copy(), self.from_live
+        for edge, _, payload in steps:
+            try:
+                if not base and codec.info(payload).needs_base:
+                    raise ValueError("it needs a base, and is of a full version")
+                codec.apply(payload, new)
+            except ValueError as error:
+                raise _damaged(edge, block, str(error)) from None
+            base = True
         wanted = steps[-1][1]["new"]
         if not verify:
             return _Change(block, NOTHING, NOTHING, NOTHING, new, len(new), wanted, nbytes)
         if (_hash(new) != wanted).any():
-            raise self._mismatch(block, steps, first, old, new)
+            raise self._mismatch(block, steps, old, new)
         where = np.flatnonzero(old != new).astype(np.int32)
         return _Change(block, where, old[where], new[where], new, len(new), wanted, nbytes)
 
-    def _fits(self, block: int, new: np.ndarray, old: np.ndarray) -> None:
-        if new.dtype.itemsize != old.dtype.itemsize or len(new) != len(old):
-            raise ValueError(
-                f"{len(new)} values of {new.itemsize} bytes, the block has {len(old)} of "
-                f"{old.itemsize}"
-            )
-
-    def _mismatch(
-        self, block: int, steps: list[tuple], first: int | None, old: np.ndarray, new: np.ndarray
-    ):
-        edge, entry, _ = steps[-1]
-        if first is None and (_hash(old) != steps[0][1]["old"]).any():
+    def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
+        needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)
+        if needs_base and (_hash(old) != steps[0][1]["old"]).any():
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
                 f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
                 f"{name} has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
             )
-        error = Corrupted(
-            f"{edge.source}/{edge.name}: block {block} has xxh3-128 {_hex(_hash(new))}, the table "
-            f"says {_hex(entry['new'])}"
-        )
-        error.edge = edge
-        return error
+        edge, entry, _ = steps[-1]
+        text = f"its xxh3-128 is {_hex(_hash(new))}, the table says {_hex(entry['new'])}"
+        return _damaged(edge, block, text)
 
 
-def _damaged(edge: Edge, block: int, error: ValueError) -> Corrupted:
-    damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {error}")
+def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
+    damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {why}")
     damaged.edge = edge
     return damaged
 
 
-def _batches(plan: Plan, blocks: list[int]) -> list[list[int]]:
+def _batches(plan: Plan, blocks: Iterable[int]) -> list[list[int]]:
     """Neighbours of one owner."""
-    by_owner: dict[int, list[int]] = {}
-    for block in blocks:
-        by_owner.setdefault(plan.blocks[block].owner, []).append(block)
     batches: list[list[int]] = []
-    for mine in by_owner.values():
-        held = BATCH_BYTES
-        for block in mine:
-            nbytes = (
-                size(plan.blocks[block], plan.tensors[plan.blocks[block].tensor].columns)
-                * plan.width(block).itemsize
-            )
-            if held + nbytes > BATCH_BYTES or len(batches[-1]) == BATCH_BLOCKS:
-                batches.append([])
-                held = 0
-            batches[-1].append(block)
-            held += nbytes
+    owner, room = None, 0
+    for number in sorted(blocks, key=lambda number: (plan.blocks[number].owner, number)):
+        block = plan.blocks[number]
+        nbytes = size(block, plan.tensors[block.tensor].columns) * plan.width(number).itemsize
+        if block.owner != owner or nbytes > room or len(batches[-1]) == BATCH_BLOCKS:
+            batches.append([])
+            owner, room = block.owner, BATCH_BYTES
+        batches[-1].append(number)
+        room -= nbytes
     return batches
 
 
@@ -398,90 +327,61 @@ def place_blocks(
     local = {}
     for number, tensor in enumerate(plan.tensors):
         try:
-            local[number] = slices(tensor.name, tuple(tensor.shape))
+            found = slices(tensor.name, tuple(tensor.shape))
         except ValueError as error:
             raise TransferError(str(error)) from None
-        if local[number] is not None:
-            _check_fit(tensor, local[number], live)
+        if found is not None:
+            part = found.parameter, _rectangle(found.source), _rectangle(found.destination)
+            local[number] = part
+            _check_fit(tensor, found.parameter, part[2], live)
     for number, block in enumerate(plan.blocks):
-        place = local[block.tensor]
-        if place is None:
+        if block.tensor not in local:
             continue
-        tensor = plan.tensors[block.tensor]
-        found = _shift(block, tensor, place)
-        if found is None:
+        tensor, (parameter, source, target) = plan.tensors[block.tensor], local[block.tensor]
+        place = Place(parameter, _shift(rectangles(block, tensor.columns), source, target))
+        if not place.rectangles:
             continue
-        if sum(r.size for r in found) != size(block, tensor.columns):
+        if place.size != size(block, tensor.columns):
             raise TransferError(
                 f"block {number} of {tensor.name} lies half in this engine's part: the trainer cut "
                 "it for other tensor-parallel degrees; add this engine's to "
                 "transfer.tensor_parallel"
             )
-        places[number] = Place(place.parameter, found)
-        filled[place.parameter] += sum(r.size for r in found)
+        places[number] = place
+        filled[parameter] += place.size
     return places, filled
 
 
-def _bounds(place, shape: tuple[int, ...]) -> tuple[Rectangle, Rectangle]:
-    """Source and destination of a slice as rectangles of matrices."""
-    columns = 1
-    for extent in shape[1:]:
-        columns *= extent
-
-    def rectangle(slices: tuple[slice, ...]) -> Rectangle:
-        if len(slices) == 1:
-            return Rectangle(slices[0].start, slices[0].stop, 0, 1)
-        return Rectangle(slices[0].start, slices[0].stop, slices[1].start, slices[1].stop)
-
-    return rectangle(place.source), rectangle(place.destination)
+def _rectangle(slices: tuple[slice, ...]) -> Rectangle:
+    rows, columns = (*slices, slice(0, 1))[:2]
+    return Rectangle(rows.start, rows.stop, columns.start, columns.stop)
 
 
-def _check_fit(tensor, place, live: Live) -> None:
-    source, destination = _bounds(place, tensor.shape)
-    matrix = live.matrices.get(place.parameter)
-    if (
-        matrix is None
-        or destination.last_row > matrix.shape[0]
-        or destination.last_column > matrix.shape[1]
-    ):
+def _check_fit(tensor: Tensor, parameter: str, target: Rectangle, live: Live) -> None:
+    matrix = live.matrices.get(parameter)
+    if matrix is None or target.last_row > matrix.shape[0] or target.last_column > matrix.shape[1]:
         raise TransferError(
             f"tensor {tensor.name!r} {tuple(tensor.shape)} doesn't fit the engine's parameter "
-            f"{place.parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}"
+            f"{parameter} {tuple(matrix.shape) if matrix is not None else '(absent)'}"
         )
-    width = {"bfloat16": 2, "float32": 4}[tensor.dtype]
-    if matrix.element_size() != width:
+    if matrix.element_size() != WIDTHS[tensor.dtype].itemsize:
         raise TransferError(
-            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {place.parameter} "
+            f"tensor {tensor.name!r} is {tensor.dtype}, the engine's parameter {parameter} "
             f"has {matrix.element_size()} bytes a value; the engine must run in model.dtype"
         )
 
 
-def _shift(block, tensor, place) -> list[Rectangle] | None:
-    """The part of the block that lies in the slice, in the parameter's coordinates; null if none
-    does."""
-    source, destination = _bounds(place, tensor.shape)
-    down, right = (
-        destination.first_row - source.first_row,
-        destination.first_column - source.first_column,
-    )
+def _shift(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
+    """What of `whole` lies in `source`, in the coordinates of the parameter, where that is
+    `target`."""
+    down, right = target.first_row - source.first_row, target.first_column - source.first_column
     found = []
-    for r in rectangles(block, tensor.columns):
-        part = Rectangle(
-            max(r.first_row, source.first_row),
-            min(r.last_row, source.last_row),
-            max(r.first_column, source.first_column),
-            min(r.last_column, source.last_column),
-        )
-        if part.first_row < part.last_row and part.first_column < part.last_column:
-            found.append(
-                Rectangle(
-                    part.first_row + down,
-                    part.last_row + down,
-                    part.first_column + right,
-                    part.last_column + right,
-                )
-            )
-    return found or None
+    for r in whole:
+        top, bottom = max(r.first_row, source.first_row), min(r.last_row, source.last_row)
+        left, end = max(r.first_column, source.first_column), min(r.last_column, source.last_column)
+        if top < bottom and left < end:
+            found.append(Rectangle(top + down, bottom + down, left + right, end + right))
+    return found
 
 
 def _signed(values: np.ndarray) -> np.ndarray:

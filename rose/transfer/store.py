@@ -8,10 +8,10 @@
     <store>/v000000/from-initial/...                 from the weights of the model's folder
 
 Every file is written under a temporary name, synced and renamed, so a reader never sees half of
-one. Order for the trainer: rank 0 `prepare`, barrier, every rank
-`EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte of an edge is covered by a hash:
-the manifest's by its last line, a rank file's payloads by the table's, the rest of a rank file by
-the manifest. Hashes are xxh3: against accidents, not against an enemy.
+one. Order for the trainer: rank 0 `create`, once; of each edge every rank
+`EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte that a reader takes is covered by a
+hash: the manifest's by its last line, a rank file's table by the manifest, its payloads by the
+table. Hashes are xxh3: against accidents, not against an enemy.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from rose.files import write_whole
 from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, TransferError
 
-FORMAT = 2
+FORMAT = 3
 INITIAL = -1  # the version of the model folder's own weights
 FULL = None  # as a base: none is needed
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
+Step = tuple[int, int | None]  # an edge: its version and base
 WIDTHS = {"bfloat16": np.dtype("<u2"), "float32": np.dtype("<u4")}  # bit patterns
 ENTRY = np.dtype(
     [
@@ -62,13 +63,20 @@ class Plan(msgspec.Struct, frozen=True):
     def width(self, block: int) -> np.dtype:
         return WIDTHS[self.tensors[self.blocks[block].tensor].dtype]
 
+    def owned(self, rank: int) -> list[int]:
+        """Numbers of the blocks that this trainer rank writes."""
+        return [number for number, block in enumerate(self.blocks) if block.owner == rank]
+
 
 class RankFile(msgspec.Struct, frozen=True):
+    """Where the two datasets lie in a rank's file, in bytes."""
+
     file: str
-    size: int  # bytes
-    data_offset: int  # of `data` within the file
+    data_offset: int
     data_size: int
-    rest: str  # xxh3-128 of all other bytes of the file
+    table_offset: int
+    table_size: int
+    table: str  # xxh3-128 of the table's bytes
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -79,10 +87,9 @@ class Manifest(msgspec.Struct, frozen=True):
     base: int | None
     files: list[RankFile]
 
-    @property
-    def nbytes(self) -> int:
-        """Of the payloads."""
-        return sum(file.data_size for file in self.files)
+
+for _kind in (Plan, Manifest):  # two threads that are the first to decode a type crash msgspec
+    msgspec.json.Decoder(_kind)
 
 
 def edge_name(version: int, base: int | None) -> str:
@@ -91,7 +98,7 @@ def edge_name(version: int, base: int | None) -> str:
     return f"v{version:06d}/{origin}"
 
 
-def parse_edge(version: str, origin: str) -> tuple[int, int | None] | None:
+def parse_edge(version: str, origin: str) -> Step | None:
     """(version, base) of the two names of an edge's folder; null for other folders."""
     number = version.removeprefix("v")
     base = origin.removeprefix("from-")
@@ -121,7 +128,10 @@ def unseal(data: bytes, kind: type, where: str):
     try:
         found = msgspec.json.decode(line)
         if isinstance(found, dict) and found.get("format") != FORMAT:
-            raise Corrupted(f"{where}: format {found.get('format')}, this program reads {FORMAT}")
+            raise Corrupted(
+                f"{where}: format {found.get('format')}, this program reads {FORMAT}: trainer and "
+                "readers need the same version of ROSE"
+            )
         return msgspec.convert(found, kind)
     except msgspec.MsgspecError as error:
         raise Corrupted(f"{where}: {error}") from None
@@ -155,17 +165,10 @@ def create(store: Path, plan: Plan) -> None:
     write_file(store / PLAN, seal(plan))
 
 
-def prepare(store: Path, version: int, base: int | None) -> None:
-    """Rank 0, before any rank writes: drop what an interrupted writer left of this edge. Raises
-    `TransferError`."""
-    target = Path(store) / edge_name(version, base)
-    try:
-        (target / MANIFEST).unlink(missing_ok=True)
-        if target.exists():
-            shutil.rmtree(target)
-        target.mkdir(parents=True)
-    except OSError as error:
-        raise TransferError(f"{target}: not made ready for writing: {error}") from error
+def _attributes(plan: Plan, version: int, base: int | None, rank: int) -> dict:
+    """Of a rank's file."""
+    text = "" if base is FULL else str(base)
+    return dict(format=FORMAT, lineage=plan.lineage, version=version, base=text, rank=rank)
 
 
 class EdgeWriter:
@@ -173,13 +176,7 @@ class EdgeWriter:
 
     def __init__(self, store: Path, plan: Plan, version: int, base: int | None, rank: int):
         self.path = Path(store) / edge_name(version, base) / f"rank-{rank:05d}.h5"
-        self._attributes = {
-            "format": FORMAT,
-            "lineage": plan.lineage,
-            "version": version,
-            "base": "" if base is None else str(base),
-            "rank": rank,
-        }
+        self._attributes = _attributes(plan, version, base, rank)
         self._payloads: list[np.ndarray] = []
         self._entries: list[tuple] = []
         self.nbytes = 0
@@ -203,8 +200,7 @@ class EdgeWriter:
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "w+b", buffering=0) as raw:
-                sink = _Sink(raw)
+            with _Sink(partial, "w+b") as sink:
                 with h5py.File(sink, "w", libver="latest") as file:
                     self._write(file)
                 if sink.error is not None:
@@ -227,51 +223,32 @@ class EdgeWriter:
         file.create_dataset("blocks", data=self.table())
 
 
-class _Sink(io.RawIOBase):
+class _Sink(io.FileIO):
     """The file that HDF5 writes to. It is never told of a write that fails, as on a full disk:
     closing a file after that, HDF5 can end the process (segmentation fault). `error` is the first
     one."""
 
-    def __init__(self, raw: io.FileIO):
-        self._raw, self._at, self._end = raw, 0, 0
-        self.error: OSError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    error: OSError | None = None
+    _end = 0  # as HDF5 is told: bytes that found no room among them
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._end)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer) -> int:
-        return os.preadv(self._raw.fileno(), [buffer], self._at)
+        return super().seek(offset + self._end if whence == 2 else offset, whence % 2)
 
     def write(self, data) -> int:
         left = memoryview(data).cast("B")
-        size, at = len(left), self._at
+        size, end = len(left), self.tell() + len(left)
         try:
             while left and self.error is None:
-                written = os.pwrite(self._raw.fileno(), left, at)
-                left, at = left[written:], at + written
+                left = left[super().write(left) :]
         except OSError as error:
             self.error = error
-        self._at += size
-        self._end = max(self._end, self._at)
+        self._end = max(self._end, self.seek(end))
         return size
 
     def truncate(self, size: int | None = None) -> int:
-        self._end = self._at if size is None else size
+        self._end = self.tell() if size is None else size
         try:
-            self._raw.truncate(self._end)
+            super().truncate(self._end)
         except OSError as error:
             self.error = self.error or error
         return self._end
@@ -287,12 +264,6 @@ def commit(
     """
     target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
-    expected = {
-        "format": FORMAT,
-        "lineage": plan.lineage,
-        "version": version,
-        "base": "" if base is None else str(base),
-    }
     names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
     pause = 0.005
     # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a
@@ -306,7 +277,10 @@ def commit(
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    files = [_describe(target / name, expected | {"rank": rank}) for rank, name in enumerate(names)]
+    files = [
+        _describe(target / name, _attributes(plan, version, base, rank))
+        for rank, name in enumerate(names)
+    ]
     manifest = Manifest(FORMAT, plan.lineage, hash_of(seal(plan)), version, base, files)
     write_file(target / MANIFEST, seal(manifest))
     sync(target.parent)
@@ -324,17 +298,19 @@ def _describe(path: Path, expected: dict) -> RankFile:
     try:
         with h5py.File(path, "r", locking=False) as file:
             found = {key: file.attrs[key] for key in expected}
-            size = file["data"].size
-            offset = file["data"].id.get_offset() if size else path.stat().st_size
+            # an empty dataset lies nowhere
+            (data, data_size), (table, rows) = (
+                (file[name].id.get_offset() or 0, file[name].size) for name in ("data", "blocks")
+            )
         if found != expected:
             raise TransferError(f"{path}: is {found}, expected {expected}")
         with open(path, "rb") as raw:
-            head = raw.read(offset)
-            raw.seek(offset + size)
-            rest = xxhash.xxh3_128_hexdigest(head + raw.read())
+            raw.seek(table)
+            bytes_of_table = raw.read(rows * ENTRY.itemsize)
     except (OSError, KeyError) as error:
         raise TransferError(f"{path}: unreadable: {error}") from error
-    return RankFile(path.name, path.stat().st_size, offset, size, rest)
+    digest = xxhash.xxh3_128_hexdigest(bytes_of_table)
+    return RankFile(path.name, data, data_size, table, len(bytes_of_table), digest)
 
 
 def sync(path: Path) -> None:

@@ -407,7 +407,7 @@ def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_v
 def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
     start, loop, folders, tmp_path, monkeypatch
 ):
-    from rose.transfer.stage import Live
+    from rose.transfer.live import Live
 
     def broken(self, place, values):
         raise RuntimeError("device lost")

@@ -5,7 +5,7 @@ missing.
     python tests/soak/fuzz_transfer.py --part kills --kills 500 --seed 7
     python tests/soak/fuzz_transfer.py --part bytes --every 50          # each 50th byte only
 
-bytes   every byte of every file of four edges (full, from-initial, delta, squashed) flipped, one at a time; files cut,
+bytes   every byte that a reader takes of three edges (full, from-initial, delta) flipped, one at a time; files cut,
         lengthened, exchanged, of another lineage. With other routes the reader must take one, and
         with none it must fail and name the file or the block. A sample of it through a relay.
 kills   writers (two processes) and readers are SIGKILLed at random moments: what is committed is whole and right, live

@@ -46,7 +46,7 @@ def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
         # HDF5 tells of each object that it could not flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        made = world(store, history, 2, full_every=2)
+        made = world(store, history, 2, full_every=2, timeout_s=5.0)
         fill()
         made.weights = history.at(2)
         try:

@@ -19,12 +19,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from rose.transfer import TransferError
-from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.edge import StoredEdge, present, read_plan
+from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
-from rose.transfer.route import Step, present
 from rose.transfer.source import Folder
-from rose.transfer.stage import Live, stage
-from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, edge_name
+from rose.transfer.stage import stage
+from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Step, edge_name
 from tests.transfer.worlds import World, same
 
 CUTS = {"sparse": ([0, 20, 40], []), "columns": ([], [0, 6, 12])}
@@ -36,7 +36,7 @@ fork = multiprocessing.get_context("fork")
 
 class History:
     """The weights of every version, bit for bit a function of the seed and the version alone. The
-    tensors differ in how they change, so that every kind of payload occurs: delta, dense, raw and
+    tensors differ in how they change, so that every kind of payload occurs: delta, planes, raw and
     unchanged, in 2 and 4 bytes."""
 
     def __init__(self, seed: int):
@@ -90,10 +90,17 @@ class History:
 
 
 def world(
-    store: Path, history: History, versions: int, full_every: int = 1000, keep: int = 1000
+    store: Path,
+    history: History,
+    versions: int,
+    full_every: int = 1000,
+    keep: int = 1000,
+    timeout_s: float = TIMEOUT_S,
 ) -> World:
-    """A store of the versions 0 to `versions` - 1, by two ranks."""
-    made = World(store, history.at(INITIAL), CUTS, full_every=full_every, keep=keep, timeout_s=0.5)
+    """A store of the versions 0 to `versions` - 1, by two ranks, the first of which waits so long
+    for the second one's file."""
+    weights = history.at(INITIAL)
+    made = World(store, weights, CUTS, full_every=full_every, keep=keep, timeout_s=timeout_s)
     for version in range(versions):
         made.weights = history.at(version)
         made.publish(version)
@@ -111,7 +118,7 @@ def load(
 ) -> tuple[list[str], Weights]:
     """The edges by which a reader came to `want`, and the weights that it has then."""
     live = history.live(have) if live is None else live
-    receiver = Receiver(where, None, token_file, whole, Live(live), f"fuzz-{os.getpid()}")
+    receiver = Receiver(where, None, token_file, whole, Live(live))
     try:
         staged = receiver.stage(have, want, 1, WHOLE, TIMEOUT_S)
         staged.flip()

@@ -1,9 +1,9 @@
 """A reader comes to the version that it wants by whatever way is left, exactly, or says what is
 missing."""
 
+import json
 import os
 import shutil
-import time
 
 import pytest
 import torch
@@ -11,10 +11,9 @@ from relays import TOKEN, Running
 
 from rose.transfer import TransferError
 from rose.transfer.edge import COMPLETE, StoredEdge, pack_table, read_plan
-from rose.transfer.publish import collect
-from rose.transfer.receive import LEASE_S, Receiver, materialise, whole
-from rose.transfer.source import Folder, held_until, leases
-from rose.transfer.stage import Live
+from rose.transfer.live import Live
+from rose.transfer.receive import Receiver, materialise, whole
+from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
 from tests.transfer.worlds import World, same
 
@@ -48,12 +47,7 @@ class Reader:
     def __init__(self, history: History, have=None, mirror=None, where=None, token_file=None):
         self.live, self.have = history.live(have), have
         self.receiver = Receiver(
-            str(where or history.store),
-            mirror and str(mirror),
-            token_file,
-            whole,
-            Live(self.live),
-            "reader",
+            str(where or history.store), mirror and str(mirror), token_file, whole, Live(self.live)
         )
 
     def stage(self, want, dense_bytes=ALL, verify_every=1):
@@ -73,23 +67,57 @@ def flip_byte(path, at: int = -1):
     path.write_bytes(data)
 
 
+def table_of(edge) -> int:
+    """Where in rank 0's file the table of this edge's folder lies."""
+    return json.loads((edge / MANIFEST).read_text().partition("\n")[0])["files"][0]["table_offset"]
+
+
+def cut(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 @pytest.fixture
 def eight(tmp_path):
-    """Versions 0 to 7 with full ones at 0 and 4, squashed."""
+    """Versions 0 to 7 with full ones at 0 and 4."""
     return History(tmp_path / "store", 8, full_every=4, keep=100)
 
 
-def test_the_shortest_way_is_taken_from_wherever_the_reader_is(eight):
+FULL_4, INITIAL_4 = "v000004/full", "v000004/from-initial"
+
+
+def deltas(*versions: int) -> list[str]:
+    return [edge_name(version, version - 1) for version in versions]
+
+
+def test_the_way_with_the_least_to_read_is_taken_from_wherever_the_reader_is(eight):
     for have, want, route in (
-        (6, 7, ["v000007/from-000006"]),
-        (2, 4, ["v000004/from-000002"]),
+        (6, 7, deltas(7)),
+        (2, 4, deltas(3, 4)),
+        (3, 6, deltas(4, 5, 6)),
         (INITIAL, 0, ["v000000/from-initial"]),
-        (None, 4, ["v000004/full"]),
-        (INITIAL, 4, ["v000004/from-initial"]),
+        (INITIAL, 4, [INITIAL_4]),
+        (INITIAL, 6, [INITIAL_4, *deltas(5, 6)]),
+        (None, 4, [FULL_4]),
+        (None, 7, [FULL_4, *deltas(5, 6, 7)]),
+        (None, 2, ["v000000/full", *deltas(1, 2)]),
+        (7, 5, [FULL_4, *deltas(5)]),
     ):
         reader = Reader(eight, have)
         assert reader.load(want) == route
         assert same(reader.live, eight.weights[want])
+
+
+def test_far_behind_the_full_version_is_read_where_the_differences_since_outweigh_it(tmp_path):
+    history = History(tmp_path / "store", 0, full_every=100)
+    for version in range(5):
+        history.world.step(0.9)
+        history.world.publish(version)
+    fulls = [v for v in range(5) if (history.store / edge_name(v, FULL)).exists()]
+    assert fulls[-1] > 1
+    history.weights[4] = dict(history.world.weights)
+    reader = Reader(history, INITIAL)
+    reader.load(0)
+    assert reader.load(4)[0] == edge_name(fulls[-1], FULL) and same(reader.live, history.weights[4])
 
 
 def test_a_reader_goes_on_from_version_to_version_and_back(eight):
@@ -101,21 +129,23 @@ def test_a_reader_goes_on_from_version_to_version_and_back(eight):
 
 def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_told_in_the_end(eight):
     damaged = []
-    for route in (
-        ["v000004/from-000002"],
-        ["v000003/from-000002", "v000004/from-000003"],
-        ["v000004/full"],
-        ["v000000/full", "v000004/from-000000"],
+    for first, *rest in (
+        (INITIAL_4, 5, 6),
+        (FULL_4, 5, 6),
+        ("v000000/from-initial", *range(1, 7)),
+        ("v000000/full", *range(1, 7)),
     ):
-        reader = Reader(eight, 2)
-        assert reader.load(4) == route and same(reader.live, eight.weights[4])
-        damaged.append(eight.store / route[-1] / "rank-00001.h5")
-        flip_byte(damaged[-1], 9)
+        reader = Reader(eight, INITIAL)
+        assert reader.load(6) == [first, *deltas(*rest)] and same(reader.live, eight.weights[6])
+        damaged.append(first)
+        flip_byte(eight.store / first / "rank-00000.h5", table_of(eight.store / first))
     with pytest.raises(
-        TransferError, match="version 4 can't be reached from version 2: the store has .*"
+        TransferError, match="version 6 can't be reached from the model folder's weights: the store"
     ) as error:
-        Reader(eight, 2).stage(4)
-    assert all(f"{path}: its HDF5 structure is damaged" in str(error.value) for path in damaged)
+        Reader(eight, INITIAL).stage(6)
+    assert all(
+        f"{name}/rank-00000.h5: its table is damaged" in str(error.value) for name in damaged
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,34 +153,27 @@ def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_tol
     [
         (lambda edge: flip_byte(edge / MANIFEST, 10), "manifest.json: its last line"),
         (
-            lambda edge: flip_byte(edge / "rank-00000.h5", 100),
-            "rank-00000.h5: its HDF5 structure is damaged",
+            lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5),
+            "rank-00000.h5: its table is damaged",
         ),
-        (
-            lambda edge: (edge / "rank-00001.h5").write_bytes(
-                (edge / "rank-00001.h5").read_bytes()[:-9]
-            ),
-            "rank-00001.h5",
-        ),
+        (lambda edge: cut(edge / "rank-00001.h5"), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").write_bytes(b""), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").unlink(), "rank-00001.h5: No such file"),
         (lambda edge: shutil.rmtree(edge), None),
     ],
-    ids=["manifest", "structure", "cut", "empty", "file gone", "edge gone"],
+    ids=["manifest", "table", "cut", "empty", "file gone", "edge gone"],
 )
 def test_a_damaged_edge_is_gone_around_if_there_is_another_way_and_named_if_not(eight, damage, why):
-    for have, base in ((2, 2), (3, 3), (INITIAL, INITIAL), (None, FULL)):
+    for have, base in ((3, 3), (INITIAL, INITIAL), (None, FULL)):
         damage(eight.store / edge_name(4, base))
         reader = Reader(eight, have)
         if base is not FULL:
-            route = reader.load(4)
-            assert edge_name(4, base) not in route and same(reader.live, eight.weights[4])
+            assert reader.load(4) == [FULL_4] and same(reader.live, eight.weights[4])
     with pytest.raises(
         TransferError,
         match="version 4 can't be reached from nothing that can be built on: the store "
         "has v000000/from-initial",
     ) as error:
-        shutil.rmtree(eight.store / edge_name(4, 0), ignore_errors=True)
         reader.load(4)
     assert why is None or why in str(error.value)
 
@@ -285,7 +308,7 @@ def mirrored(history: History, folder, step):
     edge = StoredEdge(source, *step, plan, digest)
     target = folder / edge.name
     target.mkdir(parents=True)
-    for rank, file in enumerate(edge.manifest.files):
+    for rank, file in enumerate(edge.files):
         data = (history.store / edge.name / file.file).read_bytes()
         (target / f"rank-{rank:05d}.payload").write_bytes(
             data[file.data_offset : file.data_offset + file.data_size]
@@ -295,12 +318,11 @@ def mirrored(history: History, folder, step):
     return target
 
 
-def test_what_this_node_was_sent_is_read_there_and_needs_no_lease(eight, tmp_path):
+def test_what_this_node_was_sent_is_read_there(eight, tmp_path):
     mirrored(eight, tmp_path / "mirror", (7, 6))
     shutil.rmtree(eight.store / "v000007")
     reader = Reader(eight, 6, tmp_path / "mirror")
     assert reader.load(7) == ["v000007/from-000006"] and same(reader.live, eight.weights[7])
-    assert not (eight.store / "leases").exists()
 
 
 @pytest.mark.parametrize(
@@ -323,47 +345,67 @@ def test_a_damaged_copy_of_the_node_is_read_from_the_store_instead(eight, tmp_pa
 
 def test_when_copy_and_store_are_damaged_both_are_named(eight, tmp_path):
     flip_byte(mirrored(eight, tmp_path / "mirror", (7, 6)) / "rank-00001.payload")
-    flip_byte(eight.store / "v000007/from-000006/rank-00000.h5")
+    edge = eight.store / "v000007/from-000006"
+    flip_byte(edge / "rank-00000.h5", table_of(edge))
     with pytest.raises(
         TransferError,
         match=f"{tmp_path}/mirror/v000007/from-000006: rank 1's file: the payload of block "
-        rf".*{eight.store}/v000007/from-000006/rank-00000.h5",
+        rf".*{eight.store}/v000007/from-000006/rank-00000.h5: its table is damaged",
     ):
         Reader(eight, 6, tmp_path / "mirror").stage(7)
 
 
-# --------------------------------------------------------------------------- leases, relays, time
+# --------------------------------------------------------------------------- removed, relays, time
 
 
-def test_a_lease_is_held_while_staging_and_given_back_afterwards(eight, monkeypatch):
-    reader, seen = Reader(eight, 3), []
+def test_an_edge_that_is_removed_while_it_is_read_is_left_out_and_what_is_there_now_is_taken(
+    eight, monkeypatch
+):
+    reader, gone = Reader(eight, INITIAL), [INITIAL_4, "v000005", FULL_4]
     read = reader.receiver._live.read
-    monkeypatch.setattr(
-        reader.receiver._live,
-        "read",
-        lambda place: seen.append(leases(eight.store, time.time())) or read(place),
-    )
-    reader.stage(6)
-    assert seen and all(held == {"v000004/from-000003", "v000006/from-000004"} for held in seen)
-    assert not leases(eight.store, time.time())
+
+    def removed_meanwhile(place):
+        for name in gone[:2]:
+            shutil.rmtree(eight.store / name)
+        del gone[:2]
+        return read(place)
+
+    monkeypatch.setattr(reader.receiver._live, "read", removed_meanwhile)
+    with pytest.raises(TransferError, match="v000004/from-initial/rank-00001.h5: No such file"):
+        reader.load(7)  # no way is left
+    assert same(reader.live, eight.weights[INITIAL])
+    eight.publish(8)
+    assert reader.load(8) == ["v000008/full"] and same(reader.live, eight.weights[8])
 
 
-def test_payloads_that_the_flip_reads_again_stay_leased_until_the_next_version(tmp_path):
+def test_a_version_whose_edges_are_removed_step_by_step_is_reached_by_the_last_way(
+    eight, monkeypatch
+):
+    reader, gone = Reader(eight, INITIAL), [INITIAL_4, FULL_4]
+    read = reader.receiver._live.read
+
+    def removed_meanwhile(place):
+        if gone:
+            shutil.rmtree(eight.store / gone.pop(0))
+        return read(place)
+
+    monkeypatch.setattr(reader.receiver._live, "read", removed_meanwhile)
+    assert reader.load(4) == ["v000000/from-initial", *deltas(1, 2, 3, 4)] and not gone
+    assert same(reader.live, eight.weights[4])
+
+
+def test_a_flip_whose_payloads_were_removed_is_taken_back_before_a_value_is_written(tmp_path):
     history = History(tmp_path / "store", 2, full_every=1, keep=1)
     reader = Reader(history)
     staged = reader.stage(1, dense_bytes=0)
-    assert leases(history.store, time.time()) == {"v000001/full"}
+    before = {name: tensor.clone() for name, tensor in reader.live.items()}
     for version in (2, 3):
         history.publish(version)
-    staged.flip()
-    staged.check()
-    assert same(reader.live, history.weights[1])
-    reader.have = 1
+    with pytest.raises(TransferError, match="broke off, and was taken back: .*No such file"):
+        staged.flip()
+    assert same(reader.live, before)
     reader.load(3)
-    assert not leases(history.store, time.time())
-    reader.stage(2 if (history.store / "v000002/full").exists() else 3, dense_bytes=0)
-    reader.receiver.close()
-    assert not leases(history.store, time.time())
+    assert same(reader.live, history.weights[3])
 
 
 def test_a_relay_is_as_good_as_the_folder_and_a_file_cut_short_behind_it_is_gone_around(
@@ -373,7 +415,7 @@ def test_a_relay_is_as_good_as_the_folder_and_a_file_cut_short_behind_it_is_gone
     token.write_text(TOKEN)
     token.chmod(0o600)
     file = eight.store / "v000004/from-000003/rank-00001.h5"
-    file.write_bytes(file.read_bytes()[:-300])
+    cut(file)
     relay = Running(Folder(eight.store), tmp_path / "cache")
     try:
         reader = Reader(eight, 3, where=relay.url, token_file=str(token))
@@ -385,7 +427,7 @@ def test_a_relay_is_as_good_as_the_folder_and_a_file_cut_short_behind_it_is_gone
 
 def test_a_reader_that_takes_too_long_says_what_it_was_reading(eight):
     with pytest.raises(
-        TransferError, match="version 4 was not staged within 0 s, by v000004/from-000002"
+        TransferError, match="version 4 was not staged within 0 s, by v000003/from-000002, v0"
     ):
         Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 0.0)
 
@@ -404,8 +446,7 @@ def test_versions_are_read_from_a_store_whose_disk_is_full(eight, disk):
         for number in range(100):
             (disk.path / f"small-{number}").write_bytes(b"x" * 600)
     reader = Reader(eight, 3, where=disk.path / "store")
-    with pytest.warns(UserWarning, match="takes no leases"):
-        assert reader.load(4) == ["v000004/from-000003"]
+    assert reader.load(4) == deltas(4)
     assert same(reader.live, eight.weights[4])
     reader.receiver.close()
 
@@ -415,9 +456,3 @@ def test_whole_tensors_of_any_version_for_tools(eight):
         assert same(materialise(eight.store, version), eight.weights[version])
     with pytest.raises(TransferError, match="version 9 can't be reached"):
         materialise(eight.store, 9)
-
-
-def test_a_lease_ends_by_itself(eight):
-    Folder(eight.store).hold("gone", ["v000000/full"], LEASE_S)
-    assert held_until(eight.store, time.time() + LEASE_S + 1) == {}
-    assert collect(eight.store, 1)

@@ -13,9 +13,10 @@ from rose.config import ModelShape
 from rose.engine import layout
 from rose.transfer import TransferError, changes, codec
 from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.live import Live
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
-from rose.transfer.stage import Live, place_blocks, stage
+from rose.transfer.stage import place_blocks, stage
 from rose.transfer.store import FULL
 from tests.transfer.worlds import SHAPES, World, same
 
@@ -471,7 +472,7 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
 def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
     live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
     from rose.transfer.blocks import Block, rectangles
-    from rose.transfer.stage import Place
+    from rose.transfer.live import Place
 
     place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
     values = live.read(place)

@@ -135,8 +135,7 @@ class World(Model):
             self.weights[name] = torch.where(mask, tensor + noise, tensor)
 
     def publish(self, version: int, **options):
-        """And in full, where that is due: without the squashing and collecting that `tidy` does
-        besides."""
+        """And in full, where that is due: without the collecting that `tidy` does besides."""
         published = self.together(lambda rank: self.publishers[rank].publish(version, **options))[0]
         if self.publishers[0].full_due():
             self.together(lambda rank: self.publishers[rank].write_full())
