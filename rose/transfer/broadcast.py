@@ -5,7 +5,7 @@
 
 One rollout rank per node receives, and writes what `rose.transfer.mirror` describes. Each trainer
 rank has a communicator with these alone. A file is a header (its length and name) and pieces, each
-an MPI_Ibcast, or with `TorchBroadcast` a header by MPI_Ibcast and pieces over NCCL. Receivers take
+an MPI_Ibcast, or pieces over NCCL (`rose.transfer.broadcast_nccl`). Receivers take
 the trainer ranks' files in the order of their indices, version after version: NCCL wants the
 collectives of several communicators in one order at all ranks of a GPU.
 
@@ -108,8 +108,19 @@ class Broadcast:
         if self.root is None:
             where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
             self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
+        self._pieces = None  # what carries files' pieces, if not MPI
         self._sending: threading.Thread | None = None
         self._failed = ""
+
+    def use_torch(self, device, interface: str | None = None) -> None:
+        """Files' pieces travel over torch.distributed from now on: NCCL, with this rank's GPU
+        `device` (a `torch.device`). Collective over all trainer and rollout ranks."""
+        from rose.transfer.broadcast_nccl import TorchPieces
+
+        sends = self.root is not None
+        self._pieces = TorchPieces(
+            self._group, self._comms, sends, self.deadline_s, WINDOW, PIECE, device, interface
+        )
 
     # ----------------------------------------------------------------- a trainer rank's side
 
@@ -207,8 +218,8 @@ class Broadcast:
                 low = at % buffer.size
                 piece = buffer[low : low + min(PIECE, nbytes - at)]
                 under_way.append(
-                    self._start(root, piece, at // PIECE % WINDOW)
-                    if body
+                    self._pieces.start(root, piece, at // PIECE % WINDOW)
+                    if body and self._pieces is not None
                     else self._comms[root].Ibcast([piece, MPI.BYTE], 0)
                 )
                 at += piece.size
@@ -222,11 +233,6 @@ class Broadcast:
                     f"{nbytes} bytes had been started"
                 )
             yield moved
-
-    def _start(self, root: int, piece: np.ndarray, slot: int) -> Transit:
-        """Begin to move a piece of a file. At most `WINDOW` are under way, each in a slot of its
-        own."""
-        return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
 
 
 def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:
@@ -289,9 +295,6 @@ def make_broadcast(
             f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
             "'mpi' needs neither"
         )
-    from rose.transfer.broadcast_nccl import TorchBroadcast
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    return TorchBroadcast(
-        world, trainers, rollouts, deadline_s, run_dir, limit_bytes, device, interface
-    )
+    made = Broadcast(world, trainers, rollouts, deadline_s, run_dir, limit_bytes)
+    made.use_torch(torch.device("cuda", torch.cuda.current_device()), interface)
+    return made

@@ -1,4 +1,4 @@
-"""Broadcast with the pieces of files over NCCL and their headers over MPI.
+"""The pieces of broadcast files over NCCL; their headers come over MPI (`rose.transfer.broadcast`).
 
 A header comes first and says what to expect: no rank waits inside of NCCL, where it would keep a
 part of its GPU busy, for a file whose trainer rank is still encoding.
@@ -13,9 +13,8 @@ engine's fork does not survive; on GPUs vLLM spawns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,73 +23,66 @@ from torch import distributed
 
 from rose.comm import address
 from rose.comm.mailbox import gather_texts
-from rose.transfer.broadcast import PIECE, WINDOW, Broadcast, Transit
-
-CPU = torch.device("cpu")
 
 
-class TorchBroadcast(Broadcast):
-    """Collective as `Broadcast` is. `device`: this rank's; its type, the same at all ranks, decides
-    for NCCL or gloo. Every trainer rank and every receiving rank needs a GPU that it shares with no
-    other."""
+class TorchPieces:
+    """Collective over `group`, all trainer and rollout ranks. `comms`: by trainer rank, its
+    communicator with the receiving ranks, as far as this rank is in it. `window` pieces of at most
+    `nbytes` are under way. `device`: this rank's; its type, the same at all ranks, decides for NCCL
+    or gloo. Every rank of `comms` needs a GPU that it shares with no other."""
 
     def __init__(
         self,
-        world: MPI.Comm,
-        trainers: Sequence[int],
-        rollouts: Sequence[int],
+        group: MPI.Comm,
+        comms: Mapping[int, MPI.Comm],
+        sends: bool,
         deadline_s: float,
-        run_dir: Path,
-        limit_bytes: int,
-        device: torch.device = CPU,
-        interface: str | None = None,
-        folder: Path | None = None,
+        window: int,
+        nbytes: int,
+        device: torch.device,
+        interface: str | None,
     ):
-        super().__init__(world, trainers, rollouts, deadline_s, run_dir, limit_bytes, folder)
-        self._device = device
         place = address.meet(
-            lambda text: gather_texts(
-                self._group, text, address.MEET_S, "the broadcast's addresses"
-            ),
-            self._group.Get_rank(),
+            lambda text: gather_texts(group, text, address.MEET_S, "the broadcast's addresses"),
+            group.Get_rank(),
             interface,
         )
-        if self.root is None and not self.writes:
+        if not comms:
             return
         place.use_interface()
         timeout = timedelta(seconds=2 * deadline_s)  # ours, which says more, comes first
         self._store = distributed.TCPStore(
             place.address,
             place.port,
-            is_master=self._group.Get_rank() == 0,
+            is_master=group.Get_rank() == 0,
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=place.claim(),
         )
+        self._sends = sends
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [_Slot(device) for _ in range(WINDOW)]
+        self._slots = [_Slot(nbytes, device) for _ in range(window)]
         self._groups = {}
-        for root, comm in self._comms.items():
+        for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
-            self._groups[root] = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
+            made = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
             # NCCL connects at the first collective: here, where all ranks may wait for each other
-            self._groups[root].broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
+            made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
+            self._groups[root] = made
 
-    def _start(self, root: int, piece: np.ndarray, slot: int) -> Transit:
-        return self._slots[slot].start(
-            self._groups[root], piece, self._copies, sends=self.root is not None
-        )
+    def start(self, root: int, piece: np.ndarray, slot: int) -> _Slot:
+        return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
 
 
 class _Slot:
     """Room for a piece under way: `host`, pinned, and `staged` on the GPU (`host` itself without
-    one), uint8 (PIECE,)."""
+    one), uint8 (nbytes,)."""
 
-    def __init__(self, device: torch.device):
-        self._host = torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def __init__(self, nbytes: int, device: torch.device):
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._staged = self._host
         if device.type == "cuda":
-            self._staged = torch.empty(PIECE, dtype=torch.uint8, device=device)
+            self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(self, group, piece: np.ndarray, copies, sends: bool) -> _Slot:
         self._into = None if sends else piece

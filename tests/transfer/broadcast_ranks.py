@@ -22,7 +22,6 @@ from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
 from rose.transfer import mirror as mirrors
 from rose.transfer.broadcast import PIECE, WINDOW, Broadcast, make_broadcast
-from rose.transfer.broadcast_nccl import TorchBroadcast
 from rose.transfer.errors import TransferError
 
 case, folder = sys.argv[1], Path(sys.argv[2])
@@ -106,10 +105,14 @@ async def receive(broadcast: Broadcast, roots: int, refused: tuple[int, ...] = (
         task.cancel()
 
 
-def exchange(kind, roots: int, shared: bool = False) -> None:
+def exchange(roots: int, shared: bool = False, over_torch: bool = False) -> None:
     """Every byte at every rollout rank; the memory of the second takes no file of over a piece."""
     full = None if shared else 1
-    broadcast = make(kind, roots, 60, shared)
+    broadcast = make(roots, 60, shared)
+    if over_torch:
+        import torch
+
+        broadcast.use_torch(torch.device("cpu"))
     if broadcast.root is not None:
         send(broadcast)
         return
@@ -126,7 +129,7 @@ def exchange(kind, roots: int, shared: bool = False) -> None:
 
 def deaf_receiver() -> None:
     """The last rollout rank is away: neither the trainer rank nor the others wait for ever."""
-    broadcast = make(Broadcast, 1, 2)
+    broadcast = make(1, 2)
     if broadcast.root is not None:
         began = time.monotonic()
         broadcast.send(name(1, 0), bytes(64 * PIECE))
@@ -147,11 +150,11 @@ async def give_up(broadcast: Broadcast) -> None:
     task.cancel()
 
 
-def make(kind, roots: int, deadline_s: float, shared: bool = False) -> Broadcast:
+def make(roots: int, deadline_s: float, shared: bool = False) -> Broadcast:
     ranks = range(1, world.Get_size())
     memory = folder if shared else folder / str(world.Get_rank())
     memory.mkdir(exist_ok=True)
-    return kind(world, ranks[:roots], ranks[roots:], deadline_s, folder, LIMIT, folder=memory)
+    return Broadcast(world, ranks[:roots], ranks[roots:], deadline_s, folder, LIMIT, folder=memory)
 
 
 mirrors.BEGINS_S = mirrors.ARRIVES_S = 60.0  # nobody says here when a version was published
@@ -161,11 +164,11 @@ match case if world.Get_rank() else "outside":
         assert make_broadcast("mpi", world, [1], [2], 5, folder, LIMIT) is None
         echo()
     case "exchange":
-        exchange(Broadcast, 2)
+        exchange(2)
     case "shared":
-        exchange(Broadcast, 2, shared=True)
+        exchange(2, shared=True)
     case "gloo":
-        exchange(TorchBroadcast, 2)
+        exchange(2, over_torch=True)
     case "deaf":
         LIMIT = 1 << 30
         deaf_receiver()
