@@ -62,7 +62,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
         # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        broadcast = make_broadcast(config, world)
+        broadcast = make_broadcast(config, world, run_dir)
         run_role(
             me,
             config,
@@ -84,10 +84,10 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     mailbox.flush(SEND_DEADLINE_S)
 
 
-def make_broadcast(config: cfg.Config, world):
+def make_broadcast(config: cfg.Config, world, run_dir: Path):
     """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are
     neither."""
-    from rose.transfer import broadcasts
+    from rose.transfer import broadcast
 
     ranks = layout(config)
     trainers, rollouts = (
@@ -96,8 +96,15 @@ def make_broadcast(config: cfg.Config, world):
     # What is sent is differences, which are wanted in host memory: over NCCL they would go through
     # both GPUs, for a CUDA context and a communicator per trainer rank on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
-    return broadcasts.make_broadcast(
-        kind, world, trainers, rollouts, config.transfer.load_timeout_s, config.cluster.interface
+    return broadcast.make_broadcast(
+        kind,
+        world,
+        trainers,
+        rollouts,
+        config.transfer.load_timeout_s,
+        run_dir,
+        int(config.transfer.mirror_gib * 2**30),  # the kernel's limit would end the whole job
+        config.cluster.interface,
     )
 
 
@@ -143,16 +150,8 @@ def run_role(
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker
-                from rose.transfer.mirror import Mirror
 
-                # the kernel's would end the whole job
-                limit = int(config.transfer.mirror_gib * 2**30)
-                mirror = (
-                    Mirror(run_dir, attempt, me.rank, config.trainer.ranks, limit_bytes=limit)
-                    if broadcast
-                    else None
-                )
-                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast, mirror).run())
+                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast).run())
     finally:
         recorder.close()
 

@@ -103,12 +103,13 @@ def _run(args: argparse.Namespace) -> int:
     source = open_source(upstream, upstream_token, UPSTREAM_S)
     folder = (args.cache or _default_cache(upstream)).resolve()
     cache = Cache(folder, int(args.cache_gib * 2**30))
-    token_file = args.token_file or _made(folder / "token", secrets.token_hex(32))
+    token_file = args.token_file or folder / "token"
+    if not args.token_file and not token_file.exists():
+        write_whole(token_file, f"{secrets.token_hex(32)}\n".encode(), private=True)
     token = read_token(token_file)
-    holder = f"relay-{_made(folder / 'name', secrets.token_hex(8)).read_text().strip()}"
     host, port = listen[1] or listen[2], int(listen[3])
 
-    def said(port: int) -> None:
+    def listens(port: int) -> None:
         keeps = (
             f"{args.cache_gib:g} GiB in {folder}, {cache.bytes / 2**20:.0f} MiB there"
             if cache.limit
@@ -121,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
         )
 
     try:
-        asyncio.run(serve(source, cache, token, holder, host, port, said))
+        asyncio.run(serve(source, cache, token, host, port, listens))
     except OSError as error:
         print(f"rose.relay: --listen {args.listen}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -131,13 +132,6 @@ def _run(args: argparse.Namespace) -> int:
 def _default_cache(upstream: str) -> Path:
     name = hashlib.sha256(upstream.encode()).hexdigest()[:8]
     return Path(tempfile.gettempdir()) / f"rose-relay-{os.geteuid()}-{name}"
-
-
-def _made(path: Path, content: str) -> Path:
-    """`path`, with this content (mode 0600) if it was not there."""
-    if not path.exists():
-        write_whole(path, f"{content}\n".encode(), private=True)
-    return path
 
 
 if __name__ == "__main__":

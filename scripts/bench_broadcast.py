@@ -1,15 +1,15 @@
-"""One trainer rank's bytes to 1, 2, 4 rollout ranks over MPI: our stream against a plain Bcast and
-against N Sends.
+"""One trainer rank's file to 1, 2, 4 rollout ranks over MPI: ours against a plain Bcast and against
+N Sends.
 
     python scripts/bench_broadcast.py                    # 64 MiB in payloads of 700 kB, best of 3
     python scripts/bench_broadcast.py --mib 256 --encode-ms 5
 
 Starts its own ranks with mpiexec on this machine. Between payloads the root computes for
-`--encode-ms` (zstd, which leaves the GIL), as an encoder would; Bcast and Sends start when all is
-encoded, as they must know the length. Seconds are the root's, from the first payload's encoding
-until the last receiver has every byte; `blocked` is what of them the root spent inside of the
-transport. Bcast and Send receivers block in MPI; ours poll from an event loop and copy into a
-mirror in /dev/shm. Left out: other machines' networks, GPUs.
+`--encode-ms` (zstd, which leaves the GIL), as an encoder would; then the whole is sent. Seconds are
+the root's, from the first payload's encoding until the last receiver has every byte; `blocked` is
+what of them the root spent inside of the transport. Bcast and Send receivers block in MPI; ours
+poll from an event loop and write to a mirror in /dev/shm, each as a node of its own. Left out:
+other machines' networks, GPUs.
 """
 
 from __future__ import annotations
@@ -58,38 +58,41 @@ def rank_main(arguments) -> None:
     from mpi4py import MPI
 
     from rose.comm import mpi_process
-    from rose.transfer.broadcast_mpi import MpiBroadcast
-    from rose.transfer.mirror import Mirror
+    from rose.transfer.broadcast import Broadcast
+    from rose.transfer.mirror import SHARED_MEMORY
 
     world = MPI.COMM_WORLD
     mpi_process.unname(world)
     rank, receivers = world.Get_rank(), world.Get_size() - 1
     total = (arguments.mib << 20) // PAYLOAD * PAYLOAD
-    broadcast = MpiBroadcast(world, [0], range(1, receivers + 1), 60)
+    memory = SHARED_MEMORY / f"rose-bench-{os.getpid()}"  # of a node of its own
+    memory.mkdir()
+    broadcast = Broadcast(
+        world, [0], range(1, receivers + 1), 60, Path.cwd(), 2 * total, folder=memory
+    )
+    loop = asyncio.new_event_loop()
+    receiving = loop.create_task(broadcast.receive())  # for as long as the rank lives
     encoder = Encoder(arguments.encode_ms, total) if rank == 0 else None
     whole = np.empty(total, np.uint8)
-    mirror = Mirror(Path.cwd(), 0, rank, 1) if rank else None
 
-    def stream(name: str) -> float:
+    def encode() -> None:
+        for number, payload in enumerate(encoder):
+            whole[number * PAYLOAD : (number + 1) * PAYLOAD] = np.frombuffer(payload, np.uint8)
+
+    def ours(edge: str) -> float:
         if rank:
-            asyncio.run(_receive(broadcast, mirror, name, world))
-            mirror.keep([])
+            loop.run_until_complete(_receive(broadcast, edge, world))
             return 0.0
-        blocked, sending = 0.0, broadcast.begin(name)
-        for payload in encoder:
-            began = time.perf_counter()
-            sending.send(payload)
-            blocked += time.perf_counter() - began
+        encode()
         began = time.perf_counter()
-        sending.finish(b"table")
-        blocked += time.perf_counter() - began
+        broadcast.send(f"{edge}/rank-00000.h5", whole)
+        blocked = time.perf_counter() - began
         _wait(world.Ibarrier())
         return blocked
 
     def at_once(transport) -> float:
         if rank == 0:
-            for number, payload in enumerate(encoder):
-                whole[number * PAYLOAD : (number + 1) * PAYLOAD] = np.frombuffer(payload, np.uint8)
+            encode()
         began = time.perf_counter()
         transport()
         blocked = time.perf_counter() - began
@@ -104,7 +107,7 @@ def rank_main(arguments) -> None:
                 world.Send([whole, MPI.BYTE], receiver)
 
     ways = {
-        "stream": stream,
+        "ours": ours,
         "Bcast": lambda _: at_once(lambda: world.Bcast([whole, MPI.BYTE])),
         "Sends": lambda _: at_once(sends),
     }
@@ -119,25 +122,24 @@ def rank_main(arguments) -> None:
         for way, (seconds, blocked) in best.items():
             print(
                 f"{receivers:9d} {way:7} {total / seconds / 1e6:7.0f} {seconds:8.3f} "
-                f"{blocked:8.3f} {seconds / best['stream'][0]:9.2f} "
-                f"{blocked / best['stream'][1]:9.2f}",
+                f"{blocked:8.3f} {seconds / best['ours'][0]:9.2f} "
+                f"{blocked / best['ours'][1]:9.2f}",
                 flush=True,
             )
-    else:
-        mirror.close()
+    receiving.cancel()
+    broadcast.close()
+    memory.rmdir()
     world.Barrier()
     os._exit(0)
 
 
-async def _receive(broadcast, mirror, name: str, world) -> None:
-    task, done = asyncio.create_task(broadcast.receive(mirror)), None
-    while not (done and done.Test()):
-        if mirror.find(name) and not done:
-            done = world.Ibarrier()
-        if task.done():
-            task.result()
+async def _receive(broadcast, edge: str, world) -> None:
+    path = broadcast.mirror.path / edge / "rank-00000.h5"
+    while not path.exists():
         await asyncio.sleep(0.001)
-    task.cancel()
+    done = world.Ibarrier()
+    while not done.Test():
+        await asyncio.sleep(0.001)
 
 
 def _wait(request) -> None:
@@ -160,7 +162,7 @@ def main() -> int:
     from rose.launch.local import MPIEXEC_OPTIONS, find_mpiexec
 
     mpi = yaml.safe_load((CONF / "cluster/mpi/mpich_wheel.yaml").read_text())["env"]
-    print("receivers way        MB/s  seconds  blocked  /stream's seconds and blocked", flush=True)
+    print("receivers way        MB/s  seconds  blocked  /ours: seconds and blocked", flush=True)
     for receivers in arguments.receivers:
         command = [
             find_mpiexec(),

@@ -38,9 +38,9 @@ class Upstream(Folder):
 class Running:
     """A relay in a thread, on a port of its own."""
 
-    def __init__(self, upstream, cache, limit=1 << 30, holder="relay-test"):
+    def __init__(self, upstream, cache, limit=1 << 30):
         self.upstream, self._cache = upstream, Cache(cache, limit)
-        self._holder, self._loop, ready = holder, asyncio.new_event_loop(), threading.Event()
+        self._loop, ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self._thread.start()
         assert ready.wait(10)
@@ -51,7 +51,7 @@ class Running:
         self._loop.run_forever()
 
     async def _start(self):
-        self.relay = Relay(self.upstream, self._cache, TOKEN, self._holder)
+        self.relay = Relay(self.upstream, self._cache, TOKEN)
         self._runner = web.AppRunner(self.relay.app(), access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -61,7 +61,7 @@ class Running:
     def stop(self):
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
-            self._loop.call_soon_threadsafe(self.relay.puller.close)
+            self._loop.call_soon_threadsafe(self.relay.close)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._cache.close()

@@ -7,7 +7,7 @@ least, so none may stand between two messages that are both here. No collective 
 start-up.
 
 Receives are posted before and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", probing
-beside the large receives of a broadcast (rose/transfer/broadcast_mpi.py) lost data. A message
+beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message
 longer than a posted buffer travels in parts, whose order MPI keeps; its own header says how long it
 is.
 """

@@ -230,7 +230,8 @@ class Transfer(Section):
         # that encode or decode; null: the trainer's or the engine's, or
         # rose.processes.usable_threads
     )
-    # of node memory for what is broadcast to one dedicated rank; what is more, it reads from files
+    # of a node's memory for what is broadcast to its dedicated ranks; what is more, they read from
+    # files
     mirror_gib: Positive
     stage_gib: (
         NotNegative  # of blocks that change so much that they are staged whole, per engine rank

@@ -83,9 +83,8 @@ def examine(c: Config) -> list[Finding]:
 
 
 def shm_gib(c: Config) -> float:
-    """What the mirrors of all rollout ranks of a machine may take of /dev/shm."""
-    mirrors = c.rollout.workers if c.cluster.gpus and c.rollout.replay is None else 0
-    return mirrors * c.transfer.mirror_gib
+    """What the mirror of a machine's rollout ranks may take of /dev/shm."""
+    return c.transfer.mirror_gib if c.cluster.gpus and c.rollout.replay is None else 0.0
 
 
 def of_node(wanted: int, shm: float) -> list[Finding]:
@@ -220,7 +219,7 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
 
 
 def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Finding:
-    """Room for NCCL, vLLM's queues, and the mirrors of new weights; `too_small`: the state when the
+    """Room for NCCL, vLLM's queues, and the mirror of new weights; `too_small`: the state when the
     first two lack it."""
     part = str(folder)
     try:
@@ -237,7 +236,7 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
         )
         return Finding(too_small, part, words, remedy)
     if free < wanted_gib:
-        words += f", and new weights may take {wanted_gib:.0f} (transfer.mirror_gib for each rank)"
+        words += f", and new weights may take {wanted_gib:.0f} (transfer.mirror_gib)"
         remedy = "lower transfer.mirror_gib: ranks read the rest from files; or enlarge /dev/shm"
         return Finding("warning", part, words, remedy)
     return Finding("ok", part, words)

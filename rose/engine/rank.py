@@ -25,13 +25,11 @@ from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.protocol import seed_of
 from rose.transfer.broadcast import Broadcast
-from rose.transfer.mirror import Mirror
 from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
 PROGRESS_S = 0.1  # between two messages of a turn: what a lost worker costs, against their price
-BEGINS_S, ARRIVES_S = 0.2, 30.0  # for a broadcast to begin, and to end, once it is told
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -53,7 +51,7 @@ class _Word:
 
 class RolloutWorker:
     """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
-    `broadcast`, where the rank is part of one, fills `mirror`."""
+    `broadcast`, where the rank is part of one, fills its node's mirror."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -65,10 +63,9 @@ class RolloutWorker:
         mailbox: Mailbox | None,
         recorder: NullRecorder,
         broadcast: Broadcast | None = None,
-        mirror: Mirror | None = None,
     ) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
-        self._broadcast, self._mirror = broadcast, mirror
+        self._broadcast = broadcast
         self.folder = resolve(config.model)
         self.engine: Engine | None = None
         self.incarnation = 0
@@ -98,12 +95,12 @@ class RolloutWorker:
             if self.engine is not None:
                 await self.engine.shutdown()
             await self._tasks.close(STOP_DEADLINE_S)
-            if self._mirror is not None:
-                self._mirror.close()
+            if self._broadcast is not None:
+                self._broadcast.close()
 
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
-        return own + ([self._broadcast.receive(self._mirror)] if self._broadcast else [])
+        return own + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
 
@@ -326,8 +323,6 @@ class RolloutWorker:
             self._send(p.VersionFailed(self.name, incarnation, m.version, why))
             return
         seconds = time.time() - began
-        if self._mirror is not None:
-            self._mirror.keep([])
         self.recorder.span(
             "load_version",
             began,
@@ -342,21 +337,12 @@ class RolloutWorker:
         self._send(p.VersionLoaded(self.name, incarnation, m.version, *took))
 
     async def _mirrored(self, edge: str) -> str | None:
-        """The mirror's folder, once the edge is complete in it or won't be."""
-        if self._mirror is None:
+        """The node's mirror, once the edge is complete in it or won't be."""
+        if self._broadcast is None:
             return None
-        began = time.monotonic()
-        while (
-            self._mirror.find(edge) is None
-            and edge not in self._mirror.failures
-            and time.monotonic() - began
-            < (ARRIVES_S if self._mirror.is_arriving(edge) else BEGINS_S)
-        ):
-            await asyncio.sleep(0.002)
-        if edge in self._mirror.failures:
-            why = self._mirror.failures[edge]
+        if why := await self._broadcast.mirror.wait(edge):
             print(f"{self.name} reads {edge} from the store: {why}", flush=True)
-        return str(self._mirror.path)
+        return str(self._broadcast.mirror.path)
 
     def _store(self, folder: str) -> str:
         """Where this worker reads the versions of `folder`."""

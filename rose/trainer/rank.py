@@ -57,8 +57,8 @@ def run(
     if resume_from is not None:
         step = checkpoint.step_of(resume_from)
         trainer.load(resume_from)
-    begin = broadcast.begin if broadcast else None
-    trainer.publish(step, begin)
+    send = broadcast.send if broadcast else None
+    trainer.publish(step, send)
     if config.shares_devices:
         trainer.share_device(run_dir)
     ready = p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
@@ -90,7 +90,7 @@ def run(
                 raise ValueError(f"a trainer rank has no use for {type(message).__name__}")
         if incoming is not None and parts == incoming.parts:
             metrics = trainer.train(incoming, rows, publish_as=incoming.step)
-            published = trainer.publish(incoming.step, begin)
+            published = trainer.publish(incoming.step, send)
             metrics |= {
                 "publish_bytes": float(published.nbytes),
                 "seconds_encode": published.encode_s,

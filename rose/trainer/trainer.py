@@ -45,7 +45,7 @@ from rose.trainer.shards import ShardReader
 from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec
 from rose.transfer.blocks import cut
-from rose.transfer.publish import Published, Publisher, Stream
+from rose.transfer.publish import Published, Publisher
 from rose.transfer.store import FORMAT, Plan
 
 PHASES = ("proximal", "forward_backward", "optimizer")
@@ -157,10 +157,12 @@ class Trainer:
             c.trainer.step_timeout_s,
         )
 
-    def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:
+    def publish(
+        self, version: int, send: Callable[[str, memoryview], None] | None = None
+    ) -> Published:
         """Write the weights, in model.dtype, as `version`; see `Publisher.publish`."""
         with self.recorder.timed("publish", version=version):
-            return self._publisher.publish(version, begin)
+            return self._publisher.publish(version, send)
 
     def tidy(self) -> None:
         """While nobody waits for this rank: make the store short for late readers, and small."""

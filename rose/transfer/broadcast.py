@@ -1,96 +1,49 @@
-"""Streams of encoded payloads from every trainer rank to all dedicated rollout ranks, while the
-next ones are encoded.
+"""Broadcast of each trainer rank's finished file to the node memory of all dedicated rollout ranks.
 
-A stream is one trainer rank's share of one edge: BEGIN with the edge's name, the payloads' bytes in
-frames, the table's bytes in frames, END. Frames hold no boundaries of payloads: the table tells
-where each lies. A root fills a frame, hands it to its sending thread and goes on; a receiver hands
-what comes to a `Sink` and never blocks its event loop. How frames travel:
-rose/transfer/broadcast_mpi.py (CPU) and broadcast_nccl.py (GPUs).
+    trainer 0 --+--> rollout 0 of node A: /dev/shm/...  <-- the engines of rollout 0, 1, 2
+    trainer 1 --+--> rollout 3 of node B: /dev/shm/...  <-- the engines of rollout 3, 4
 
-Every frame says its place (sequence number, offset) and END says the sums, so a lost or repeated
-frame is an error here. There is no hash of frames: readers check xxh3-128 of every block that they
-decode, which also covers what may happen to the mirror, and go to the files when it differs.
+One rollout rank per node receives, and writes what `rose.transfer.mirror` describes. Each trainer
+rank has a communicator with these alone. A file is a header (its length and name) and pieces, each
+an MPI_Ibcast, or pieces over NCCL (`rose.transfer.broadcast_nccl`). Receivers take
+the trainer ranks' files in the order of their indices, version after version: NCCL wants the
+collectives of several communicators in one order at all ranks of a GPU.
 
-This file imports neither MPI nor torch; `rose/transfer/broadcasts.py` makes one of a kind.
+A trainer rank's `send` returns at once; a thread calls MPI until the file has left, as MPI moves
+large messages only when it is called. A receiver polls from its event loop. Whoever is late costs
+speed only: after `deadline_s` seconds without a piece the rank says so and takes no further part,
+and engines read the store's files. There is no hash of pieces: readers check those of the store's
+manifest, which also cover what may happen to the mirror.
 """
 
 from __future__ import annotations
 
-import enum
-import queue
+import asyncio
+import os
 import re
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from mpi4py import MPI
 
+from rose.comm import address
+from rose.comm.mailbox import gather_texts
 from rose.transfer.errors import TransferError
+from rose.transfer.mirror import Mirror, choose_path
 
-# Of a frame's body. 128 KiB to 4 MiB were equally quick, within this machine's noise; a receiver's
-# loop stood still for 4 to 9 ms of computing at most with 8 frames of 1 MiB, for 10 to 14 with 4 of
-# 4.
-FRAME_BYTES = 1 << 20
-FRAMES = 8  # per rank: the root's in flight, a receiver's that come and go on
-# between two looks at frames in flight; MPI moves a large message only when it is called
-_TICK_S = 0.0003
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # becomes a folder in the mirror
-
-
-class Kind(enum.IntEnum):
-    BEGIN = 1  # body: the name, UTF-8
-    PAYLOAD = 2
-    TABLE = 3
-    END = 4  # no body
-
-
-@dataclass(frozen=True)
-class Header:
-    """What precedes a frame's body. `at`: bytes of this kind sent before; END: of the payload in
-    all."""
-
-    kind: Kind
-    root: int  # index of the trainer rank
-    sequence: int  # of the frame among all of its root
-    length: int  # bytes of the body
-    at: int
-
-    LAYOUT = struct.Struct("<4sHHIIQ")
-    MAGIC = b"RSB1"
-
-    def write(self, buffer: memoryview) -> None:
-        self.LAYOUT.pack_into(
-            buffer, 0, self.MAGIC, self.kind, self.root, self.sequence, self.length, self.at
-        )
-
-    @classmethod
-    def read(cls, buffer: memoryview) -> Header:
-        """Raises `TransferError` on bytes that are no header."""
-        magic, kind, *rest = cls.LAYOUT.unpack_from(buffer)
-        if magic != cls.MAGIC or kind not in list(Kind):
-            raise TransferError(
-                f"a broadcast frame begins with {cls.MAGIC!r} and a kind from 1 to {len(Kind)}, "
-                f"this one with {magic!r} and {kind}"
-            )
-        return cls(Kind(kind), *rest)
-
-
-HEADER_BYTES = Header.LAYOUT.size
-
-
-class Frame:
-    """Header and body in one buffer, so that both may travel as one message."""
-
-    def __init__(self, buffer: np.ndarray | None = None) -> None:
-        self.buffer = np.empty(HEADER_BYTES + FRAME_BYTES, np.uint8) if buffer is None else buffer
-        self.view = memoryview(self.buffer)
-        self.body = self.view[HEADER_BYTES:]
-        self.filled = 0  # bytes of the body
+PIECE = 1 << 20  # bytes; what a rank passes on while it receives the next
+WINDOW = 8  # pieces under way
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # becomes a path in the mirror
+_HEADER = struct.Struct("<4sQ116s")  # magic, bytes, name
+_MAGIC = b"RSB2"
+_GROUP_TAG = 77  # of MPI_Comm_create_group, and on for each trainer rank
+_FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
 
 
 class Transit(Protocol):
@@ -99,217 +52,249 @@ class Transit(Protocol):
     def Test(self) -> bool: ...
 
 
-class Sink(Protocol):
-    """Takes a receiver's frames, of each root in order. `data` is only lent for the call. Must be
-    quick."""
+class Broadcast:
+    """One rank's end, for as long as its process lives: MPI keeps the posted buffers.
 
-    def begin(self, root: int, name: str) -> None: ...
-    def payload(self, root: int, data: memoryview) -> None: ...
-    def table(self, root: int, data: memoryview) -> None: ...
-    def end(self, root: int) -> None: ...
-
-
-class Broadcast(ABC):
-    """One rank's end, for as long as its process lives: MPI keeps the posted buffers. A trainer
-    rank calls `begin`; a rollout rank keeps `receive` running, from before the first stream begins
-    until the last has ended, also while its engine is down: other ranks' frames come through it."""
-
-    @abstractmethod
-    def begin(self, name: str) -> Stream:
-        """On a trainer rank: starts its stream of the edge `name`. Raises `TransferError` when its
-        last one is not finished, or on a name that can't be a relative path."""
-
-    @abstractmethod
-    async def receive(self, sink: Sink) -> None:
-        """On a rollout rank: hand all roots' frames to `sink`, until cancelled.
-
-        Raises `TransferError` when a root that has begun a stream is silent for `deadline_s`
-        seconds, when a rank that this one passes frames on to takes none for as long, or when
-        frames are missing. Called again after the first two it goes on where it was.
-        """
-
-
-class Stream:
-    """One root's open stream. `send` and `finish` belong to one thread; a thread of the stream's
-    own drives what is in flight: of 8 MPI messages of 1 MiB none arrived while their sender
-    computed. Encoders run outside the GIL.
-
-    `sequence`: of the next frame. `frames`: free ones, at least 2; `start` puts one on its way.
-    `blocked_s`: seconds in which `send` and `finish` waited for receivers.
+    Collective over the ranks `trainers` and `rollouts` of `world`, at least one of each, which are
+    in the order of their roles' indices. `run_dir`, `limit_bytes`, `folder`: see
+    `rose.transfer.mirror`. `mirror` is the node's, on a rollout rank. Raises `TransferError` when
+    MPI was not started for several threads, `TimeoutError` when a rank does not come.
     """
 
     def __init__(
         self,
-        name: str,
-        root: int,
-        sequence: int,
-        frames: list[Frame],
-        start: Callable[[Frame], list[Transit]],
+        world: MPI.Comm,
+        trainers: Sequence[int],
+        rollouts: Sequence[int],
         deadline_s: float,
-        receivers: str,
-    ) -> None:
-        if not _NAME.fullmatch(name):
+        run_dir: Path,
+        limit_bytes: int,
+        folder: Path | None = None,
+    ):
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise TransferError(
+                "transfer.broadcast: a trainer rank sends in a thread of its own, and this MPI "
+                f"gives thread level {MPI.Query_thread()}, not MPI_THREAD_MULTIPLE "
+                f"({MPI.THREAD_MULTIPLE}); build it with that, or choose 'none'"
+            )
+        self.deadline_s = deadline_s
+        self._group = _communicator(world, [*trainers, *rollouts], _GROUP_TAG)
+        rank = self._group.Get_rank()
+        self.root = rank if rank < len(trainers) else None  # index of the trainer rank
+        path = choose_path(run_dir, folder) if self.root is None else ""
+        # who imports from a cold file system is minutes late, and no fault of the network's
+        texts = gather_texts(
+            self._group,
+            f"{_node(path)}\n{path}",
+            max(address.MEET_S, deadline_s),
+            "the broadcast's start (transfer.load_timeout_s)",
+        )
+        first: dict[str, int] = {}  # node -> its first rollout rank, of the group
+        for number, text in enumerate(texts[len(trainers) :], len(trainers)):
+            first.setdefault(text.partition("\n")[0], number)
+        self._writers = list(first.values())
+        self.writes = rank in self._writers
+        # by trainer rank, those that this rank is part of
+        self._comms = {
+            root: _communicator(
+                world,
+                [trainers[root], *(rollouts[w - len(trainers)] for w in self._writers)],
+                _GROUP_TAG + 1 + root,
+            )
+            for root in range(len(trainers))
+            if self.writes or root == self.root
+        }
+        self.mirror: Mirror | None = None
+        if self.root is None:
+            where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
+            self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
+        self._pieces = None  # what carries files' pieces, if not MPI
+        self._sending: threading.Thread | None = None
+        self._failed = ""
+
+    def use_torch(self, device, interface: str | None = None) -> None:
+        """Files' pieces travel over torch.distributed from now on: NCCL, with this rank's GPU
+        `device` (a `torch.device`). Collective over all trainer and rollout ranks."""
+        from rose.transfer.broadcast_nccl import TorchPieces
+
+        sends = self.root is not None
+        self._pieces = TorchPieces(
+            self._group, self._comms, sends, self.deadline_s, WINDOW, PIECE, device, interface
+        )
+
+    # ----------------------------------------------------------------- a trainer rank's side
+
+    def send(self, name: str, data) -> None:
+        """Begin to send the file `name`, a relative path, whose bytes `data` nobody changes any
+        more. Waits for the last one to have left, at most `deadline_s` seconds. Raises
+        `TransferError` on a name that can't be."""
+        if not _NAME.fullmatch(name) or len(name) > 116:
             raise TransferError(
                 f"a broadcast's name is {name!r}; it must be a relative path of letters, digits, "
-                "'_', '-' and '.'"
+                "'_', '-' and '.', of 116 characters at most"
             )
-        self.name, self.root, self.deadline_s, self.blocked_s = name, root, deadline_s, 0.0
-        self.finished = False
-        self._receivers, self._start = receivers, start
-        self.sequence = sequence
-        self._bytes = dict.fromkeys(Kind, 0)  # sent of each kind
-        self._count = len(frames)
-        self._free: queue.SimpleQueue[Frame | BaseException] = queue.SimpleQueue()
-        for frame in frames:
-            self._free.put(frame)
-        self._full: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._abandoned = threading.Event()
-        self._frame: Frame | None = None  # being filled with payload
-        threading.Thread(target=self._drive, name=f"broadcast-{name}", daemon=True).start()
-        self._append(Kind.BEGIN, name.encode())
-        self._flush(Kind.BEGIN)
-
-    def send(self, data: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The next payload's bytes, which are copied. Returns at once while frames are free, else
-        when one is.
-
-        Raises `TransferError` when the receivers took no frame for `deadline_s` seconds.
-        """
-        self._append(Kind.PAYLOAD, data)
-
-    def finish(self, table: bytes | bytearray | memoryview | np.ndarray) -> None:
-        """The table, and the end. Returns when all frames have left, or raises as `send` does."""
-        self._flush(Kind.PAYLOAD)
-        self._append(Kind.TABLE, table)
-        self._flush(Kind.TABLE)
-        self._frame = self._take()
-        self._flush(Kind.END)
-        for _ in range(self._count):
-            self._take()
-        self._full.put(None)
-        self.finished = True
-
-    def _append(self, kind: Kind, data) -> None:
-        rest = memoryview(data).cast("B")
-        while len(rest):
-            if self._frame is None:
-                self._frame = self._take()
-            filled = self._frame.filled
-            part = rest[: FRAME_BYTES - filled]
-            self._frame.body[filled : filled + len(part)] = part
-            self._frame.filled += len(part)
-            rest = rest[len(part) :]
-            if self._frame.filled == FRAME_BYTES:
-                self._flush(kind)
-
-    def _flush(self, kind: Kind) -> None:
-        """Send the frame that is being filled, if there is one."""
-        frame, self._frame = self._frame, None
-        if frame is None:
+        self.flush()
+        if self._failed:
             return
-        at = self._bytes[Kind.PAYLOAD if kind is Kind.END else kind]
-        Header(kind, self.root, self.sequence, frame.filled, at).write(frame.view)
-        self._bytes[kind] += frame.filled
-        self.sequence += 1
-        self._full.put(frame)
+        buffer = np.frombuffer(data, np.uint8)
+        self._sending = threading.Thread(
+            target=self._send, args=(name, buffer), name=f"broadcast {name}", daemon=True
+        )
+        self._sending.start()
 
-    def _take(self) -> Frame:
-        began = time.monotonic()
+    def flush(self) -> None:
+        """Until the last file has left, or its deadline has passed."""
+        if self._sending is not None:
+            self._sending.join()
+
+    def _send(self, name: str, buffer: np.ndarray) -> None:
         try:
-            frame = self._free.get(timeout=self.deadline_s)
-        except queue.Empty:
-            self._abandoned.set()
-            raise TransferError(
-                f"broadcast of {self.name!r} by trainer rank {self.root}: {self._receivers} took "
-                f"no frame for {self.deadline_s:g} s, after {self._bytes[Kind.PAYLOAD]} bytes"
-            ) from None
-        self.blocked_s += time.monotonic() - began
-        if isinstance(frame, BaseException):
-            raise TransferError(
-                f"broadcast of {self.name!r} by trainer rank {self.root}: {frame}"
-            ) from frame
-        frame.filled = 0
-        return frame
+            header = np.frombuffer(_HEADER.pack(_MAGIC, buffer.size, name.encode()), np.uint8)
+            for part in (header.copy(), buffer):
+                for _ in self._move(self.root, part, part.size, self.deadline_s, part is buffer):
+                    time.sleep(_FIRST_PAUSE_S)
+        except Exception as error:  # MPI's or torch's too, whichever carries the pieces
+            self._failed = str(error)
+            print(
+                f"trainer rank {self.root}: broadcast of {name}: {error}; engines read this "
+                "version and later ones from the store's files",
+                flush=True,
+            )
 
-    def _drive(self) -> None:
-        """The thread: start full frames, free those that have left, until there is nothing more to
-        come."""
-        under_way: deque[tuple[Frame, list[Transit]]] = deque()
+    # ----------------------------------------------------------------- a rollout rank's side
+
+    async def receive(self) -> None:
+        """Into the mirror, until cancelled; to be run for as long as the rank lives, also while its
+        engine is down: other ranks' pieces come through it. Does nothing on a rank that is not its
+        node's first, or once a rank is late."""
+        if self.writes:
+            await self._receive()
+        await asyncio.Event().wait()
+
+    async def _receive(self) -> None:
+        header = np.empty(_HEADER.size, np.uint8)
+        root, name = 0, "the next file"
         try:
-            while not self._abandoned.is_set():
-                try:
-                    frame = (
-                        self._full.get(timeout=_TICK_S)
-                        if under_way
-                        else self._full.get(timeout=self.deadline_s)
-                    )
-                    if frame is None:
-                        return
-                    under_way.append((frame, self._start(frame)))
-                except queue.Empty:
-                    pass
-                while under_way and all([transit.Test() for transit in under_way[0][1]]):
-                    self._free.put(under_way.popleft()[0])
-        except Exception as error:  # MPI's or torch's, whichever carries the frames
-            self._free.put(error)
+            while True:
+                for root in self._comms:
+                    await self._take(root, header, header.size, float("inf"), False)
+                    name, nbytes = _read_header(header)
+                    buffer = self.mirror.open(name, nbytes)
+                    refused = buffer is None
+                    if refused:  # it must pass through all the same
+                        buffer = np.empty(min(nbytes, WINDOW * PIECE), np.uint8)
+                    await self._take(root, buffer, nbytes, self.deadline_s, True)
+                    if not refused:
+                        self.mirror.finish(name)
+        except TransferError as error:
+            why = f"broadcast of {name} by trainer rank {root}: {error}"
+            print(f"{why}; engines of this node read the store's files", flush=True)
+            self.mirror.give_up(why)
 
+    async def _take(
+        self, root: int, buffer: np.ndarray, nbytes: int, deadline_s: float, body: bool
+    ) -> None:
+        pause = _FIRST_PAUSE_S
+        for moved in self._move(root, buffer, nbytes, deadline_s, body):
+            pause = _FIRST_PAUSE_S if moved else min(pause * 1.5, _IDLE_PAUSE_S)
+            await asyncio.sleep(0 if moved else pause)
 
-@dataclass
-class _Open:
-    """What a receiver knows of a stream that has begun."""
+    def close(self) -> None:
+        if self.writes:
+            self.mirror.close()
 
-    name: str
-    heard: float  # time.monotonic() of its last frame
-    # bytes of each kind
-    seen: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    # ----------------------------------------------------------------- how a buffer travels
 
-
-class Assembly:
-    """Checks the order of frames at a receiver and hands them to its sink; notices roots that fall
-    silent."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._open: dict[int, _Open] = {}  # by root
-
-    def take(self, header: Header, body: memoryview, sink: Sink) -> None:
-        """Raises `TransferError` when this can't be the next frame of its root."""
-        stream = self._open.get(header.root)
-        if (stream is None) != (header.kind is Kind.BEGIN):
-            raise TransferError(
-                f"a {header.kind.name} frame came from trainer rank {header.root}, whose broadcast "
-                f"of {stream.name if stream else 'an edge'!r} has {'' if stream else 'not '}begun"
-            )
-        if stream is None:
-            name = str(body, "utf-8")
-            self._open[header.root] = _Open(name, time.monotonic())
-            sink.begin(header.root, name)
-            return
-        seen = stream.seen[Kind.PAYLOAD if header.kind is Kind.END else header.kind]
-        if header.at != seen:
-            raise TransferError(
-                f"broadcast of {stream.name!r} by trainer rank {header.root}: a {header.kind.name} "
-                f"frame for byte {header.at} came after {seen} bytes"
-            )
-        stream.heard = time.monotonic()
-        stream.seen[header.kind] += len(body)
-        match header.kind:
-            case Kind.PAYLOAD:
-                sink.payload(header.root, body)
-            case Kind.TABLE:
-                sink.table(header.root, body)
-            case Kind.END:
-                del self._open[header.root]
-                sink.end(header.root)
-
-    def check_silence(self) -> None:
-        """When nothing is here to be taken. Raises `TransferError` naming the root and what it has
-        sent."""
-        now = time.monotonic()
-        for root, stream in self._open.items():
-            if now - stream.heard > self.deadline_s:
-                stream.heard = now
-                raise TransferError(
-                    f"broadcast of {stream.name!r} by trainer rank {root}: no frame for "
-                    f"{self.deadline_s:g} s, after {stream.seen[Kind.PAYLOAD]} bytes of payload"
+    def _move(
+        self, root: int, buffer: np.ndarray, nbytes: int, deadline_s: float, body: bool
+    ) -> Iterator[bool]:
+        """Move `nbytes` from or into the buffer, again from its start where it is smaller; yields
+        between two looks whether something moved. Raises `TransferError` when for `deadline_s`
+        seconds nothing did."""
+        under_way: deque[Transit] = deque()
+        at, last = 0, time.monotonic()
+        while at < nbytes or under_way:
+            while at < nbytes and len(under_way) < WINDOW:
+                low = at % buffer.size
+                piece = buffer[low : low + min(PIECE, nbytes - at)]
+                under_way.append(
+                    self._pieces.start(root, piece, at // PIECE % WINDOW)
+                    if body and self._pieces is not None
+                    else self._comms[root].Ibcast([piece, MPI.BYTE], 0)
                 )
+                at += piece.size
+            moved = under_way[0].Test()
+            if moved:
+                under_way.popleft()
+                last = time.monotonic()
+            elif time.monotonic() - last > deadline_s:
+                raise TransferError(
+                    f"no piece of the last {WINDOW} arrived for {deadline_s:g} s, after {at} of "
+                    f"{nbytes} bytes had been started"
+                )
+            yield moved
+
+
+def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:
+    group = world.Get_group().Incl(ranks)
+    made = world.Create_group(group, tag)
+    group.Free()
+    return made
+
+
+def _node(path: Path | str) -> str:
+    """Of processes that see the same memory in the same place: containers of one machine may
+    not."""
+    if not path:
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    device = os.stat(path.parent)
+    return f"{boot} {device.st_dev} {device.st_ino} {path.parent}"
+
+
+def _read_header(header: np.ndarray) -> tuple[str, int]:
+    """Name and bytes of the file that comes. Raises `TransferError` on bytes that are no header."""
+    magic, nbytes, name = _HEADER.unpack(header.tobytes())
+    text = name.rstrip(b"\0").decode(errors="replace")
+    if magic != _MAGIC or not _NAME.fullmatch(text):
+        raise TransferError(
+            f"a broadcast's header begins with {_MAGIC!r} and names a relative path, this one with "
+            f"{magic!r} and {text!r}"
+        )
+    return text, nbytes
+
+
+def make_broadcast(
+    kind: str,
+    world: MPI.Comm,
+    trainers: Sequence[int],
+    rollouts: Sequence[int],
+    deadline_s: float,
+    run_dir: Path,
+    limit_bytes: int,
+    interface: str | None = None,
+) -> Broadcast | None:
+    """This rank's end of the broadcast `kind`, "mpi", "nccl" or "none" (transfer.broadcast);
+    `interface` (cluster.interface) is for NCCL's. Null for "none", without rollout ranks, and on a
+    rank that is neither trainer nor rollout.
+
+    Collective over those ranks, and only those. Raises `TransferError` on another kind, and for
+    "nccl" where this process sees no GPU.
+    """
+    if kind not in ("mpi", "nccl", "none"):
+        raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")
+    me = world.Get_rank()
+    if kind == "none" or not rollouts or me not in (*trainers, *rollouts):
+        return None
+    if kind == "mpi":
+        return Broadcast(world, trainers, rollouts, deadline_s, run_dir, limit_bytes)
+    import torch
+
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise TransferError(
+            f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
+            "'mpi' needs neither"
+        )
+    made = Broadcast(world, trainers, rollouts, deadline_s, run_dir, limit_bytes)
+    made.use_torch(torch.device("cuda", torch.cuda.current_device()), interface)
+    return made

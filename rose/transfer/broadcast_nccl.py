@@ -1,13 +1,11 @@
-"""Broadcast with the bodies of frames over NCCL and their headers over MPI.
+"""The pieces of broadcast files over NCCL; their headers come over MPI (`rose.transfer.broadcast`).
 
-A header comes first, along the ranks of broadcast_mpi, and says what to expect: no rank waits
-inside of NCCL, where it would keep a part of its GPU busy, for a frame whose root is still
-encoding. It also gives the collectives of all roots one order, the same at every rollout rank, as
-NCCL wants it of several communicators on one GPU.
+A header comes first and says what to expect: no rank waits inside of NCCL, where it would keep a
+part of its GPU busy, for a file whose trainer rank is still encoding.
 
-There is one process group per trainer rank, {that rank, all rollout ranks}, made directly and apart
-from the default one: DeepSpeed's collectives don't meet these. Bodies go pinned host -> GPU -> NCCL
--> GPU -> pinned host.
+There is one process group per trainer rank, {that rank, the receiving rollout ranks}, made directly
+and apart from the default one: DeepSpeed's collectives don't meet these. Pieces go pinned host ->
+GPU -> NCCL -> GPU -> pinned host.
 
 For GPUs. On a CPU (gloo, in tests only) torch starts threads in the rollout rank, which its
 engine's fork does not survive; on GPUs vLLM spawns.
@@ -15,139 +13,103 @@ engine's fork does not survive; on GPUs vLLM spawns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import distributed
 
 from rose.comm import address
 from rose.comm.mailbox import gather_texts
-from rose.transfer.broadcast import FRAME_BYTES, HEADER_BYTES, Frame, Header, Transit
-from rose.transfer.broadcast_mpi import MpiBroadcast
-
-CPU = torch.device("cpu")
 
 
-class TorchFrame(Frame):
-    """Its body is also a tensor, uint8 (FRAME_BYTES,): `host`, and `staged` on the GPU (`host`
-    itself without one)."""
-
-    def __init__(self, device: torch.device) -> None:
-        pinned = torch.empty(
-            HEADER_BYTES + FRAME_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
-        super().__init__(pinned.numpy())
-        self.host = pinned[HEADER_BYTES:]
-        self.staged = (
-            self.host
-            if device.type == "cpu"
-            else torch.empty(FRAME_BYTES, dtype=torch.uint8, device=device)
-        )
-
-
-class TorchBroadcast(MpiBroadcast):
-    """Collective as `MpiBroadcast` is. `device`: this rank's; its type, the same at all ranks,
-    decides for NCCL or gloo. Every trainer and rollout rank needs a GPU that it shares with no
-    other."""
+class TorchPieces:
+    """Collective over `group`, all trainer and rollout ranks. `comms`: by trainer rank, its
+    communicator with the receiving ranks, as far as this rank is in it. `window` pieces of at most
+    `nbytes` are under way. `device`: this rank's; its type, the same at all ranks, decides for NCCL
+    or gloo. Every rank of `comms` needs a GPU that it shares with no other."""
 
     def __init__(
         self,
-        world: MPI.Comm,
-        trainers: Sequence[int],
-        rollouts: Sequence[int],
+        group: MPI.Comm,
+        comms: Mapping[int, MPI.Comm],
+        sends: bool,
         deadline_s: float,
-        device: torch.device = CPU,
-        interface: str | None = None,
-    ) -> None:
-        super().__init__(world, trainers, rollouts, deadline_s)
-        self._device = device
-        self._stream_of_copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        first = self._comm.Get_rank() == 0
-        # who imports from a cold file system is minutes late, and no fault of the network's
-        gather_texts(
-            self._comm,
-            "",
-            max(address.MEET_S, deadline_s),
-            "the broadcast's start (transfer.load_timeout_s)",
-        )
+        window: int,
+        nbytes: int,
+        device: torch.device,
+        interface: str | None,
+    ):
         place = address.meet(
-            lambda text: gather_texts(
-                self._comm, text, address.MEET_S, "the broadcast's addresses"
-            ),
-            self._comm.Get_rank(),
+            lambda text: gather_texts(group, text, address.MEET_S, "the broadcast's addresses"),
+            group.Get_rank(),
             interface,
         )
+        if not comms:
+            return
         place.use_interface()
         timeout = timedelta(seconds=2 * deadline_s)  # ours, which says more, comes first
         self._store = distributed.TCPStore(
             place.address,
             place.port,
-            is_master=first,
+            is_master=group.Get_rank() == 0,
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=place.claim(),
         )
-        self._groups = {}  # by root
-        for root in range(len(trainers)) if self.root is None else [self.root]:
-            rank = 0 if self.root is not None else 1 + self.receiver
+        self._sends = sends
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._slots = [_Slot(nbytes, device) for _ in range(window)]
+        self._groups = {}
+        for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
-            self._groups[root] = _group(store, rank, 1 + len(rollouts), timeout, device)
+            made = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
             # NCCL connects at the first collective: here, where all ranks may wait for each other
-            self._groups[root].broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
+            made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
+            self._groups[root] = made
 
-    def _new_frame(self) -> TorchFrame:
-        return TorchFrame(self._device)
+    def start(self, root: int, piece: np.ndarray, slot: int) -> _Slot:
+        return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
 
-    def _start(self, frame: TorchFrame) -> list[Transit]:
-        header = Header.read(frame.view)
-        body = self._move(frame, header)
-        return [*self._send_on(frame, header), *([] if body is None else [body])]
 
-    def _send_on(self, frame: TorchFrame, header: Header) -> list[Transit]:
-        message = frame.view[:HEADER_BYTES]
-        return [self._comm.Isend([message, MPI.BYTE], rank, 0) for rank in self._next]
+class _Slot:
+    """Room for a piece under way: `host`, pinned, and `staged` on the GPU (`host` itself without
+    one), uint8 (nbytes,)."""
 
-    def _receive_body(self, frame: TorchFrame, header: Header) -> Transit | None:
-        return self._move(frame, header)
+    def __init__(self, nbytes: int, device: torch.device):
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged = self._host
+        if device.type == "cuda":
+            self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def _move(self, frame: TorchFrame, header: Header) -> Transit | None:
-        if not header.length:
-            return None
-        host, staged, group = (
-            frame.host[: header.length],
-            frame.staged[: header.length],
-            self._groups[header.root],
-        )
-        if self._stream_of_copies is None:
-            return _OnHost(group.broadcast(host, 0))
-        with torch.cuda.stream(self._stream_of_copies):
-            if self.root is not None:
+    def start(self, group, piece: np.ndarray, copies, sends: bool) -> _Slot:
+        self._into = None if sends else piece
+        host, staged = self._host[: piece.size], self._staged[: piece.size]
+        if sends:
+            host.numpy()[:] = piece
+        if copies is None:
+            work = group.broadcast(host, 0)
+            self._done, self._check = work.is_completed, work.wait
+            return self
+        with torch.cuda.stream(copies):
+            if sends:
                 staged.copy_(host, non_blocking=True)
             group.broadcast(staged, 0).wait()  # of this stream for NCCL's; the caller goes on
-            if self.root is None:
+            if not sends:
                 host.copy_(staged, non_blocking=True)
-            return _OnDevice(self._stream_of_copies.record_event())
-
-
-class _OnHost:
-    def __init__(self, work: distributed.Work) -> None:
-        self._work = work
+            event = copies.record_event()
+            self._done, self._check = event.query, event.synchronize
+        return self
 
     def Test(self) -> bool:
-        if not self._work.is_completed():
+        if not self._done():
             return False
-        self._work.wait()  # raises what went wrong
+        self._check()  # raises what went wrong
+        if self._into is not None:
+            self._into[:] = self._host.numpy()[: self._into.size]
         return True
-
-
-class _OnDevice:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def Test(self) -> bool:
-        return self._event.query()
 
 
 def _group(

@@ -1,5 +1,4 @@
-"""Read one edge of a store, or of the copy of it that a rollout rank keeps in memory
-(`rose.transfer.mirror`)."""
+"""Read one edge of a store."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from rose.transfer.store import (
 )
 
 JOIN = 64 * 1024  # bytes between two payloads that are read over rather than asked for apart
-COMPLETE = "complete"  # file of a mirrored edge, written last
 
 
 def read_plan(source: Source) -> tuple[Plan, str]:
@@ -152,42 +150,6 @@ class StoredEdge(Edge):
 
     def _data_size(self, rank: int) -> int:
         return self.files[rank].data_size
-
-
-class MirroredEdge(Edge):
-    """Of a mirror: the same payloads and tables as they were broadcast. Raises `Missing` unless it
-    is complete."""
-
-    commit = COMPLETE
-
-    def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
-        super().__init__(source, version, base, plan)
-        self.require()
-
-    def _read_table(self, rank: int) -> np.ndarray:
-        path = f"{self.name}/rank-{rank:05d}.table"
-        return unpack_table(self.source.read(path), f"{self.source}/{path}")
-
-    def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
-        return self.source.read(f"{self.name}/rank-{rank:05d}.payload", offset, length, fresh)
-
-    def _data_size(self, rank: int) -> int:
-        return self.source.size(f"{self.name}/rank-{rank:05d}.payload") or 0
-
-
-def pack_table(table: np.ndarray) -> bytes:
-    """As it is broadcast: its bytes, and their xxh3-128."""
-    data = table.tobytes()
-    return data + xxhash.xxh3_128_digest(data)
-
-
-def unpack_table(data: bytes, where: str) -> np.ndarray:
-    if (
-        xxhash.xxh3_128_digest(data[:-16]) != data[-16:]
-        or len(data) % ENTRY.itemsize != 16 % ENTRY.itemsize
-    ):
-        raise Corrupted(f"{where}: the table is damaged")
-    return np.frombuffer(data[:-16], ENTRY)
 
 
 def _spans(entries: np.ndarray) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ import xxhash
 
 from rose.transfer import codec
 from rose.transfer.blocks import Block
-from rose.transfer.edge import StoredEdge, pack_table, present, read_plan
+from rose.transfer.edge import StoredEdge, present, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import (
@@ -49,14 +49,6 @@ class Peers(Protocol):
     def barrier(self) -> None: ...
 
     def sum(self, value: int) -> int: ...
-
-
-class Stream(Protocol):
-    """Where the payloads of one edge also go: a broadcast to dedicated ranks."""
-
-    def send(self, data) -> None: ...
-
-    def finish(self, table: bytes) -> None: ...
 
 
 class Published(NamedTuple):
@@ -115,9 +107,12 @@ class Publisher:
         self._begun, self._pool = version, ThreadPoolExecutor(self._threads, "encode")
         self._encoding = [self._pool.submit(self._part, block) for block in self._mine]
 
-    def publish(self, version: int, begin: Callable[[str], Stream] | None = None) -> Published:
+    def publish(
+        self, version: int, send: Callable[[str, memoryview], None] | None = None
+    ) -> Published:
         """Write the weights as `version`; when this returns on rank 0 it is committed.
-        `begin(edge)` opens the broadcast of the edge from the version before.
+        `send(name, data)` begins the broadcast of this rank's file of the edge from the version
+        before.
 
         Raises `TransferError`, after which this object is of no use, and `ValueError` for a version
         that is not above the last, or not the one that was begun.
@@ -128,15 +123,11 @@ class Publisher:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
         writer = self._writer(version, base)
-        stream = begin(edge_name(version, base)) if begin is not None else None
         for block, future in zip(self._mine, self._encoding, strict=True):
-            part = future.result()
-            writer.add(block, *part)
-            if stream is not None:  # the first blocks travel while the last are being encoded
-                stream.send(part[0])
+            writer.add(block, *future.result())
         self._pool.shutdown()
-        if stream is not None:
-            stream.finish(pack_table(writer.table()))
+        if send is not None:
+            send(f"{edge_name(version, base)}/{writer.path.name}", writer.image())
         encoded = time.perf_counter()
         writer.finish()
         if self.peers.rank == 0:

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from rose.transfer.blocks import rectangles
-from rose.transfer.edge import Edge, MirroredEdge, StoredEdge, present, read_plan
+from rose.transfer.edge import Edge, StoredEdge, present, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.live import Live, Place
 from rose.transfer.relay_client import open_source
-from rose.transfer.source import Source, read_token
+from rose.transfer.source import Mirrored, read_token
 from rose.transfer.stage import Staged, WrongBase, stage
 from rose.transfer.store import FULL, INITIAL, Plan, Step, edge_name
 
 
 class Receiver:
-    """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, tried
+    """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, read
     first. `places` maps a plan to where its blocks lie in the live parameters.
 
     Raises `TransferError` when the store can't be opened.
@@ -37,7 +37,8 @@ class Receiver:
         self.where = (store, mirror)
         token = read_token(token_file) if token_file else None
         self._source = open_source(store, token)
-        self._mirror: Source | None = open_source(mirror) if mirror else None
+        if mirror:
+            self._source = Mirrored(self._source, mirror)
         self._live = live
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
@@ -45,7 +46,7 @@ class Receiver:
         # of the version that was staged last
         self._digests: tuple[int | None, dict[int, bytes]] = (None, {})
         self._staged = 0  # versions
-        self._useless: set[tuple[type[Edge], Step]] = set()  # while one version is being staged
+        self._useless: set[Step] = set()  # while one version is being staged
         self._why: list[str] = []
 
     def stage(
@@ -106,19 +107,18 @@ class Receiver:
                 have = None
                 self._why.append(str(error))
             except (Corrupted, Missing) as error:
-                self._useless.add((type(error.edge), (error.edge.version, error.edge.base)))
+                self._useless.add((error.edge.version, error.edge.base))
                 self._why.append(str(error))
             else:
                 self._staged += 1
                 self._digests = want, staged.digests
                 staged.route = names
-                staged.mirrored = sum(isinstance(edge, MirroredEdge) for edge in route)
+                if isinstance(self._source, Mirrored):
+                    staged.mirrored = sum(map(self._source.mirrors, names))
                 return staged
 
     def close(self) -> None:
         self._source.close()
-        if self._mirror is not None:
-            self._mirror.close()
 
     def _compared(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
         """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged
@@ -138,7 +138,7 @@ class Receiver:
             return min(routes, key=lambda route: sum(edge.nbytes for edge in route))
         held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}
         edges = sorted(present(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
-        here = ", ".join(edge_name(*e) for e in edges if (StoredEdge, e) not in self._useless)
+        here = ", ".join(edge_name(*e) for e in edges if e not in self._useless)
         raise TransferError(
             f"version {want} can't be reached from {held.get(have, f'version {have}')}: the store "
             f"has {here or 'no edge'}" + "".join(f"; {reason}" for reason in self._why)
@@ -166,17 +166,12 @@ class Receiver:
     def _open(self, version: int, base: int | None) -> Edge | None:
         """Null if it is not there, or of no use."""
         step = version, base
-        if self._mirror is not None and (MirroredEdge, step) not in self._useless:
-            try:
-                return MirroredEdge(self._mirror, *step, self._plan)
-            except Missing:
-                pass  # not sent to this node, or dropped
-        if (StoredEdge, step) in self._useless:
+        if step in self._useless:
             return None
         try:
             return StoredEdge(self._source, *step, self._plan, self._plan_hash)
         except (Missing, Corrupted) as error:
-            self._useless.add((StoredEdge, step))
+            self._useless.add(step)
             if isinstance(error, Corrupted):
                 self._why.append(str(error))
         return None

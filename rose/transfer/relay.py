@@ -1,8 +1,10 @@
-"""The relay: a small HTTP server that pulls each byte of a store once and serves it to its peers.
+"""The relay: an HTTP cache of a store's files, which never change while their version lives.
 
-What it answers is in `relay_client.py`, how it pulls in `relay_pull.py`, what it keeps in
-`relay_cache.py`. Nothing is answered without the token, nothing outside of the store is named or
-read, nothing is unpickled, and no error of a client or of the upstream ends it.
+What it answers is in `relay_client.py`, what it keeps in `relay_cache.py`. Files are cut into
+chunks. Whoever asks for the same chunk, listing or size at the same time shares one *flight* to the
+upstream, which is used in threads, as it may block. Nothing is answered without the token, nothing
+outside of the store is named or read, nothing is unpickled, and no error of a client or of the
+upstream ends the relay: 503 says what went wrong, and clients ask again.
 """
 
 from __future__ import annotations
@@ -14,40 +16,47 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from rose.transfer.errors import TransferError
-from rose.transfer.relay_cache import Cache
-from rose.transfer.relay_pull import STAT_S, TTL_S, Counters, Late, Puller
-from rose.transfer.source import (
-    Changed,
-    Folder,
-    Missing,
-    Refused,
-    Source,
-    Stat,
-    checked,
-    held_until,
-)
+from rose.transfer.relay_cache import CHUNK, Cache, Chunk
+from rose.transfer.source import Changed, Missing, Refused, Source, Stat, checked
 
-WAIT_S = 30.0  # of a client that doesn't say how long it waits
-LONGEST_WAIT_S = 60.0
+AHEAD = 8  # chunks of one request in flight: covers 80 ms of latency at 100 MB/s
+PULLS = 3 * AHEAD  # threads that read from the upstream
+WAIT_S = 8.0  # for the upstream, before a client is told so; less than its ATTEMPT_S
+# A rank's file changes only with its folder's manifest, after a run was resumed. Listings,
+# manifests and absent files are always asked for.
+STAT_S = 5.0
+# a chunk is pulled anew at most this often: a reader's broken memory must not load the link
+FRESH_S = 5.0
 STALLED_S = 60.0  # a client that takes no byte for so long is cut off
-MAX_BODY = 1 << 20  # bytes of a request: leases of some thousand folders
+_REMEMBERED = 10_000  # files, and chunks that were pulled anew
 _STOP_S = 0.5  # for answers under way when the relay is told to stop
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 # 424, failed dependency: the upstream's refusal is final
 _STATUS = {Missing: 404, Changed: 412, Refused: 424}
+# upstream_bytes: of files; hits: chunks that were on the disk; cache_errors: chunks that the disk
+# did not take; refused: requests answered with 4xx; failed: with 5xx, or broken off
+_COUNTERS = [
+    "upstream_bytes",
+    "served_bytes",
+    "hits",
+    "pulls",
+    "upstream_errors",
+    "cache_errors",
+    "refused",
+    "failed",
+]
 
-
-class _Lease(msgspec.Struct):
-    edges: list[str]
-    seconds: float
+T = TypeVar("T")
 
 
 class Bad(TransferError):
@@ -55,32 +64,42 @@ class Bad(TransferError):
 
 
 class Relay:
-    """Handlers, and the state they share; made inside a running event loop. `holder`: name of its
-    leases upstream."""
+    """Handlers, and the state they share; made inside a running event loop."""
 
-    def __init__(self, upstream: Source, cache: Cache, token: str, holder: str):
-        self.counters = Counters()
-        self.puller = Puller(upstream, cache, self.counters)
-        self._cache, self._token, self._holder = cache, f"Bearer {token}".encode(), holder
-        # its clients', so that a restarted relay still knows them
-        self._leases = Folder(cache.folder)
-        self._leasing = asyncio.Lock()
-        # what the upstream was told last, unix seconds
-        self._held: tuple[set[str], float] = (set(), 0.0)
+    def __init__(self, upstream: Source, cache: Cache, token: str):
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+        self._upstream, self._cache, self._token = upstream, cache, f"Bearer {token}".encode()
+        self._flights: dict[Hashable, asyncio.Task] = {}
+        self._stats: dict[str, tuple[float, Stat | None]] = {}  # time.monotonic(), what was found
+        self._refreshed: dict[Chunk, float] = {}
+        self._words = ThreadPoolExecutor(4, "words")  # listings and sizes don't queue behind bytes
+        self._pulls = ThreadPoolExecutor(PULLS, "pull")
+        self._disk = ThreadPoolExecutor(4, "disk")
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[self._answer])
         app.add_routes(
             [
-                web.get("/files/{path:.*}", self._files),
-                web.get("/stat/{path:.*}", self._stat),
-                web.get("/names/{path:.*}", self._names),
-                web.put("/leases/{holder}", self._lease),
-                web.get("/metrics", self._metrics),
+                web.get("/files/{path:.*}", self._answer_file),
+                web.get("/stat/{path:.*}", self._answer_stat),
+                web.get("/names/{path:.*}", self._answer_names),
+                web.get("/metrics", self._answer_metrics),
             ]
         )
         app.on_response_prepare.append(self._sign)
         return app
+
+    def close(self) -> None:
+        """No thread is waited for: a read of a dead mount may never return."""
+        for pool in (self._words, self._pulls, self._disk):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def names(self, path: str) -> list[str]:
+        return await self._landed(
+            self._fly(("names", path), lambda: self._in(self._words, self._upstream.names, path))
+        )
+
+    # ----------------------------------------------------------------- answers
 
     async def _sign(self, _, response: web.StreamResponse) -> None:
         response.headers["X-Rose-Relay"] = "1"
@@ -111,103 +130,18 @@ class Relay:
             return self._refuse(500, f"{type(error).__name__}: {error}")
 
     def _refuse(self, status: int, text: str) -> web.Response:
-        if status < 500:
-            self.counters.refused += 1
-        else:
-            self.counters.failed += 1
+        self.counters["refused" if status < 500 else "failed"] += 1
         return web.Response(status=status, text=text)
 
-    async def _names(self, request: web.Request) -> web.Response:
-        return _json(await self.puller.names(_path(request, root_too=True), _until(request)))
+    async def _answer_names(self, request: web.Request) -> web.Response:
+        return _json(await self.names(_path(request, root_too=True)))
 
-    async def _stat(self, request: web.Request) -> web.Response:
-        return _json(await self.puller.stat(_path(request), _until(request)))
+    async def _answer_stat(self, request: web.Request) -> web.Response:
+        return _json(await self._stat(_path(request), now=False))
 
-    async def _files(self, request: web.Request) -> web.StreamResponse:
-        path, until = _path(request), _until(request)
-        fresh = "X-Rose-Fresh" in request.headers
-        wanted = request.headers.get("If-Match", "").strip('"')
-        stat = await self._found(path, until, TTL_S if fresh else STAT_S)
-        if wanted and wanted != stat.tag:
-            stat = await self._found(path, until, 0.0)
-            if wanted != stat.tag:
-                raise Changed(
-                    f"{path}: written anew since it was looked at (tag {stat.tag}, not "
-                    f"{wanted[:100]})"
-                )
-        try:
-            return await self._send(request, path, stat, fresh, until)
-        except (
-            Changed
-        ):  # what was remembered of it is wrong; once, as the upstream's own memory is short
-            if wanted:
-                raise
-            return await self._send(
-                request, path, await self._found(path, until, 0.0), fresh, until
-            )
-
-    async def _send(
-        self, request: web.Request, path: str, stat: Stat, fresh: bool, until: float
-    ) -> web.StreamResponse:
-        """Raises what keeps the first piece from coming; after that the header is out, and the
-        client only sees a broken connection: it asks for the rest, and hears why not."""
-        begin, end = _range(request, path, stat.size)
-        headers = {"ETag": f'"{stat.tag}"'}
-        if begin == end:
-            return web.Response(body=b"", headers=headers)
-        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{stat.size}"
-        async with aclosing(self.puller.read(path, stat, begin, end, fresh, until)) as pieces:
-            piece = await anext(pieces)
-            response = web.StreamResponse(status=206, headers=headers)
-            response.content_type, response.content_length = "application/octet-stream", end - begin
-            try:
-                await response.prepare(request)
-                while piece:
-                    async with asyncio.timeout(STALLED_S):
-                        await response.write(piece)
-                    self.counters.served_bytes += len(piece)
-                    piece = await anext(pieces, b"")
-            except (TransferError, ConnectionError, TimeoutError):
-                self.counters.failed += 1
-                if request.transport is not None:
-                    request.transport.abort()
-        return response
-
-    async def _found(self, path: str, until: float, oldest_s: float) -> Stat:
-        stat = await self.puller.stat(path, until, oldest_s)
-        if stat is None:
-            raise Missing(f"{path}: no such file upstream")
-        return stat
-
-    async def _lease(self, request: web.Request) -> web.Response:
-        try:
-            lease = msgspec.json.decode(await request.read(), type=_Lease)
-        except msgspec.DecodeError as error:
-            raise Bad(f'lease: expected {{"edges": [...], "seconds": s}}: {error}') from None
-        try:
-            self._leases.hold(request.match_info["holder"], lease.edges, lease.seconds)
-        except Refused as error:
-            raise Bad(str(error)) from None
-        until = _until(request)
-        try:
-            async with asyncio.timeout(until - time.monotonic()), self._leasing:
-                await self._pass_on(until)
-        except TimeoutError:
-            raise Late("waited for the leases of other clients to reach the upstream") from None
-        return _json({})
-
-    async def _pass_on(self, until: float) -> None:
-        """All clients' leases as one of the relay's own, unless the upstream knows them already."""
-        now = time.time()
-        held = held_until(self._cache.folder, now)
-        edges, last = set(held), max(held.values(), default=now)
-        if edges != self._held[0] or last > self._held[1]:
-            await self.puller.hold(self._holder, sorted(edges), last - now, until)
-            self._held = edges, last
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        values = {f"{name}_total": value for name, value in asdict(self.counters).items()}
-        values |= {"in_flight": self.puller.in_flight, "cache_bytes": self._cache.bytes}
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
+        values = {f"{name}_total": value for name, value in self.counters.items()}
+        values |= {"in_flight": len(self._flights), "cache_bytes": self._cache.bytes}
         text = "".join(
             f"# TYPE rose_relay_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
             f"rose_relay_{name} {value}\n"
@@ -216,6 +150,135 @@ class Relay:
         return web.Response(
             text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
+
+    async def _answer_file(self, request: web.Request) -> web.StreamResponse:
+        path = _path(request)
+        fresh = request.headers.get("Cache-Control") == "no-cache"
+        wanted = request.headers.get("If-Match", "").strip('"')
+        for now in (fresh, True):  # what is remembered of it may be old
+            stat = await self._stat(path, now)
+            if stat is None:
+                raise Missing(f"{path}: no such file upstream")
+            if wanted and wanted != stat.tag:
+                changed = Changed(
+                    f"{path}: written anew since it was looked at (tag {stat.tag}, not "
+                    f"{wanted[:100]})"
+                )
+                continue
+            try:
+                return await self._send(request, path, stat, fresh)
+            except Changed as error:
+                changed = error
+        raise changed
+
+    async def _send(
+        self, request: web.Request, path: str, stat: Stat, fresh: bool
+    ) -> web.StreamResponse:
+        """Raises what keeps the first piece from coming; after that the header is out, and the
+        client only sees a broken connection: it asks for the rest, and hears why not."""
+        at, end = _range(request, path, stat.size)
+        headers = {"ETag": f'"{stat.tag}"'}
+        if at == end:
+            return web.Response(body=b"", headers=headers)
+        headers["Content-Range"] = f"bytes {at}-{end - 1}/{stat.size}"
+        response = web.StreamResponse(status=206, headers=headers)
+        response.content_type, response.content_length = "application/octet-stream", end - at
+        flights = (
+            self._fetch(Chunk(path, stat, index), fresh)
+            for index in range(at // CHUNK, (end - 1) // CHUNK + 1)
+        )
+        coming = deque(islice(flights, AHEAD))
+        try:
+            while coming:
+                data = await self._landed(coming.popleft())
+                coming.extend(islice(flights, 1))
+                if not response.prepared:
+                    await response.prepare(request)
+                first = at % CHUNK
+                piece = data[first : first + end - at]
+                async with asyncio.timeout(STALLED_S):
+                    await response.write(piece)
+                at += len(piece)
+                self.counters["served_bytes"] += len(piece)
+        except (TransferError, ConnectionError, TimeoutError):
+            if not response.prepared:
+                raise
+            self.counters["failed"] += 1
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    # ----------------------------------------------------------------- the upstream
+
+    async def _stat(self, path: str, now: bool) -> Stat | None:
+        """What is remembered is good enough for a rank's file, unless it is wanted as it is
+        `now`."""
+        asked, before = self._stats.get(path, (0.0, None))
+        if not now and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
+            return before
+        asked = time.monotonic()
+        found = await self._landed(
+            self._fly(("stat", path), lambda: self._in(self._words, self._upstream.stat, path))
+        )
+        # then what is remembered of the manifest's folder may be another version's
+        rewritten = path.endswith("manifest.json") and found != before
+        if rewritten or len(self._stats) > _REMEMBERED:
+            self._stats.clear()
+        self._stats[path] = asked, found
+        return found
+
+    def _fetch(self, chunk: Chunk, fresh: bool) -> asyncio.Task:
+        now = time.monotonic()
+        if fresh and now - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S:
+            if len(self._refreshed) > _REMEMBERED:
+                self._refreshed.clear()
+            self._refreshed[chunk] = now
+            return self._fly((chunk, "fresh"), lambda: self._pull(chunk, True))
+        return self._fly(chunk, lambda: self._read(chunk))
+
+    async def _read(self, chunk: Chunk) -> bytes:
+        data = await self._in(self._disk, self._cache.read, chunk)
+        if data is None:
+            return await self._pull(chunk, False)
+        self.counters["hits"] += 1
+        return data
+
+    async def _pull(self, chunk: Chunk, fresh: bool) -> bytes:
+        self.counters["pulls"] += 1
+        begin, tag = chunk.index * CHUNK, chunk.stat.tag
+        data = await self._in(
+            self._pulls, self._upstream.read, chunk.path, begin, chunk.length, fresh, tag
+        )
+        self.counters["upstream_bytes"] += len(data)
+        try:
+            await self._in(self._disk, self._cache.write, chunk, data)
+        except OSError:  # a full disk makes a relay slow, not useless
+            self.counters["cache_errors"] += 1
+        return data
+
+    def _fly(self, key: Hashable, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """The flight `key`, which `call` begins if there is none. It outlives its clients."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = asyncio.ensure_future(call())
+            flight.add_done_callback(lambda done: self._end(key, done))
+        return flight
+
+    def _end(self, key: Hashable, done: asyncio.Task) -> None:
+        del self._flights[key]
+        if not done.cancelled() and isinstance(done.exception(), TransferError):
+            self.counters["upstream_errors"] += 1
+
+    async def _landed(self, flight: asyncio.Task[T]) -> T:
+        """Raises what the upstream raised, and `TransferError` after `WAIT_S`."""
+        done, _ = await asyncio.wait([flight], timeout=WAIT_S)
+        if not done:
+            raise TransferError(f"waited {WAIT_S:g} s for the upstream {self._upstream}")
+        return flight.result()
+
+    @staticmethod
+    async def _in(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
 
 def _json(value) -> web.Response:
@@ -227,16 +290,6 @@ def _path(request: web.Request, root_too: bool = False) -> str:
         return checked(request.match_info["path"], root_too)
     except Refused as error:
         raise Bad(str(error)) from None
-
-
-def _until(request: web.Request) -> float:
-    try:
-        wait_s = float(request.headers.get("X-Rose-Wait", WAIT_S))
-    except ValueError:
-        raise Bad("X-Rose-Wait: expected seconds") from None
-    return time.monotonic() + (
-        min(max(wait_s, 0.05), LONGEST_WAIT_S) if wait_s == wait_s else WAIT_S
-    )
 
 
 def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
@@ -252,42 +305,36 @@ def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
 
 
 async def serve(
-    upstream: Source,
-    cache: Cache,
-    token: str,
-    holder: str,
-    host: str,
-    port: int,
-    said: Callable[[int], None],
+    upstream: Source, cache: Cache, token: str, host: str, port: int, listens: Callable[[int], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `said` is called with the port when the relay listens (0 finds
-    one).
+    """Serve until SIGTERM or SIGINT. `listens` is called with the port when the relay listens (0
+    finds one).
 
     Raises OSError if it can't listen there. Threads may still be blocked in a dead mount when this
     returns."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    relay = Relay(upstream, cache, token, holder)
+    relay = Relay(upstream, cache, token)
     runner = web.AppRunner(relay.app(), access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        said(runner.addresses[0][1])
-        looking = asyncio.create_task(_look(relay.puller))
+        listens(runner.addresses[0][1])
+        looking = asyncio.create_task(_look(relay))
         await stop.wait()
         looking.cancel()
     finally:
         await runner.cleanup()
-        relay.puller.close()
+        relay.close()
         upstream.close()
         cache.close()
 
 
-async def _look(puller: Puller) -> None:
+async def _look(relay: Relay) -> None:
     """Say at the start, not to the first client, that the upstream can't be reached; it may come
     later."""
     try:
-        await puller.names("", time.monotonic() + WAIT_S)
+        await relay.names("")
     except TransferError as error:
         print(f"rose.relay: upstream: {error}", file=sys.stderr, flush=True)

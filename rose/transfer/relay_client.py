@@ -2,14 +2,12 @@
 
 A relay answers these, each with `Authorization: Bearer TOKEN` (`relay.py`):
 
-    GET /files/PATH    with Range, If-Match, and `X-Rose-Fresh: 1` to forget what it has
+    GET /files/PATH    with Range, If-Match, and `Cache-Control: no-cache` to forget what it has
     GET /stat/PATH     [size in bytes, tag] or null
     GET /names/PATH    ["names", "of the folder"]
-    PUT /leases/NAME   {"edges": [...], "seconds": s}
     GET /metrics       counters, Prometheus text format
 
-`X-Rose-Wait` is how many seconds the client waits for an answer; 503 says what the relay waited for
-itself. Left out: TLS (put both ends into one trusted network, or a tunnel between them).
+Left out: TLS (put both ends into one trusted network, or a tunnel between them).
 """
 
 from __future__ import annotations
@@ -25,17 +23,7 @@ import msgspec
 import urllib3
 
 from rose.transfer.errors import TransferError
-from rose.transfer.source import (
-    Changed,
-    Folder,
-    Missing,
-    Refused,
-    Source,
-    Stat,
-    Within,
-    checked,
-    checked_lease,
-)
+from rose.transfer.source import Changed, Folder, Missing, Refused, Source, Stat, checked
 
 ATTEMPT_S = 10.0  # without a byte: the connection is taken for dead, and another one tried
 _CONNECT_S = 3.0
@@ -43,8 +31,8 @@ _CONNECT_S = 3.0
 _PIECE = 1 << 17
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubles
 _CONNECTIONS = 32  # kept open; more threads than that open one for each request
-
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FINAL = {401: Refused, 404: Missing, 412: Changed}
 
 T = TypeVar("T")
 
@@ -57,8 +45,7 @@ def open_source(where: str | Path, token: str | None = None, timeout_s: float = 
     if not separator:
         return Folder(where)
     host, _, folder = rest.partition("/")
-    source = Relayed(f"{scheme}://{host}", token, timeout_s)
-    return Within(source, folder.rstrip("/")) if folder.rstrip("/") else source
+    return Relayed(f"{scheme}://{host}", token, timeout_s, folder.rstrip("/"))
 
 
 class _Unavailable(Exception):
@@ -66,17 +53,13 @@ class _Unavailable(Exception):
 
 
 class Relayed:
-    """The store behind the relay at `url`, http://host:port. `timeout_s`: seconds without a byte
-    after which a relay that is unreachable, or can't reach its upstream, is given up. Raises
-    `Refused` at once on a wrong token."""
+    """The store behind the relay at `url`, http://host:port, in `folder` of the relay's root.
+    `timeout_s`: seconds without a byte after which a relay that is unreachable, or can't reach its
+    upstream, is given up. Raises `Refused` at once on a wrong token."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float = 30.0):
+    def __init__(self, url: str, token: str | None, timeout_s: float = 30.0, folder: str = ""):
         parsed = urllib3.util.parse_url(url)
-        if (
-            parsed.scheme not in ("http", "https")
-            or not parsed.host
-            or parsed.path not in (None, "", "/")
-        ):
+        if parsed.scheme not in ("http", "https") or not parsed.host:
             raise TransferError(
                 f"{url}: expected http://host:port, the address that a relay prints"
             )
@@ -84,35 +67,24 @@ class Relayed:
             raise TransferError(
                 f"{url}: a relay needs its token; give the token file that it was started with"
             )
-        self.url = f"{parsed.scheme}://{parsed.netloc}"
-        self.timeout_s = timeout_s
+        self.url, self.timeout_s = f"{parsed.scheme}://{parsed.netloc}", timeout_s
+        self._root = f"{checked(folder)}/" if folder else ""
         self._pool = urllib3.connection_from_url(self.url, maxsize=_CONNECTIONS)
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
 
     def __str__(self) -> str:
-        return self.url
+        return f"{self.url}/{self._root}".rstrip("/")
 
     def names(self, path: str) -> list[str]:
-        return self._ask("GET", "names", checked(path, root_too=True), list[str])
-
-    def size(self, path: str) -> int | None:
-        found = self.stat(path)
-        return None if found is None else found.size
+        return self._ask("names", checked(path, root_too=True), list[str])
 
     def stat(self, path: str) -> Stat | None:
-        found = self._ask("GET", "stat", checked(path), Stat | None)
+        found = self._ask("stat", checked(path), Stat | None)
         if found is not None and not _TAG.fullmatch(found.tag):
             raise TransferError(
-                f"{self.url}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or "
-                "._-"
+                f"{self}: {path}: tag {found.tag[:100]!r}: expected 1 to 64 letters, digits or ._-"
             )
         return found
-
-    def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        checked_lease(holder, edges, seconds)
-        self._ask(
-            "PUT", "leases", holder, dict, msgspec.json.encode({"edges": edges, "seconds": seconds})
-        )
 
     def read(
         self,
@@ -122,27 +94,59 @@ class Relayed:
         fresh: bool = False,
         tag: str | None = None,
     ) -> bytes:
+        """As `Source.read`, over as many connections as it takes."""
         if offset < 0 or (length is not None and length < 0):
-            raise Refused(f"{self.url}: {path}: {length} bytes from {offset} were asked for")
+            raise Refused(f"{self}: {path}: {length} bytes from {offset} were asked for")
         if length == 0:
             return b""
-        reading = _Reading(self, checked(path), offset, length, fresh, tag)
-        self._persist(path, reading.go_on, lambda: reading.got)
-        return reading.parts[0] if len(reading.parts) == 1 else b"".join(reading.parts)
+        got = bytearray()
+        headers = {"Cache-Control": "no-cache"} if fresh else {}
+        if tag is not None:
+            headers["If-Match"] = f'"{tag}"'
+        whole = length  # null until the relay has said it
+
+        def attempt(wait_s: float) -> None:
+            nonlocal whole
+            if whole == len(got):
+                return  # the connection broke after the last byte
+            begin = offset + len(got)
+            last = "" if whole is None else offset + whole - 1
+            headers["Range"] = f"bytes={begin}-{last}"
+            response = self._request("files", checked(path), wait_s, headers)
+            try:
+                coming = int(response.headers.get("Content-Length", -1))
+                whole = len(got) + coming if whole is None else whole
+                if coming != whole - len(got):
+                    raise TransferError(
+                        f"{self}: {path}: {whole - len(got)} bytes from {begin} were asked for, "
+                        f"the relay sends {coming}"
+                    )
+                # what comes over the next connection must be of the same file
+                headers["If-Match"] = response.headers.get("ETag", '"none"')
+                while piece := response.read(_PIECE):
+                    got.extend(piece)
+                if len(got) != whole:
+                    raise urllib3.exceptions.ProtocolError(
+                        f"connection ended after {len(got)} of {whole} bytes"
+                    )
+                response.release_conn()
+            finally:
+                response.close()  # a whole answer has given its connection back by now
+
+        self._persist(path, attempt, got.__len__)
+        return bytes(got)
 
     def close(self) -> None:
         self._pool.close()
 
-    def _ask(
-        self, method: str, kind: str, path: str, type: type[T], body: bytes | None = None
-    ) -> T:
+    def _ask(self, kind: str, path: str, type: type[T]) -> T:
         def attempt(wait_s: float) -> T:
-            response = self.request(method, kind, path, wait_s, {}, body)
+            response = self._request(kind, path, wait_s, {})
             try:
                 return msgspec.json.decode(response.read(), type=type)
             except msgspec.DecodeError as error:
                 raise TransferError(
-                    f"{self.url}: {kind} of {path!r}: no sensible answer: {error}"
+                    f"{self}: {kind} of {path!r}: no sensible answer: {error}"
                 ) from error
             finally:
                 response.release_conn()
@@ -162,29 +166,20 @@ class Relayed:
                 until, before, pause = time.monotonic() + self.timeout_s, progress(), _FIRST_PAUSE_S
             if time.monotonic() + pause > until:
                 raise TransferError(
-                    f"{self.url}: {path}: {why}; given up after {self.timeout_s:g} s without a byte"
+                    f"{self}: {path}: {why}; given up after {self.timeout_s:g} s without a byte"
                 ) from why
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def request(
-        self,
-        method: str,
-        kind: str,
-        path: str,
-        wait_s: float,
-        headers: dict[str, str],
-        body: bytes | None = None,
+    def _request(
+        self, kind: str, path: str, wait_s: float, headers: dict[str, str]
     ) -> urllib3.BaseHTTPResponse:
         """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing`
         or `Refused`."""
-        # less: to hear from it what it lacks
-        words = self._headers | headers | {"X-Rose-Wait": f"{0.8 * wait_s:.3f}"}
         response = self._pool.request(
-            method,
-            f"/{kind}/{quote(path)}",
-            body=body,
-            headers=words,
+            "GET",
+            f"/{kind}/{quote(self._root + path)}",
+            headers=self._headers | headers,
             retries=False,
             redirect=False,
             preload_content=False,
@@ -198,65 +193,6 @@ class Relayed:
             raise _Unavailable(text)
         if "X-Rose-Relay" not in response.headers:
             raise Refused(
-                f"{self.url}: {path}: no relay of ROSE answers there, but something else: "
-                f"{text[:200]}"
+                f"{self}: {path}: no relay of ROSE answers there, but something else: {text[:200]}"
             )
-        kinds = {401: Refused, 404: Missing, 412: Changed}
-        raise kinds.get(response.status, Refused)(f"{self.url}: {path}: {text}")
-
-
-class _Reading:
-    """One range of one file, gathered over as many connections as it takes."""
-
-    def __init__(
-        self,
-        relayed: Relayed,
-        path: str,
-        offset: int,
-        length: int | None,
-        fresh: bool,
-        tag: str | None,
-    ):
-        self._relayed, self._path, self._offset, self._length = relayed, path, offset, length
-        self._fresh, self._tag = fresh, tag
-        self.parts: list[bytes] = []
-        self.got = 0
-
-    def go_on(self, wait_s: float) -> None:
-        """Ask for what is missing. Raises urllib3's errors where the connection ended before its
-        time."""
-        if self.got == self._length:
-            return
-        begin = self._offset + self.got
-        end = "" if self._length is None else self._offset + self._length - 1
-        headers = {"Range": f"bytes={begin}-{end}"}
-        if self._tag is not None:
-            headers["If-Match"] = f'"{self._tag}"'
-        if self._fresh:
-            headers["X-Rose-Fresh"] = "1"
-        response = self._relayed.request("GET", "files", self._path, wait_s, headers)
-        try:
-            self._expect(response, begin)
-            while piece := response.read(_PIECE):
-                self.parts.append(piece)
-                self.got += len(piece)
-            if self.got != self._length:
-                raise urllib3.exceptions.ProtocolError(
-                    f"connection ended after {self.got} of {self._length} bytes"
-                )
-            response.release_conn()
-        finally:
-            response.close()  # a whole answer has given its connection back by now
-
-    def _expect(self, response: urllib3.BaseHTTPResponse, begin: int) -> None:
-        """Note what file this is, for the next connection, and how long. Raises `TransferError` if
-        the relay sends something else than was asked for."""
-        length = int(response.headers.get("Content-Length", -1))
-        if self._length is None:
-            self._length = begin - self._offset + length
-        self._tag = self._tag or response.headers.get("ETag", "").strip('"') or None
-        if length != self._length - self.got:
-            raise TransferError(
-                f"{self._relayed.url}: {self._path}: {self._length - self.got} bytes from {begin} "
-                f"were asked for, the relay sends {length}"
-            )
+        raise _FINAL.get(response.status, Refused)(f"{self}: {path}: {text}")

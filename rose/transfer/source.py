@@ -5,38 +5,22 @@ HTTP.
 
 Paths are relative to the store's root and separated by "/"; names that begin with a dot are other
 people's temporary files, neither listed nor read. Files never change under their name while their
-version lives; one that was written anew after a resumed run has another `Stat.tag`. A lease
-(`hold`) keeps folders from the garbage collector, which asks `leases`. Errors are `TransferError`s
-that name the store and the path.
+version lives; one that was written anew after a resumed run has another `Stat.tag`. Errors are
+`TransferError`s that name the store and the path.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat as modes
-import time
-import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
-
-from rose.files import write_whole
 from rose.transfer.errors import Missing, TransferError
 
-LEASES = "leases"  # folder of the root
-MAX_LEASE_S = (
-    3600.0  # a reader renews within minutes; whoever does not is gone, and its lease with it
-)
-FORGET_S = (
-    60.0  # expired for so long: removed. Not at once: its holder may be renewing it this moment
-)
 _MAX_PATH = 180  # characters: a relay makes one file name of a folder's path
 _NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*")  # of a file or folder
-_HOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 
 
@@ -54,15 +38,13 @@ class Stat(NamedTuple):
 
 
 class Source(Protocol):
-    """Used from several threads at once. `hold` refuses more than `MAX_LEASE_S` seconds."""
+    """Used from several threads at once."""
 
     def names(self, path: str) -> list[str]:
         """Sorted names in the folder `path` ("" is the root); [] if there is none."""
 
-    def size(self, path: str) -> int | None:
-        """Bytes of the file; None if there is none."""
-
-    def stat(self, path: str) -> Stat | None: ...
+    def stat(self, path: str) -> Stat | None:
+        """None if there is no such file."""
 
     def read(
         self,
@@ -75,10 +57,6 @@ class Source(Protocol):
         """Exactly `length` bytes (None: to the end) from `offset`. `fresh`: trust no cache, for
         bytes that were found corrupted. Raises `Missing`, `Changed` if a `tag` is given and is not
         the file's, or `TransferError`."""
-
-    def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        """Lease: these folders (such as "v000012/from-000011") are not collected for `seconds`.
-        Replaces the holder's former list; [] gives all back."""
 
     def close(self) -> None: ...
 
@@ -117,19 +95,6 @@ def checked(path: str, root_too: bool = False) -> str:
     )
 
 
-def checked_lease(holder: str, edges: list[str], seconds: float) -> None:
-    """Raises `Refused` for what is no lease."""
-    if not _HOLDER.fullmatch(holder):
-        raise Refused(f"holder {holder[:200]!r}: expected 1 to 100 letters, digits or ._-")
-    if edges and not 0 < seconds <= MAX_LEASE_S:
-        raise Refused(
-            f"lease of {holder} for {seconds} s: expected more than 0, {MAX_LEASE_S:.0f} at most; "
-            "renew it"
-        )
-    for edge in edges:
-        checked(edge)
-
-
 class Folder:
     """A store in a folder. Every read opens the file anew: that is what makes NFS look whether it
     is still the one."""
@@ -152,10 +117,6 @@ class Folder:
             return []
         except OSError as error:
             raise TransferError(f"{self.root / path}: {error.strerror}") from error
-
-    def size(self, path: str) -> int | None:
-        found = self.stat(path)
-        return None if found is None else found.size
 
     def stat(self, path: str) -> Stat | None:
         try:
@@ -221,37 +182,6 @@ class Folder:
             at += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        """As `Source.hold`. On a store that takes no files, or whose disk is full, a lease is not
-        possible: warns once and goes on."""
-        checked_lease(holder, edges, seconds)
-        path = self.root / LEASES / f"{holder}.json"
-        try:
-            if edges:
-                path.parent.mkdir(exist_ok=True)
-                write_whole(
-                    path, msgspec.json.encode({"edges": edges, "until": time.time() + seconds})
-                )
-            else:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            if error.errno not in (
-                errno.EROFS,
-                errno.EACCES,
-                errno.EPERM,
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EFBIG,
-            ):
-                raise TransferError(f"{path}: lease not written: {error.strerror}") from error
-            if not self._warned:
-                warnings.warn(
-                    f"{path}: {error.strerror}: this store takes no leases, so versions may be "
-                    "collected while they are read, and readers then begin anew",
-                    stacklevel=2,
-                )
-            self._warned = True
-
     def close(self) -> None:
         """Nothing stays open."""
 
@@ -267,57 +197,21 @@ def _stat(status: os.stat_result) -> Stat:
     return Stat(status.st_size, f"{status.st_size:x}-{status.st_mtime_ns:x}")
 
 
-class _Lease(msgspec.Struct):
-    edges: list[str]
-    until: float  # unix seconds, of the holder's clock
+class Mirrored:
+    """`source`, whose files are read from `folder`, this node's memory, where they are there: what
+    `rose.transfer.mirror` keeps. Bytes found damaged there (`fresh`) are read from `source`."""
 
-
-def leases(root: str | Path, now: float) -> set[str]:
-    """The folders that some reader holds at `now` (unix seconds)."""
-    return set(held_until(root, now))
-
-
-def held_until(root: str | Path, now: float) -> dict[str, float]:
-    """Folders that are held at `now`, and until when (both unix seconds).
-
-    No lease is longer than `MAX_LEASE_S` after its file was written, whatever it says. A file that
-    can't be read holds nothing, as it doesn't say what: its reader finds a folder gone, at worst,
-    and takes another route. Both kinds are removed when that time is over, expired ones after
-    `FORGET_S`."""
-    held: dict[str, float] = {}
-    for path in Path(root, LEASES).glob("*.json"):
-        with suppress(OSError):  # given back meanwhile; or not ours to remove
-            longest = path.stat().st_mtime + MAX_LEASE_S
-            try:
-                lease = msgspec.json.decode(path.read_bytes(), type=_Lease)
-                until = min(lease.until, longest)
-            except (OSError, msgspec.DecodeError):
-                lease, until = _Lease([], longest), longest
-            if until > now:
-                for edge in lease.edges:
-                    held[edge] = max(until, held.get(edge, 0.0))
-            elif until + FORGET_S < now:
-                path.unlink()
-    return held
-
-
-class Within:
-    """A folder of another source as a store of its own."""
-
-    def __init__(self, source: Source, folder: str):
-        self._source, self._folder = source, checked(folder)
+    def __init__(self, source: Source, folder: str | Path):
+        self._source, self._near = source, Folder(folder)
 
     def __str__(self) -> str:
-        return f"{self._source}/{self._folder}"
+        return str(self._source)
 
     def names(self, path: str) -> list[str]:
-        return self._source.names(f"{self._folder}/{path}" if path else self._folder)
-
-    def size(self, path: str) -> int | None:
-        return self._source.size(f"{self._folder}/{path}")
+        return self._source.names(path)
 
     def stat(self, path: str) -> Stat | None:
-        return self._source.stat(f"{self._folder}/{path}")
+        return self._source.stat(path)
 
     def read(
         self,
@@ -327,10 +221,16 @@ class Within:
         fresh: bool = False,
         tag: str | None = None,
     ) -> bytes:
-        return self._source.read(f"{self._folder}/{path}", offset, length, fresh, tag)
+        if not fresh:
+            try:
+                return self._near.read(path, offset, length)
+            except TransferError:  # not sent to this node, removed since, or no memory left
+                pass
+        return self._source.read(path, offset, length, fresh, tag)
 
-    def hold(self, holder: str, edges: list[str], seconds: float) -> None:
-        self._source.hold(holder, [f"{self._folder}/{edge}" for edge in edges], seconds)
+    def mirrors(self, folder: str) -> bool:
+        """Whether files of this folder are read from this node's memory."""
+        return bool(self._near.names(folder))
 
     def close(self) -> None:
         self._source.close()

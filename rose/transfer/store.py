@@ -20,6 +20,7 @@ import io
 import os
 import shutil
 import time
+from collections import deque
 from pathlib import Path
 
 import h5py
@@ -141,7 +142,7 @@ def hash_of(sealed: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(sealed)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes | memoryview) -> None:
     """Whole or not at all, and on the disk. Raises `TransferError`."""
     try:
         write_whole(path, data, sync=True)
@@ -177,8 +178,9 @@ class EdgeWriter:
     def __init__(self, store: Path, plan: Plan, version: int, base: int | None, rank: int):
         self.path = Path(store) / edge_name(version, base) / f"rank-{rank:05d}.h5"
         self._attributes = _attributes(plan, version, base, rank)
-        self._payloads: list[np.ndarray] = []
+        self._payloads: deque[np.ndarray] = deque()
         self._entries: list[tuple] = []
+        self._image: memoryview | None = None
         self.nbytes = 0
 
     def add(self, block: int, payload: np.ndarray, old: bytes, new: bytes) -> None:
@@ -190,68 +192,31 @@ class EdgeWriter:
         self._payloads.append(payload)
         self.nbytes += payload.size
 
-    def table(self) -> np.ndarray:
-        """(entries,) of dtype `ENTRY`."""
-        return np.array(self._entries, dtype=ENTRY)
+    def image(self) -> memoryview:
+        """The bytes of the file; nothing can be added any more. HDF5 never sees the disk: closing a
+        file after a write that failed, it can end the process (segmentation fault)."""
+        if self._image is None:
+            sink = io.BytesIO()
+            with h5py.File(sink, "w", libver="latest") as file:
+                file.attrs.update(self._attributes)
+                data, at = file.create_dataset("data", (self.nbytes,), np.uint8), 0
+                while self._payloads:
+                    payload = self._payloads.popleft()
+                    data[at : at + payload.size] = payload
+                    at += payload.size
+                file.create_dataset("blocks", data=np.array(self._entries, dtype=ENTRY))
+            self._image = sink.getbuffer()
+        return self._image
 
     def finish(self) -> Path:
         """Sync to disk and give the file its name. Raises `TransferError`; the unfinished file is
         removed then."""
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _Sink(partial, "w+b") as sink:
-                with h5py.File(sink, "w", libver="latest") as file:
-                    self._write(file)
-                if sink.error is not None:
-                    raise sink.error
-            sync(partial)
-            os.replace(partial, self.path)
-            sync(self.path.parent)
-        except (OSError, RuntimeError, ValueError) as error:
-            partial.unlink(missing_ok=True)
+        except OSError as error:
             raise TransferError(f"{self.path}: not written: {error}") from error
+        write_file(self.path, self.image())
         return self.path
-
-    def _write(self, file: h5py.File) -> None:
-        file.attrs.update(self._attributes)
-        data = file.create_dataset("data", (self.nbytes,), np.uint8)
-        at = 0
-        for payload in self._payloads:
-            data[at : at + payload.size] = payload
-            at += payload.size
-        file.create_dataset("blocks", data=self.table())
-
-
-class _Sink(io.FileIO):
-    """The file that HDF5 writes to. It is never told of a write that fails, as on a full disk:
-    closing a file after that, HDF5 can end the process (segmentation fault). `error` is the first
-    one."""
-
-    error: OSError | None = None
-    _end = 0  # as HDF5 is told: bytes that found no room among them
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return super().seek(offset + self._end if whence == 2 else offset, whence % 2)
-
-    def write(self, data) -> int:
-        left = memoryview(data).cast("B")
-        size, end = len(left), self.tell() + len(left)
-        try:
-            while left and self.error is None:
-                left = left[super().write(left) :]
-        except OSError as error:
-            self.error = error
-        self._end = max(self._end, self.seek(end))
-        return size
-
-    def truncate(self, size: int | None = None) -> int:
-        self._end = self.tell() if size is None else size
-        try:
-            super().truncate(self._end)
-        except OSError as error:
-            self.error = self.error or error
-        return self._end
 
 
 def commit(

@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -16,10 +17,10 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
-from rose.transfer.broadcasts import make_broadcast
+from rose.transfer.broadcast import make_broadcast
+from rose.transfer.mirror import Mirror
 
 SECONDS, DEADLINE_S = 15.0, 30.0
-TABLE = bytes(3000)
 
 
 def payload(number: int) -> bytes:
@@ -27,24 +28,15 @@ def payload(number: int) -> bytes:
     return rng.bytes(int(rng.integers(1000, 400_000)))
 
 
-class Compare:
-    """A sink that checks each broadcast."""
+class Compare(Mirror):
+    """Checks each file, and counts them."""
 
-    def __init__(self):
-        self.ended = 0
+    ended = 0
 
-    def begin(self, root, name):
-        assert name == f"v{self.ended}"
-        self.got = bytearray()
-
-    def payload(self, root, data):
-        self.got += data
-
-    def table(self, root, data):
-        assert bytes(data) == TABLE
-
-    def end(self, root):
-        assert self.got == payload(self.ended)
+    def finish(self, name):
+        super().finish(name)
+        assert name == f"v{self.ended}/full/rank-00000.h5"
+        assert (self.path / name).read_bytes() == payload(self.ended)
         self.ended += 1
 
 
@@ -69,11 +61,10 @@ async def swallow():
 def publish():
     draw, end, number = random.Random(2), time.monotonic() + SECONDS - 1, 0
     while time.monotonic() < end:
-        stream = broadcast.begin(f"v{number}")
-        stream.send(payload(number))
-        stream.finish(TABLE)
+        broadcast.send(f"v{number}/full/rank-00000.h5", payload(number))
         number += 1
         time.sleep(draw.random() * 0.02)
+    broadcast.flush()
     box.send(2, p.Shutdown(str(number)))
     assert box.flush(DEADLINE_S)
     return number
@@ -92,17 +83,17 @@ async def listen():
         if words % 5 == 0:
             box.send(0, message)
     assert words == said[0]
-    while sink.ended < said[1]:
+    while broadcast.mirror.ended < said[1]:
         await asyncio.sleep(0.01)
 
 
 async def take_all():
-    frames = asyncio.ensure_future(broadcast.receive(sink))
+    frames = asyncio.ensure_future(broadcast.receive())
     words = asyncio.ensure_future(listen())
     await asyncio.wait([frames, words], return_when="FIRST_COMPLETED", timeout=SECONDS + DEADLINE_S)
     if frames.done():
         frames.result()
-    assert words.done(), f"words or frames are missing: {sink.ended} broadcasts came"
+    assert words.done(), f"words or frames are missing: {broadcast.mirror.ended} broadcasts came"
     words.result()
     frames.cancel()
 
@@ -110,14 +101,16 @@ async def take_all():
 world = MPI.COMM_WORLD
 mpi_process.unname(world)
 rank = world.Get_rank()
-box, sink = Mailbox(world), Compare()
-broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S) if rank else None
+box, run_dir = Mailbox(world), Path(f"traffic-{os.getppid()}")
+broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S, run_dir, 1 << 30) if rank else None
 if rank == 0:
     asyncio.run(flood())
 elif rank == 1:
     print(publish(), "broadcasts sent", flush=True)
 else:
+    broadcast.mirror = Compare(broadcast.mirror.path, 1, 1 << 30)
     asyncio.run(take_all())
-    print(sink.ended, "broadcasts taken", flush=True)
+    broadcast.close()
+    print(broadcast.mirror.ended, "broadcasts taken", flush=True)
 world.Barrier()
 os._exit(0)  # as the ranks of a run: receives are still posted

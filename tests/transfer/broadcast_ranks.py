@@ -1,7 +1,8 @@
 """Real MPI ranks that broadcast; run by test_broadcast.py under mpiexec: `broadcast_ranks.py CASE
 FOLDER`.
 
-Rank 0 belongs to no broadcast (a coordinator), then come the roots, then the receivers.
+Rank 0 belongs to no broadcast (a coordinator), then come the trainer ranks, then the rollout ranks.
+Each rollout rank is a node of its own, with a folder for its memory, but in the case "shared".
 """
 
 import asyncio
@@ -19,11 +20,9 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
-from rose.transfer.broadcast import FRAME_BYTES
-from rose.transfer.broadcast_mpi import MpiBroadcast
-from rose.transfer.broadcasts import make_broadcast
+from rose.transfer import mirror as mirrors
+from rose.transfer.broadcast import PIECE, WINDOW, Broadcast, make_broadcast
 from rose.transfer.errors import TransferError
-from rose.transfer.mirror import Mirror
 
 case, folder = sys.argv[1], Path(sys.argv[2])
 world = MPI.COMM_WORLD
@@ -31,62 +30,36 @@ mpi_process.unname(world)
 box = Mailbox(world)
 ours = world.Split(world.Get_rank() > 0)
 VERSIONS = 4
+LIMIT = 64 << 20
 
 
-def payloads(root: int, version: int) -> list[bytes]:
-    """What `root` sends of `version`: sizes of none, of a few bytes, of about a frame and of
-    several."""
-    rng = np.random.default_rng([root, version])
-    sizes = [
-        0,
-        *rng.integers(1, 3000, 20),
-        FRAME_BYTES - 1,
-        0,
-        FRAME_BYTES,
-        1,
-        3 * FRAME_BYTES + 17,
-        *rng.integers(0, 99, 5),
-    ]
-    if version == 2:
-        sizes = [0] * root  # nothing at all
-    return [rng.bytes(size) for size in sizes]
+def content(root: int, version: int) -> bytes:
+    """Files of a few bytes, of about a piece and of more than are under way at once."""
+    sizes = [1, 3000, PIECE - 1, (WINDOW + 1) * PIECE + 17]
+    return np.random.default_rng([root, version]).bytes(sizes[(version + root) % VERSIONS])
 
 
-def table(root: int, version: int) -> bytes:
-    size = [0, 1, 300, FRAME_BYTES + 5][version]
-    return np.random.default_rng([7, root, version]).bytes(size)
-
-
-def name(version: int) -> str:
+def edge(version: int) -> str:
     return f"v{version:06d}/from-{version - 1:06d}"
 
 
-def send(broadcast, root: int) -> None:
+def name(version: int, root: int) -> str:
+    return f"{edge(version)}/rank-{root:05d}.h5"
+
+
+def send(broadcast: Broadcast) -> None:
+    """All versions; each once the receivers have the one before."""
+    for bad in ("../up", "/etc", "a//b", "", "a b", "x" * 200):
+        try:
+            broadcast.send(bad, b"x")
+        except TransferError as error:
+            assert f"name is {bad!r}" in str(error), error
+        else:
+            raise AssertionError(f"{bad!r} was not refused")
     for version in range(VERSIONS):
-        for bad in ("../up", "/etc", "a//b", "", "a b"):
-            refused(broadcast.begin, bad, f"name is {bad!r}")
-        stream = broadcast.begin(name(version))
-        refused(broadcast.begin, "next", f"before that of {name(version)!r} is finished")
-        for payload in payloads(root, version):
-            changing = bytearray(payload)
-            stream.send(changing)
-            changing[:] = bytes(len(payload))  # the caller's buffer is its own again
-            # while the stream's thread is in MPI too
-            box.send(0, p.AbortTurn("from a trainer rank", version))
-            if random.random() < 0.3:
-                time.sleep(0.003)
-            box.poll()
-        stream.finish(table(root, version))
-
-
-class Watched(Mirror):
-    """Counts the streams that have ended."""
-
-    ended = 0
-
-    def end(self, root: int) -> None:
-        super().end(root)
-        self.ended += 1
+        broadcast.send(name(version, broadcast.root), content(broadcast.root, version))
+        box.send(0, p.AbortTurn("while the thread is in MPI", version))
+        barrier()
 
 
 def barrier(comm=ours) -> None:
@@ -97,8 +70,7 @@ def barrier(comm=ours) -> None:
 
 
 async def chat() -> None:
-    """With the coordinator, all the time: the mailbox probes and receives on another
-    communicator."""
+    """With the coordinator, all the time: the mailbox receives on another communicator."""
     for number in itertools.count():
         box.send(0, p.AbortTurn(f"t{number}" * (number % 5_000), number))
         _, echo = await box.receive()
@@ -114,133 +86,93 @@ def echo() -> None:
         time.sleep(0.001)
 
 
-async def receive(broadcast, mirror: Watched, streams: int) -> None:
-    """Until all ranks have what they wait for: each passes frames on."""
-    chatting = asyncio.create_task(chat())
-    task, all_done = asyncio.create_task(broadcast.receive(mirror)), None
-    while not task.done() and not chatting.done() and not (all_done and all_done.Test()):
-        if mirror.ended == streams and not all_done:
-            all_done = ours.Ibarrier()
-        await asyncio.sleep(0.002)
-        time.sleep(random.choice([0, 0, 0, 0.02]))  # a loop that has other things to do
-    for ended in (task, chatting):
-        if ended.done():
-            ended.result()
-        ended.cancel()
-
-
-def check(mirror: Mirror, roots: int) -> None:
+async def receive(broadcast: Broadcast, roots: int, refused: tuple[int, ...] = ()) -> None:
+    tasks = [asyncio.create_task(chat()), asyncio.create_task(broadcast.receive())]
     for version in range(VERSIONS):
-        found = mirror.find(name(version))
-        assert (found / "complete").is_file()
-        for root in range(roots):
-            assert (found / f"rank-{root:05d}.payload").read_bytes() == b"".join(
-                payloads(root, version)
-            )
-            assert (found / f"rank-{root:05d}.table").read_bytes() == table(root, version)
+        why = await broadcast.mirror.wait(edge(version))
+        assert bool(why) == (version in refused), (version, why)
+        for root in range(roots if not why else 0):
+            path = broadcast.mirror.path / name(version, root)
+            assert path.read_bytes() == content(root, version)
+        if why:
+            assert "File too large" in why or "its limit is" in why, why
+        all_done = ours.Ibarrier()
+        while not all_done.Test():
+            await asyncio.sleep(0.002)
+            time.sleep(random.choice([0, 0, 0, 0.02]))  # a loop that has other things to do
+    for task in tasks:
+        assert not task.done(), task.result()
+        task.cancel()
 
 
-def exchange(kind, roots: int, full: int | None = None) -> None:
-    """Every byte at every receiver but `full`, whose memory takes no file of more than a frame."""
-    broadcast = make(kind, roots, 30)
+def exchange(roots: int, shared: bool = False, over_torch: bool = False) -> None:
+    """Every byte at every rollout rank; the memory of the second takes no file of over a piece."""
+    full = None if shared else 1
+    broadcast = make(roots, 60, shared)
+    if over_torch:
+        import torch
+
+        broadcast.use_torch(torch.device("cpu"))
     if broadcast.root is not None:
-        send(broadcast, broadcast.root)
-        barrier()
-    else:
-        refused(
-            broadcast.begin,
-            "v1",
-            f"rollout rank {broadcast.receiver} can't begin a broadcast of 'v1'",
-        )
-        mirror = Watched(folder, 1, world.Get_rank(), roots, folder)
-        if broadcast.receiver == full:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FRAME_BYTES, FRAME_BYTES))
-        asyncio.run(receive(broadcast, mirror, roots * VERSIONS))
-        if broadcast.receiver == full:
-            assert sorted(mirror.failures) == [name(0), name(1), name(3)], mirror.failures
-            assert all("File too large" in why for why in mirror.failures.values())
-            assert mirror.find(name(0)) is None and mirror.find(name(2)) is not None
-        else:
-            check(mirror, roots)
-            print(f"identical at receiver {broadcast.receiver}")
-        mirror.close()
-        assert not mirror.path.exists()
-
-
-def silent_root() -> None:
-    """The second root begins and says no more; what the first one sends still comes, also after the
-    error."""
-    broadcast = make(MpiBroadcast, 2, 2)
-    if broadcast.root == 0:
-        send(broadcast, 0)
-        barrier()  # the receivers have raised
-        broadcast.begin("later").finish(b"")
-        barrier()
-    elif broadcast.root == 1:
-        broadcast.begin("v000009/full").send(bytes(2 * FRAME_BYTES))
-        barrier()
-        barrier()
-    else:
-        mirror = Watched(folder, 1, world.Get_rank(), 2, folder)
-        try:
-            asyncio.run(receive(broadcast, mirror, 99))
-        except TransferError as error:
-            print(f"receiver {broadcast.receiver} says: {error}")
-        assert mirror.ended == VERSIONS
-        barrier()
-        asyncio.run(receive(broadcast, mirror, VERSIONS + 1))
-        mirror.close()
+        send(broadcast)
+        return
+    index = world.Get_rank() - 1 - roots
+    assert broadcast.writes == (not shared or index == 0)
+    if index == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PIECE, PIECE))
+    # with two trainer ranks the large file is one of these versions'
+    asyncio.run(receive(broadcast, roots, (2, 3) if index == full else ()))
+    print(f"identical at rollout {index}", flush=True)
+    broadcast.close()
+    assert shared or not broadcast.mirror.path.exists()
 
 
 def deaf_receiver() -> None:
-    """The last receiver is away: first the rank before it says so, then the root."""
-    broadcast = make(MpiBroadcast, 1, 0.5)
-    if broadcast.root == 0:
-        stream = broadcast.begin("v000001/full")
-        try:
-            for _ in range(100):
-                stream.send(bytes(FRAME_BYTES))
-        except TransferError as error:
-            print(f"root says: {error}")
-    elif broadcast.receiver == 0:
-        mirror = Watched(folder, 1, world.Get_rank(), 1, folder)
-        try:
-            asyncio.run(receive(broadcast, mirror, 1))
-        except TransferError as error:
-            print(f"receiver 0 says: {error}")
-        mirror.close()
+    """The last rollout rank is away: neither the trainer rank nor the others wait for ever."""
+    broadcast = make(1, 2)
+    if broadcast.root is not None:
+        began = time.monotonic()
+        broadcast.send(name(1, 0), bytes(64 * PIECE))
+        assert time.monotonic() - began < 1, "the trainer goes on"
+        broadcast.send(name(2, 0), b"waits for the last one to be given up")
+        broadcast.send(name(3, 0), b"at once: nobody hears it")
+    elif world.Get_rank() < world.Get_size() - 1:
+        asyncio.run(give_up(broadcast))
+        broadcast.close()
 
 
-def refused(begin, name: str, words: str) -> None:
-    try:
-        begin(name)
-    except TransferError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"{name!r} was not refused")
+async def give_up(broadcast: Broadcast) -> None:
+    task = asyncio.create_task(broadcast.receive())
+    why = await broadcast.mirror.wait(edge(1))
+    print(f"rollout says: {why}", flush=True)
+    assert not task.done() and not list(broadcast.mirror.path.glob("v*"))
+    assert await broadcast.mirror.wait(edge(2)) == why  # at once
+    task.cancel()
 
 
-def make(kind, roots: int, deadline_s: float):
+def make(roots: int, deadline_s: float, shared: bool = False) -> Broadcast:
     ranks = range(1, world.Get_size())
-    return kind(world, ranks[:roots], ranks[roots:], deadline_s)
+    memory = folder if shared else folder / str(world.Get_rank())
+    memory.mkdir(exist_ok=True)
+    return Broadcast(world, ranks[:roots], ranks[roots:], deadline_s, folder, LIMIT, folder=memory)
 
 
+mirrors.BEGINS_S = mirrors.ARRIVES_S = 60.0  # nobody says here when a version was published
 random.seed(world.Get_rank())
 match case if world.Get_rank() else "outside":
     case "outside":
-        assert make_broadcast("mpi", world, [1], [2], 5) is None
+        assert make_broadcast("mpi", world, [1], [2], 5, folder, LIMIT) is None
         echo()
     case "exchange":
-        exchange(MpiBroadcast, 2, full=1)
+        exchange(2)
+    case "shared":
+        exchange(2, shared=True)
     case "gloo":
-        from rose.transfer.broadcast_nccl import TorchBroadcast
-
-        exchange(TorchBroadcast, 2)
-    case "silent":
-        silent_root()
+        exchange(2, over_torch=True)
     case "deaf":
+        LIMIT = 1 << 30
         deaf_receiver()
 if world.Get_rank():
     barrier(world)
 sys.stdout.flush()
-os._exit(0)  # as the ranks of a run: MPI_Finalize may abort while frames are under way
+os._exit(0)  # as the ranks of a run: MPI_Finalize may abort while pieces are under way

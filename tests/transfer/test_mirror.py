@@ -1,148 +1,134 @@
-"""What a rollout rank keeps in its node's memory: whole edges or none, and nothing after the
+"""What a node keeps in its memory of new versions: whole files or none, and nothing after the
 run."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from rose.transfer.mirror import Mirror
+from rose.transfer import mirror as mirrors
+from rose.transfer.mirror import Mirror, choose_path
 
-EDGE = "v000012/from-000011"
+EDGE, NEXT = "v000012/from-000011", "v000013/from-000012"
 
 
-def fill(mirror: Mirror, name: str = EDGE, roots: int = 2, size: int = 100) -> None:
-    for root in range(roots):
-        mirror.begin(root, name)
-    for part in range(2):
-        for root in range(roots):
-            mirror.payload(root, memoryview(bytes([root, part]) * (size // 2)))
-    for root in range(roots):
-        mirror.table(root, memoryview(b"table %d" % root))
-        mirror.end(root)
+def fill(mirror: Mirror, edge: str = EDGE, size: int = 100) -> None:
+    for root in range(2):
+        name = f"{edge}/rank-{root:05d}.h5"
+        if (buffer := mirror.open(name, size)) is not None:
+            buffer[:] = root
+            mirror.finish(name)
+
+
+def wait(mirror: Mirror, edge: str = EDGE) -> str:
+    return asyncio.run(mirror.wait(edge))
 
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_an_edge_is_complete_when_the_last_root_has_ended(tmp_path):
-    mirror = Mirror(tmp_path, 1, 4, 2, tmp_path)
-    assert mirror.path.stat().st_mode & 0o777 == 0o700
-    mirror.begin(0, EDGE)
-    mirror.begin(1, EDGE)
-    mirror.payload(0, memoryview(b"abc"))
-    assert (mirror.path / EDGE / "rank-00000.payload").read_bytes() == b"abc"  # as it comes
-    mirror.end(0)
-    assert mirror.find(EDGE) is None
-    mirror.table(1, memoryview(b"t"))
-    mirror.end(1)
-    assert mirror.find(EDGE) == mirror.path / EDGE
-    assert files(mirror.path / EDGE) == [
-        "complete",
-        "rank-00000.payload",
-        "rank-00000.table",
-        "rank-00001.payload",
-        "rank-00001.table",
-    ]
-    assert (mirror.path / EDGE / "rank-00001.payload").read_bytes() == b""
+def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path):
+    mirror, other = (Mirror(tmp_path / "m", 2, 1000) for _ in range(2))  # two ranks of the node
+    first = mirror.open(f"{EDGE}/rank-00000.h5", 100)
+    assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
+    first[:] = 7
+    mirror.finish(f"{EDGE}/rank-00000.h5")
+    mirror.open(f"{EDGE}/rank-00001.h5", 50)
+
+    async def last():
+        waiting = asyncio.create_task(other.wait(EDGE))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        mirror.finish(f"{EDGE}/rank-00001.h5")
+        return await asyncio.wait_for(waiting, 10)
+
+    assert asyncio.run(last()) == ""
+    assert (mirror.path / EDGE / "rank-00000.h5").read_bytes() == bytes([7]) * 100
     mirror.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_edges_may_come_at_once(tmp_path):
-    mirror = Mirror(tmp_path, 1, 4, 2, tmp_path)
-    mirror.begin(0, EDGE)
-    mirror.end(0)
-    mirror.begin(0, "v000013/from-000012")  # root 1 is an edge behind
-    mirror.begin(1, EDGE)
-    mirror.end(1)
-    assert mirror.find(EDGE) is not None and mirror.find("v000013/from-000012") is None
+def test_a_new_edge_takes_the_place_of_the_last_and_spares_who_reads_it(tmp_path):
+    mirror = Mirror(tmp_path / "m", 2, 1000)
+    fill(mirror)
+    with open(mirror.path / EDGE / "rank-00001.h5", "rb") as reader:
+        fill(mirror, NEXT)
+        assert reader.read() == bytes([1]) * 100
+    assert files(mirror.path) == [f"{NEXT}/rank-00000.h5", f"{NEXT}/rank-00001.h5"]
 
 
-def test_keep_drops_old_edges_and_spares_those_still_coming(tmp_path):
-    mirror = Mirror(tmp_path, 1, 4, 2, tmp_path)
-    fill(mirror, EDGE)
-    fill(mirror, "v000012/full")
-    fill(mirror, "v000013/from-000012")
-    mirror.begin(0, "v000014/from-000013")
-    with open(mirror.path / EDGE / "rank-00000.payload", "rb") as reader:
-        mirror.keep(["v000012/full"])
-        assert len(reader.read()) == 200  # of a reader that has it open already
-    assert mirror.find(EDGE) is None and mirror.find("v000012/full") is not None
-    assert sorted(path.name for path in mirror.path.iterdir()) == ["v000012", "v000014"]
-    assert [path.name for path in (mirror.path / "v000012").iterdir()] == ["full"]
-
-
-def test_an_edge_over_the_limit_is_dropped_and_its_stream_goes_on(tmp_path):
-    mirror = Mirror(tmp_path, 1, 4, 2, tmp_path, limit_bytes=500)
-    fill(mirror, size=1000)
-    assert mirror.failures == {EDGE: "OSError: the mirror would hold 1000 bytes; its limit is 500"}
-    assert mirror.find(EDGE) is None and files(mirror.path) == []
-    fill(mirror, "v000013/from-000012")  # there is room again
-    assert mirror.find("v000013/from-000012") is not None
-    mirror.keep(["v000013/from-000012"])
-    assert mirror.failures == {}
+def test_an_edge_over_the_limit_is_refused_with_the_reason_and_the_next_is_not(tmp_path):
+    mirror = Mirror(tmp_path / "m", 2, 500)
+    fill(mirror, size=300)
+    assert wait(mirror) == "OSError: the mirror would hold 600 bytes; its limit is 500"
+    assert files(mirror.path) == [f"{EDGE}/refused"]
+    fill(mirror, NEXT)
+    assert wait(mirror, NEXT) == ""
+    assert files(mirror.path) == [f"{NEXT}/rank-00000.h5", f"{NEXT}/rank-00001.h5"]
 
 
 def test_a_kernel_that_refuses_costs_the_edge_only(tmp_path):
     """Files of more than 200 kB are refused, as by memory that is full."""
     script = f"""
-import resource
+import asyncio, resource
 from pathlib import Path
 from rose.transfer.mirror import Mirror
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-mirror = Mirror(Path({str(tmp_path)!r}), 1, 0, 1, Path({str(tmp_path)!r}))
-for name, size in (("a", 300_000), ("b", 150_000)):
-    mirror.begin(0, name)
-    mirror.payload(0, memoryview(bytes(size)))
-    mirror.payload(0, memoryview(b"more"))
-    mirror.table(0, memoryview(b"table"))
-    mirror.end(0)
-assert mirror.find("a") is None and mirror.find("b") is not None
-assert [path.name for path in mirror.path.iterdir()] == ["b"]
-print(mirror.failures)
+mirror = Mirror(Path({str(tmp_path / "m")!r}), 1, 1 << 30)
+for edge, size in (("v1/full", 300_000), ("v2/full", 150_000)):
+    name = f"{{edge}}/rank-00000.h5"
+    if mirror.open(name, size) is not None:
+        mirror.finish(name)
+    print(asyncio.run(mirror.wait(edge)))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "{'a': 'OSError: [Errno 27] File too large'}" in done.stdout
+    assert done.stdout == "OSError: [Errno 27] File too large\n\n"
+    assert files(tmp_path / "m") == ["v2/full/rank-00000.h5"]
 
 
-def test_without_a_folder_every_edge_fails_and_nothing_raises(tmp_path):
-    mirror = Mirror(tmp_path, 1, 4, 2, tmp_path / "absent")
+def test_without_a_folder_every_edge_is_read_from_the_store_and_nothing_raises(tmp_path):
+    mirror = Mirror(tmp_path / "absent" / "m", 2, 1000)
     fill(mirror)
-    assert mirror.find(EDGE) is None
-    assert "absent" in mirror.failures[EDGE] and "could not be made" in mirror.failures[EDGE]
+    assert "not broadcast within 0.2 s" in wait(mirror)
     mirror.close()
+
+
+def test_a_mirror_that_was_given_up_says_so_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirrors, "BEGINS_S", 60.0)
+    mirror = Mirror(tmp_path / "m", 2, 1000)
+    fill(mirror)
+    mirror.give_up("no piece came")
+    assert wait(mirror, NEXT) == "no piece came" and files(mirror.path) == ["refused"]
 
 
 def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_path):
     runs = [tmp_path / "run", tmp_path / "another"]
     script = (
-        "from pathlib import Path; from rose.transfer.mirror import Mirror; import os\n"
-        f"for run in {[str(run) for run in runs]!r}: print(Mirror(Path(run), 1, 4, 2, "
-        f"Path({str(tmp_path)!r})).path)\n"
-        "os._exit(9)"
+        "from pathlib import Path; from rose.transfer.mirror import choose_path\n"
+        f"for run in {[str(run) for run in runs]!r}:\n"
+        f"    path = choose_path(Path(run), Path({str(tmp_path)!r})); path.mkdir(); print(path)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     dead, other = map(Path, done.stdout.split())
-    alive = Mirror(runs[0], 1, 5, 2, tmp_path)
+    alive = choose_path(runs[0], tmp_path)
+    alive.mkdir()
     assert not dead.exists() and other.is_dir()
     # our pid, of another start
-    reused = alive.path.with_name(alive.path.name.rpartition(".")[0] + ".1")
+    reused = alive.with_name(alive.name.rpartition(".")[0] + ".1")
     reused.mkdir()
-    Mirror(runs[0], 2, 4, 2, tmp_path)
-    assert alive.path.is_dir() and not reused.exists()
+    assert choose_path(runs[0], tmp_path) == alive
+    assert alive.is_dir() and not reused.exists()
 
 
 def test_a_node_without_shared_memory_uses_its_folder_for_temporary_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("rose.transfer.mirror.SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(mirrors, "SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    mirror = Mirror(tmp_path, 1, 4, 2)
-    assert mirror.path.parent == tmp_path and f"rose-{os.getuid()}-" in mirror.path.name
-    fill(mirror)
-    assert mirror.find(EDGE) is not None
+    path = choose_path(tmp_path)
+    assert path.parent == tmp_path and f"rose-{os.getuid()}-" in path.name

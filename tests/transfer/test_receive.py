@@ -10,7 +10,6 @@ import torch
 from relays import TOKEN, Running
 
 from rose.transfer import TransferError
-from rose.transfer.edge import COMPLETE, StoredEdge, pack_table, read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, materialise, whole
 from rose.transfer.source import Folder
@@ -303,39 +302,33 @@ def test_a_store_made_anew_by_another_attempt_is_not_taken_for_the_old_one(tmp_p
 
 def mirrored(history: History, folder, step):
     """The copy of an edge as a broadcast leaves it."""
-    source = Folder(history.store)
-    plan, digest = read_plan(source)
-    edge = StoredEdge(source, *step, plan, digest)
-    target = folder / edge.name
-    target.mkdir(parents=True)
-    for rank, file in enumerate(edge.files):
-        data = (history.store / edge.name / file.file).read_bytes()
-        (target / f"rank-{rank:05d}.payload").write_bytes(
-            data[file.data_offset : file.data_offset + file.data_size]
-        )
-        (target / f"rank-{rank:05d}.table").write_bytes(pack_table(edge.table(rank)))
-    (target / COMPLETE).touch()
+    target = folder / edge_name(*step)
+    shutil.copytree(history.store / edge_name(*step), target)
+    (target / MANIFEST).unlink()
     return target
 
 
 def test_what_this_node_was_sent_is_read_there(eight, tmp_path):
     mirrored(eight, tmp_path / "mirror", (7, 6))
-    shutil.rmtree(eight.store / "v000007")
+    for path in (eight.store / "v000007/from-000006").glob("rank-*.h5"):
+        path.unlink()
     reader = Reader(eight, 6, tmp_path / "mirror")
-    assert reader.load(7) == ["v000007/from-000006"] and same(reader.live, eight.weights[7])
+    staged = reader.stage(7)
+    assert staged.route == ["v000007/from-000006"] and staged.mirrored == 1
+    staged.flip()
+    assert same(reader.live, eight.weights[7])
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda edge: flip_byte(edge / "rank-00001.payload"),
-        lambda edge: flip_byte(edge / "rank-00000.table", 7),
-        lambda edge: (edge / "rank-00001.payload").write_bytes(b""),
-        lambda edge: (edge / "rank-00000.table").unlink(),
-        lambda edge: (edge / "rank-00000.table").write_bytes(b"short"),
-        lambda edge: (edge / COMPLETE).unlink(),
+        lambda edge: flip_byte(edge / "rank-00001.h5"),
+        lambda edge: flip_byte(edge / "rank-00001.h5", -1),
+        lambda edge: (edge / "rank-00001.h5").write_bytes(b""),
+        lambda edge: os.truncate(edge / "rank-00000.h5", 700),
+        lambda edge: (edge / "rank-00000.h5").unlink(),
     ],
-    ids=["payload", "table", "no payload", "no table", "short table", "incomplete"],
+    ids=["front", "end", "empty", "short", "no file"],
 )
 def test_a_damaged_copy_of_the_node_is_read_from_the_store_instead(eight, tmp_path, damage):
     damage(mirrored(eight, tmp_path / "mirror", (7, 6)))
@@ -343,14 +336,20 @@ def test_a_damaged_copy_of_the_node_is_read_from_the_store_instead(eight, tmp_pa
     assert reader.load(7) == ["v000007/from-000006"] and same(reader.live, eight.weights[7])
 
 
-def test_when_copy_and_store_are_damaged_both_are_named(eight, tmp_path):
-    flip_byte(mirrored(eight, tmp_path / "mirror", (7, 6)) / "rank-00001.payload")
+def test_the_copy_of_another_lineage_is_read_from_the_store_instead(eight, tmp_path):
+    other = History(tmp_path / "other", 8)
+    mirrored(other, tmp_path / "mirror", (7, 6))
+    reader = Reader(eight, 6, tmp_path / "mirror")
+    assert reader.load(7) == ["v000007/from-000006"] and same(reader.live, eight.weights[7])
+
+
+def test_when_copy_and_store_are_damaged_the_store_is_named(eight, tmp_path):
     edge = eight.store / "v000007/from-000006"
-    flip_byte(edge / "rank-00000.h5", table_of(edge))
+    for folder in (edge, mirrored(eight, tmp_path / "mirror", (7, 6))):
+        flip_byte(folder / "rank-00000.h5", table_of(edge))
     with pytest.raises(
         TransferError,
-        match=f"{tmp_path}/mirror/v000007/from-000006: rank 1's file: the payload of block "
-        rf".*{eight.store}/v000007/from-000006/rank-00000.h5: its table is damaged",
+        match=rf"{eight.store}/v000007/from-000006/rank-00000.h5: its table is damaged",
     ):
         Reader(eight, 6, tmp_path / "mirror").stage(7)
 

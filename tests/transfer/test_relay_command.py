@@ -86,12 +86,12 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
         time.sleep(0.001)
     far.send_signal(signal.SIGKILL)
     far.wait()
-    kept = sum(path.suffix != ".part" for path in (tmp_path / "far").glob("chunks/*/*"))
+    kept = sum(path.suffix != ".part" for path in (tmp_path / "far").glob("chunks/*"))
     assert kept >= 8
     far, _ = command(near_url, *options)
     reader.join(60)
     assert b"".join(parts) == data
-    assert len(list((tmp_path / "far").glob("chunks/*/*"))) == 24
+    assert len(list((tmp_path / "far").glob("chunks/*"))) == 24
     assert _metric(far_url, token, "upstream_bytes_total") == (24 - kept) * CHUNK
 
 
@@ -105,7 +105,7 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
     assert len(source.read(FILE, 0, 100)) == 100
     process.terminate()
     assert process.wait(20) == 0
-    assert not list((tmp_path / "cache").glob("chunks/*/*.part"))
+    assert not list((tmp_path / "cache").glob("chunks/*.part"))
     assert process.stderr.read() == ""
     with pytest.raises(TransferError, match=rf"{url}: {FILE}: .*refused.*; given up after 0.5 s"):
         source.read(FILE)
@@ -127,9 +127,7 @@ def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothi
         "--token-file",
         tmp_path / "secret",
     )
-    with pytest.raises(
-        TransferError, match="503: waited .* for the upstream: no answer yet; given up"
-    ):
+    with pytest.raises(TransferError, match=f"{url}: {FILE}: .*timed out.*; given up after 0.5 s"):
         open_source(url, "s" * 64, 0.5).read(FILE)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
         client.sendall(

@@ -1,26 +1,12 @@
-"""A folder as the source of weight versions: exact bytes, nothing outside of it, and leases that
-end."""
+"""A folder as the source of weight versions: exact bytes, and nothing outside of it."""
 
 import os
-import time
-import warnings
 
 import pytest
 
 from rose.transfer import TransferError
 from rose.transfer.relay_client import open_source
-from rose.transfer.source import (
-    FORGET_S,
-    MAX_LEASE_S,
-    Changed,
-    Folder,
-    Missing,
-    Refused,
-    Stat,
-    held_until,
-    leases,
-    read_token,
-)
+from rose.transfer.source import Changed, Folder, Mirrored, Missing, Refused, Stat, read_token
 
 EDGE = "v000002/from-000001"
 
@@ -61,8 +47,8 @@ def test_temporary_files_are_neither_listed_nor_read(store):
 def test_what_is_absent_is_told_apart_from_what_fails(store):
     source = open_source(store)
     assert source.names("v000003") == [] and source.names(f"{EDGE}/manifest.json") == []
-    assert source.size("v000003/full/manifest.json") is None and source.size(EDGE) is None
-    assert source.size(f"{EDGE}/rank-00000.h5") == 200
+    assert source.stat("v000003/full/manifest.json") is None and source.stat(EDGE) is None
+    assert source.stat(f"{EDGE}/rank-00000.h5").size == 200
     with pytest.raises(Missing, match="v000003/full/rank-00000.h5"):
         source.read("v000003/full/rank-00000.h5")
     with pytest.raises(Refused, match="no file"):
@@ -87,7 +73,7 @@ def test_what_is_absent_is_told_apart_from_what_fails(store):
     ],
 )
 def test_a_path_that_is_no_plain_relative_one_is_refused(store, path):
-    for ask in (Folder(store).read, Folder(store).stat, Folder(store).size):
+    for ask in (Folder(store).read, Folder(store).stat):
         with pytest.raises(Refused, match="expected names of letters"):
             ask(path)
     if path:
@@ -102,9 +88,9 @@ def test_a_link_out_of_the_store_is_refused_and_one_within_is_followed(store):
     for path in ("out", "up/secret"):
         with pytest.raises(Refused, match="a link out of the store"):
             Folder(store).read(path)
-    assert Folder(store).size("within/rank-00000.h5") == 200
+    assert Folder(store).stat("within/rank-00000.h5").size == 200
     (store.parent / "link").symlink_to(store)
-    assert Folder(store.parent / "link").size(f"{EDGE}/rank-00000.h5") == 200
+    assert Folder(store.parent / "link").stat(f"{EDGE}/rank-00000.h5").size == 200
 
 
 def test_a_file_that_was_written_anew_is_not_taken_for_the_one_that_was_looked_at(store):
@@ -122,69 +108,6 @@ def test_a_fifo_in_the_store_blocks_nobody(store):
     os.mkfifo(store / "fifo")
     with pytest.raises(TransferError, match="fifo: no file"):
         Folder(store).read("fifo")
-
-
-def test_a_lease_holds_until_it_expires_is_replaced_or_given_back(store):
-    source, now = Folder(store), time.time()
-    source.hold("node7.worker-0", [EDGE, "v000001/full"], 60)
-    source.hold("node8", [EDGE], 600)
-    assert leases(store, now) == {EDGE, "v000001/full"}
-    assert leases(store, now + 90) == {EDGE}
-    assert 590 < held_until(store, now)[EDGE] - now < 610
-    source.hold("node8", ["v000002/full"], 60)
-    assert leases(store, now) == {EDGE, "v000001/full", "v000002/full"}
-    source.hold("node7.worker-0", [], 0)
-    source.hold("node7.worker-0", [], 0)
-    assert leases(store, now) == {"v000002/full"}
-    assert leases(store, now + 60 + FORGET_S / 2) == set() and list(store.glob("leases/*.json"))
-    assert leases(store, now + 70 + FORGET_S) == set() and not list(store.glob("leases/*"))
-    assert leases(store / "nothing", now) == set()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"edges": 3, "until": 99999999999}', b"[]"])
-def test_a_lease_file_that_makes_no_sense_holds_nothing_and_goes_in_the_end(store, content):
-    (store / "leases").mkdir()
-    (store / "leases" / "broken.json").write_bytes(content)
-    assert leases(store, time.time()) == set() and list(store.glob("leases/*"))
-    assert leases(store, time.time() + MAX_LEASE_S + FORGET_S + 1) == set() and not list(
-        store.glob("leases/*")
-    )
-
-
-def test_no_lease_is_for_ever_whatever_its_file_says(store):
-    (store / "leases").mkdir()
-    (store / "leases" / "ahead.json").write_text(
-        '{"edges": ["v000001/full"], "until": 99999999999}'
-    )
-    assert leases(store, time.time()) == {"v000001/full"}
-    assert leases(store, time.time() + MAX_LEASE_S + 1) == set()
-
-
-@pytest.mark.parametrize(
-    "holder, edges, seconds, why",
-    [
-        ("", [EDGE], 1, "holder ''"),
-        ("../up", [EDGE], 1, "holder"),
-        ("x" * 101, [EDGE], 1, "holder"),
-        ("node", ["../v1"], 1, "path '../v1'"),
-        ("node", [EDGE], 0, "for 0 s"),
-        ("node", [EDGE], MAX_LEASE_S + 1, "renew"),
-    ],
-)
-def test_what_is_no_lease_is_refused(store, holder, edges, seconds, why):
-    with pytest.raises(Refused, match=why):
-        Folder(store).hold(holder, edges, seconds)
-
-
-def test_a_store_that_takes_no_files_is_read_without_leases_and_says_so_once(disk):
-    (disk.path / EDGE).mkdir(parents=True)
-    disk.fail()
-    source = Folder(disk.path)
-    with pytest.warns(UserWarning, match="takes no leases"):
-        source.hold("node", [EDGE], 60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        source.hold("node", [EDGE], 60)
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path):
@@ -215,3 +138,19 @@ def test_a_token_that_others_can_read_is_refused(tmp_path):
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(where, token, why):
     with pytest.raises(TransferError, match=why):
         open_source(where, token)
+
+
+def test_what_this_node_was_sent_is_read_there_and_the_rest_in_the_store(store, tmp_path):
+    near = tmp_path / "memory"
+    (near / EDGE).mkdir(parents=True)
+    (near / EDGE / "rank-00000.h5").write_bytes(bytes(range(199)) + b"x")
+    source, path = Mirrored(Folder(store), near), f"{EDGE}/rank-00000.h5"
+    assert source.mirrors(EDGE) and not source.mirrors("v000003/full")
+    assert source.read(path, 190, 10) == bytes(range(190, 199)) + b"x"
+    assert source.read(path, 190, 10, fresh=True) == bytes(range(190, 200))  # it was damaged
+    assert source.read(f"{EDGE}/manifest.json") == b"{}"
+    (near / path).unlink()  # room for another version
+    assert source.read(path, 199) == bytes([199])
+    with pytest.raises(Missing, match=f"{store}/v000003/x"):
+        source.read("v000003/x")
+    assert source.names(EDGE) == Folder(store).names(EDGE) and source.stat(path).size == 200
