@@ -7,7 +7,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 # Compiled afterwards, on all cores (pip uses one); some files of packages are templates and can't be.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
-UNIT := $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 8 -m "not slow"
+PYTEST := $(VENV)/bin/python -m pytest -q --durations=10
+UNIT := $(PYTEST) -n auto --maxprocesses 8 -m "not slow"
+SLOW := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
 .PHONY: train test unit lint soak gpu clean
@@ -18,7 +20,7 @@ train: $(VENV)/.stamp-run
 test: lint
 	scripts/install_test_packages.sh
 	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
-	$(VENV)/bin/python -m pytest -q -m slow $(ARGS) || [ $$? -eq $(NONE) ]
+	$(SLOW) $(ARGS) || [ $$? -eq $(NONE) ]
 
 unit: lint
 	$(UNIT) $(ARGS)

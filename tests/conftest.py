@@ -9,6 +9,9 @@ from pathlib import Path
 
 CPU_VARIABLES = {
     "OMP_WAIT_POLICY": "passive",
+    # Tests run on all cores already. And an engine is forked from this process, which must not have
+    # a pool of threads then (rose/engine/vllm_engine.py).
+    "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
@@ -33,6 +36,27 @@ settings.register_profile("rose", deadline=None, derandomize=True)
 settings.load_profile("rose")
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+# Folders whose slow tests take longest, which begin first, so that two processes end together.
+LONGEST = ("tests/slurm", "tests/job", "tests/engine", "tests/trainer", "tests/lending")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Groups for `--dist loadgroup`: the slow tests of a file share a process and so its warm
+    engines; those of Slurm's dev cluster share the cluster, of which a machine has one."""
+
+    def group(item) -> str:
+        file = item.nodeid.partition("::")[0]
+        return "tests/slurm" if file.startswith("tests/slurm/") else file
+
+    def begins(item) -> int:
+        of = [i for i, folder in enumerate(LONGEST) if item.nodeid.startswith(f"{folder}/")]
+        return of[0] if of and item.get_closest_marker("slow") else len(LONGEST)
+
+    items.sort(key=begins)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 [ABSENT]].
 
 The ranks gather through FOLDER, meet, and add their numbers up by DeepSpeed's world. ABSENT: that
-rank leaves when the place is known, and the others wait for it a few seconds only.
+rank leaves when the place is known, and the others wait for it a second only.
 """
 
 import json
@@ -49,7 +49,7 @@ def main(folder: str, rank: int, interface: str | None = None, absent: str = "")
     from rose.trainer.trainer import _Peers
 
     if absent:
-        deepspeed_engine.MEET_S = 5.0
+        deepspeed_engine.MEET_S = 1.0
     on_hosts = deepspeed_engine.join_world(torch.device("cpu"), rank, WORLD, place, 600.0)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)

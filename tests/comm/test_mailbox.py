@@ -1,7 +1,6 @@
 """The mailbox between real MPI ranks."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from rose.launch.local import find_mpiexec
 HERE = Path(__file__).parent
 
 
-def ranks(script: str) -> str:
+def ranks(*script: str) -> str:
     env = os.environ | {
         "MPIR_CVAR_CH4_NETMOD": "ofi",
         "FI_PROVIDER": "tcp;ofi_rxm",
@@ -21,11 +20,12 @@ def ranks(script: str) -> str:
         "PYTHONPATH": str(HERE.parents[1]),
     }
     ran = subprocess.run(
-        [find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, str(HERE / script)],
+        [find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, *script],
+        cwd=HERE,
         env=env,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -38,5 +38,4 @@ def test_real_ranks_exchange_messages_of_all_sizes():
 
 @pytest.mark.slow
 def test_words_and_broadcasts_to_one_rank_all_arrive():
-    counts = re.findall(r"(\d+) broadcasts", ranks("traffic_ranks.py"))
-    assert len(counts) == 2 and counts[0] == counts[1] != "0"
+    assert ranks("traffic_ranks.py", "300") == "300 broadcasts taken\n"

@@ -1,13 +1,14 @@
-"""Three real MPI ranks: 0 floods 2 with words of many sizes while 1 broadcasts to it; run by
-test_mailbox.py.
+"""Three real MPI ranks: 0 floods 2 with words of many sizes while 1 broadcasts to it as often as is
+asked: traffic_ranks.py BROADCASTS; run by test_mailbox.py, and for longer by `make soak`.
 
-A mailbox that probed lost a frame of the broadcast within a minute of this, and the run stood
+A mailbox that probed lost a frame of the broadcast within a few thousand of them, and the run stood
 still.
 """
 
 import asyncio
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from rose.comm.mailbox import Mailbox
 from rose.transfer.broadcast import make_broadcast
 from rose.transfer.mirror import Mirror
 
-SECONDS, DEADLINE_S = 15.0, 30.0
+BROADCASTS = int(sys.argv[1])
+DEADLINE_S = 60.0 + BROADCASTS / 10  # a hundred a second come on a machine that is free
 
 
 def payload(number: int) -> bytes:
@@ -41,33 +43,35 @@ class Compare(Mirror):
 
 
 async def flood():
-    draw, end, sent = random.Random(1), time.monotonic() + SECONDS, 0
+    """Until all broadcasts are sent."""
+    draw, sent = random.Random(1), 0
     echoes = asyncio.ensure_future(swallow())
-    while time.monotonic() < end:
+    while not echoes.done():
         for _ in range(draw.randrange(1, 20)):
             box.send(2, p.AbortTurn("t" * draw.choice([10, 300, 2000, 9000, 30_000]), sent))
             sent += 1
         await asyncio.sleep(draw.random() * 0.01)
+    echoes.result()
     box.send(2, p.Shutdown(str(sent)))
     assert box.flush(DEADLINE_S)
-    echoes.cancel()
 
 
 async def swallow():
-    while True:
-        await box.receive()
+    """Echoes of rank 2, until rank 1 says that it is done."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not isinstance((await box.receive())[1], p.Shutdown):
+            pass
 
 
 def publish():
-    draw, end, number = random.Random(2), time.monotonic() + SECONDS - 1, 0
-    while time.monotonic() < end:
+    draw = random.Random(2)
+    for number in range(BROADCASTS):
         broadcast.send(f"v{number}/full/rank-00000.h5", payload(number))
-        number += 1
         time.sleep(draw.random() * 0.02)
     broadcast.flush()
-    box.send(2, p.Shutdown(str(number)))
+    for to in (0, 2):
+        box.send(to, p.Shutdown(str(BROADCASTS)))
     assert box.flush(DEADLINE_S)
-    return number
 
 
 async def listen():
@@ -90,7 +94,7 @@ async def listen():
 async def take_all():
     frames = asyncio.ensure_future(broadcast.receive())
     words = asyncio.ensure_future(listen())
-    await asyncio.wait([frames, words], return_when="FIRST_COMPLETED", timeout=SECONDS + DEADLINE_S)
+    await asyncio.wait([frames, words], return_when="FIRST_COMPLETED", timeout=DEADLINE_S)
     if frames.done():
         frames.result()
     assert words.done(), f"words or frames are missing: {broadcast.mirror.ended} broadcasts came"
@@ -106,7 +110,7 @@ broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S, run_dir, 1 << 30)
 if rank == 0:
     asyncio.run(flood())
 elif rank == 1:
-    print(publish(), "broadcasts sent", flush=True)
+    publish()
 else:
     broadcast.mirror = Compare(broadcast.mirror.path, 1, 1 << 30)
     asyncio.run(take_all())

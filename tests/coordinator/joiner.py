@@ -16,7 +16,7 @@ from rose.comm.wire import encode
 def main(run_dir: Path, behaviour: str) -> None:
     application = join.Application(run_dir)
     try:
-        answer = application.ask(30.0)
+        answer = application.ask(120.0)
     except join.JoinError as error:
         print(f"refused: {error}", flush=True)
         os._exit(3)

@@ -22,7 +22,8 @@ from tests.coordinator.conftest import HOST, RANK, World
 
 pytestmark = pytest.mark.slow
 JOINER = Path(__file__).with_name("joiner.py")
-DEADLINE_S = 40.0
+DEADLINE_S = 120.0
+BEATS = 3  # of a joiner, from which follows that its porter and the coordinator go on
 
 
 class Court:
@@ -33,6 +34,7 @@ class Court:
         self.run_dir.mkdir()
         self.world = World(folder)
         self.changes, self.joiners = [], []
+        self.before = set(psutil.Process().children(recursive=True))
         self.borrowed = Borrowed(
             config,
             self.run_dir,
@@ -94,13 +96,21 @@ class Court:
                 joiner.wait()
                 joiner.stdout.close()
             self.world.journal.close()
-        _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+        started = set(psutil.Process().children(recursive=True)) - self.before
+        _, left = psutil.wait_procs(started, timeout=60)
         assert not left  # no porter stays
 
 
 @pytest.fixture
 def court(tmp_path, make_config):
-    return Court(tmp_path, make_config("rollout.engine_start_timeout_s=20"))
+    """Where no rank is silent for too long, however busy the machine is."""
+    return Court(tmp_path, make_config("serving.lost_after_s=60"))
+
+
+@pytest.fixture
+def strict(tmp_path, make_config):
+    """With the default patience, for tests of silence."""
+    return Court(tmp_path, make_config())
 
 
 def occupy(court):
@@ -109,7 +119,7 @@ def occupy(court):
     court.world.request("g0.1.t0")
 
 
-def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tokens(court):
+def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tokens(strict):
     async def story(c):
         occupy(c)
         joiner = c.join("works")
@@ -120,9 +130,8 @@ def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tok
         assert c.world.hub.workers["borrowed-1"].kind == "cooperative"
         c.world.taken(p.GenerateTurn)
         joiner.kill()
-        killed = time.monotonic()
         await c.until(c.lost, "the loss")
-        assert time.monotonic() - killed < 2 * c.config.serving.lost_after_s
+        assert re.search("serving.lost_after_s|connection", c.lost()[0])
         assert "1 turns go elsewhere" in c.lost()[0] and c.workers() == ["rollout-0"]
         c.world.finish([4])  # the dedicated worker has room again
         [(rank, again)] = c.world.taken(p.GenerateTurn)
@@ -135,7 +144,7 @@ def test_a_rank_joins_takes_the_waiting_turn_and_a_kill_moves_it_on_with_its_tok
             5,
         ]
 
-    court.run(story)
+    strict.run(story)
 
 
 def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(court):
@@ -251,7 +260,7 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
         await c.until(lambda: c.changes, "the join")
         ports = {
             x.laddr
-            for q in psutil.Process().children(recursive=True)
+            for q in set(psutil.Process().children(recursive=True)) - c.before
             for x in q.net_connections("tcp")
             if x.status == psutil.CONN_LISTEN
         }
@@ -259,7 +268,11 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
         for address in ports:
             with socket.create_connection(address, timeout=5) as end:
                 end.sendall(os.urandom(4096))
-        await asyncio.sleep(3.0)
+        [rank] = c.borrowed._ranks.values()
+        heard = {rank.guest.heard_at}
+        await c.until(
+            lambda: heard.add(rank.guest.heard_at) or len(heard) > BEATS, "beats of the rank"
+        )
         assert (
             c.world.faults == []
             and joiner.poll() is None
@@ -269,7 +282,7 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
     court.run(story)
 
 
-def test_a_rank_that_hangs_is_shown_out_and_others_stay(court):
+def test_a_rank_that_hangs_is_shown_out_and_others_stay(strict):
     async def story(c):
         first, second = c.join("works"), c.join("works")
         await c.until(lambda: len(c.changes) == 2, "both")
@@ -280,7 +293,7 @@ def test_a_rank_that_hangs_is_shown_out_and_others_stay(court):
         await c.until(lambda: first.poll() is not None, "its end")
         assert second.poll() is None
 
-    court.run(story)
+    strict.run(story)
 
 
 def test_no_more_ranks_than_allowed(tmp_path, make_config):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,17 +40,31 @@ def orphans_are_ours():
 
 
 @pytest.fixture
+def left():
+    """left() -> processes that the test has started and that still live."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.fixture
 def outcome(tmp_path, monkeypatch):
-    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile."""
+    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile.
+
+    The check's deadline passes once it has told `until`.
+    """
     monkeypatch.setattr(frame, "LEAVE_S", 1.0)
 
-    def run(name, deadline_s=60.0, device="cpu", gpus=0, sizes={}, **rest):
+    def run(name, until=None, device="cpu", gpus=0, sizes={}, **rest):
         setup = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes)
         told = []
+        clock = SimpleNamespace(
+            sleep=time.sleep, monotonic=lambda: time.monotonic() + DEADLINE_S * (until in told)
+        )
+        monkeypatch.setattr(frame, "time", clock)
         check = odd.CHECKS[name]
         for field, value in rest.items():
             check = frame.msgspec.structs.replace(check, **{field: value})
-        return frame.run(check, setup, deadline_s, told.append, Path(odd.__file__)), told
+        return frame.run(check, setup, DEADLINE_S, told.append, Path(odd.__file__)), told
 
     return run
 
@@ -95,24 +110,21 @@ def test_one_that_ends_badly_is_told_with_its_log(outcome, name, words):
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_ended_with_all_that_it_started(outcome):
-    one, told = outcome("hangs", deadline_s=10.0)
-    assert (
-        one.state == frame.FAILED
-        and one.words == "no end within 10 s"
-        and told == ["before it hung: 1"]
-    )
-    assert not psutil.Process().children(recursive=True)
+def test_one_that_hangs_is_ended_with_all_that_it_started(outcome, left):
+    one, told = outcome("hangs", until="before it hung: 1")
+    assert (one.state, one.words) == (frame.FAILED, f"no end within {DEADLINE_S} s")
+    assert told == ["before it hung: 1"]
+    assert not left()
 
 
-def test_a_process_that_is_left_behind_is_a_failure_and_is_ended(outcome):
+def test_a_process_that_is_left_behind_is_a_failure_and_is_ended(outcome, left):
     one, _ = outcome("leaves")
     assert (
         one.state == frame.FAILED
         and "left processes behind" in one.words
         and "time.sleep(600)" in one.words
     )
-    assert not psutil.Process().children(recursive=True)
+    assert not left()
 
 
 def test_figures_are_in_the_file_with_their_shares(outcome, tmp_path):

@@ -27,11 +27,17 @@ def cluster():
     """Four nodes; stopped, and everything of them removed, afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp"))  # sockets want short paths
     dev_cluster(folder, "start")
-    os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
     yield folder
-    del os.environ["SLURM_CONF"]
     dev_cluster(folder, "stop")
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_the_cluster(cluster):
+    """Slurm's commands mean this cluster, for these tests only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", f"{cluster}/etc/slurm.conf")
+        yield
 
 
 def dev_cluster(folder: Path, *words: str) -> None:
