@@ -1,10 +1,12 @@
-"""Three real MPI ranks exchange messages of many sizes; run by test_mailbox.py under mpiexec."""
+"""Three real MPI ranks exchange messages of many sizes: mailbox_ranks.py FOLDER; run by
+test_mailbox.py under mpiexec."""
 
 import asyncio
 import functools
 import os
 import sys
 import time
+from pathlib import Path
 
 from mpi4py import MPI
 
@@ -14,6 +16,7 @@ from rose.comm.mailbox import Mailbox, gather_texts, share_text, split_by_role
 
 SIZES = [0, 1, 1000, 65_500, 65_536, 100_000, 3_000_000]
 BURST = 1000  # messages that all lie there before the first is taken
+sent = Path(sys.argv[1]) / "sent"  # a file that says so
 
 
 async def serve(box: Mailbox, count: int) -> None:
@@ -35,7 +38,8 @@ def take_burst(box: Mailbox) -> None:
     """No pause between two messages that are both here: MPI denies each of them once, as it takes
     it in."""
     world.Barrier()
-    time.sleep(0.5)  # they come, and MPI isn't asked
+    while not sent.exists():  # they come, and MPI isn't asked
+        time.sleep(0.01)
     pauses = 0
     for number in range(BURST):
         while (got := box.poll()) is None:
@@ -51,6 +55,8 @@ def give_burst(box: Mailbox) -> None:
     if box.rank == 1:
         for number in range(BURST):
             box.send(0, p.AbortTurn(f"b{number}", 1))
+        assert box.flush(10)
+        sent.touch()
     world.Barrier()
 
 

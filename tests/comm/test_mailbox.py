@@ -32,8 +32,9 @@ def ranks(*script: str) -> str:
 
 
 @pytest.mark.slow
-def test_real_ranks_exchange_messages_of_all_sizes():
-    assert "waited 0 s for a word that never comes" in ranks("mailbox_ranks.py")
+def test_real_ranks_exchange_messages_of_all_sizes(tmp_path):
+    said = ranks("mailbox_ranks.py", str(tmp_path))
+    assert "waited 0 s for a word that never comes" in said
 
 
 @pytest.mark.slow
