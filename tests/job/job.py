@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,7 +32,19 @@ SMALL = (
 )
 
 
+def trained_on(run: Path, steps: int) -> list[str]:
+    """Ids of the trajectories of each step, members by their first name."""
+    return [
+        t.id.split("r")[0]
+        for step in range(1, steps + 1)
+        for group in replay.load(run, step)
+        for t in group
+    ]
+
+
 class Job:
+    started: list[Job] = []  # of this test
+
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Path(folder) / "run"
         command = [
@@ -49,6 +62,7 @@ class Job:
             text=True,
             start_new_session=True,
         )
+        Job.started.append(self)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit code; `self.said` is what it printed. Ends the job when the deadline passes."""

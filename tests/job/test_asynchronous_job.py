@@ -1,13 +1,7 @@
 """An asynchronous run with real MPI, vLLM and DeepSpeed: rollouts go on in training, weights come
 while turns run."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from job import Job
 
 from rose import config as cfg

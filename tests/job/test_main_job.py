@@ -1,46 +1,19 @@
-"""The main job with real MPI, vLLM and DeepSpeed: whole steps, faults, interruption, resume."""
+"""The main job with real MPI, vLLM and DeepSpeed: whole steps, a dead rank, environments that
+fail."""
 
 import json
 import os
 import signal
-import sys
-import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job import Job
+from job import Job, trained_on
 
 from rose import config as cfg
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
-from rose.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
-
-TIMELESS = (
-    "reward_mean",
-    "success",
-    "response_tokens_mean",
-    "turns_mean",
-    "loss",
-    "grad_norm",
-    "entropy",
-    "mismatch_kl",
-)
-
-
-def trained_on(run: Path, steps: int) -> list[str]:
-    """Ids of the trajectories of each step, members by their first name."""
-    return [
-        t.id.split("r")[0]
-        for step in range(1, steps + 1)
-        for group in replay.load(run, step)
-        for t in group
-    ]
 
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
@@ -95,67 +68,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
     again = Job(tmp_path, *overrides)
-    assert again.wait(60) == 0 and "finished" in again.said
-
-
-def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
-    job = Job(tmp_path, "rollout.workers=2", "trainer.steps=2", "trainer.batch_size=512")
-    job.until(
-        lambda: job.phase() == ("rollout", 2) and 0 < job.live()["finished"] < 256,
-        "the first half of step 2's rollout",
-    )
-    engine = job.engine()
-    # a suspended engine keeps what it has and what it is given: at any moment it may have nothing
-    engine.suspend()
-    suspended = time.time()
-
-    def holds_a_turn() -> bool:
-        live = job.live()
-        last = live["workers"]["rollout-1"]
-        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
-
-    job.until(holds_a_turn, "a turn at the suspended engine")
-    engine.kill()
-    assert job.wait() == 0, job.said + job.logs()
-    assert [fault["what"] for fault in job.faults()] == ["engine died"]
-    assert job.steps()[-1]["engine_restarts"] == 1
-    assert sum(row["migrations"] for row in job.steps()) > 0
-    assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(256) for m in range(4)]
-    assert job.orphans() == []
-
-
-def test_killed_outright_it_resumes_to_the_same_metrics(tmp_path):
-    exact = ("deterministic=true", "trainer.steps=3")
-    whole = Job(tmp_path / "whole", *exact)
-    assert whole.wait() == 0, whole.said + whole.logs()
-    broken = Job(tmp_path / "broken", *exact)
-    broken.until(
-        lambda: broken.phase()[1] >= 2 and checkpoint.latest(broken.run),
-        "the first step's checkpoint",
-    )
-    broken.kill_everything()
-    assert checkpoint.step_of(checkpoint.latest(broken.run)) < 3, "killed before it was done"
-    resumed = Job(tmp_path / "broken", *exact)
-    assert resumed.wait() == 0, resumed.said + resumed.logs()
-    for expected, got in zip(whole.steps(), resumed.steps(), strict=True):
-        assert {k: got[k] for k in TIMELESS} == {k: expected[k] for k in TIMELESS}
-    assert [row["eval_successes"] for row in rows_of(read_metrics(resumed.run), "eval")] == [
-        row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")
-    ]
-
-
-def test_ctrl_c_ends_cleanly_and_the_same_command_continues(tmp_path):
-    job = Job(tmp_path, "trainer.checkpoint_every=100")
-    job.until(lambda: job.phase() == ("rollout", 2), "the second step's rollout")
-    job.signal(signal.SIGINT)
-    assert job.wait(60) == 130, job.said + job.logs()
-    assert checkpoint.step_of(checkpoint.latest(job.run)) == 1, (
-        "the finished step is saved although none was due"
-    )
-    assert job.orphans() == []
-    again = Job(tmp_path, "trainer.checkpoint_every=100")
-    assert again.wait() == 0, again.said + again.logs()
-    assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
+    assert again.wait() == 0 and "finished" in again.said
 
 
 def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
@@ -165,7 +78,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
         job.rank(role)["joined"] for role in ("coordinator", "environment", "trainer", "rollout")
     )
     os.kill(job.rank("trainer")["pid"], signal.SIGKILL)
-    assert job.wait(30) == 1
+    assert job.wait() == 1
     assert "trainer 0" in job.said and "SIGKILL" in job.said and "trainer-2.log" in job.said
     assert job.orphans() == []
 
