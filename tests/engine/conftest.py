@@ -73,12 +73,10 @@ def model_config() -> config.Model:
     return msgspec.structs.replace(made, max_context=256)
 
 
-@pytest.fixture
-def start(loop, folders, rollout, model_config):
-    """start(architecture, **Engine.start's keywords) -> Engine."""
+@pytest.fixture(scope="session")
+def start_one(loop, folders, rollout, model_config):
+    """start_one(architecture, **Engine.start's keywords) -> Engine, which the caller ends."""
     from rose.engine.vllm_engine import Engine
-
-    engines = []
 
     def start(
         architecture: str, engine_args: dict | None = None, tensor_parallel: int = 1, **kwargs
@@ -86,12 +84,61 @@ def start(loop, folders, rollout, model_config):
         adapted = msgspec.structs.replace(
             rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel
         )
-        engine = loop.run_until_complete(
+        return loop.run_until_complete(
             Engine.start(folders[architecture], adapted, model_config, **kwargs)
         )
-        engines.append(engine)
-        return engine
+
+    return start
+
+
+@pytest.fixture
+def start(loop, start_one):
+    """As `start_one`, and the engines are ended with the test."""
+    engines = []
+
+    def start(*args, **kwargs):
+        engines.append(start_one(*args, **kwargs))
+        return engines[-1]
 
     yield start
     for engine in engines:
         loop.run_until_complete(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def kept(loop):
+    """architecture -> (engine, its checksum): those that `warm` has started."""
+    made = {}
+    yield made
+    for engine, _ in made.values():
+        loop.run_until_complete(engine.shutdown())
+
+
+@pytest.fixture
+def warm(loop, start_one, kept):
+    """warm(architecture) -> an Engine of default settings with the folder's weights, which other
+    tests of the module use, too. A test may load versions into it."""
+    used = []
+
+    def warm(architecture: str):
+        if architecture not in kept:
+            engine = start_one(architecture)
+            kept[architecture] = engine, loop.run_until_complete(engine.checksum())
+        used.append(architecture)
+        return kept[architecture][0]
+
+    async def restored(engine):
+        if engine.version != -1:
+            await engine.deactivate()
+            await engine.activate()
+        return await engine.checksum()
+
+    yield warm
+    for architecture in used:
+        engine, checksum = kept.pop(architecture)
+        try:
+            assert loop.run_until_complete(restored(engine)) == checksum
+        except BaseException:
+            loop.run_until_complete(engine.shutdown())
+            raise
+        kept[architecture] = engine, checksum

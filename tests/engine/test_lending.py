@@ -18,6 +18,7 @@ from rose.lending.vllm import device
 from rose.memory import resident_bytes
 from tests.engine.test_vllm_engine import (
     CONF,
+    DEADLINE_S,
     PROMPTS,
     agrees,
     perturbed,
@@ -125,7 +126,7 @@ def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weig
     store = publish(tmp_path / "store", folder, 1, new)
     loop.run_until_complete(turns(engine, PROMPTS[:4]))  # fills some of the cache
     result, late, full, small = loop.run_until_complete(
-        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), 120)
+        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), DEADLINE_S)
     )
     assert full - small > 200 * MiB, "rollout.kv_cache_gib=0.25"
     cut = result["versions"].index(1)
@@ -137,7 +138,7 @@ def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weig
     loop.run_until_complete(engine.sleep())
     engine._process.kill()
     with pytest.raises(EngineDied):  # a turn that waits for an engine which will not wake
-        loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), 60))
+        loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), DEADLINE_S))
 
 
 def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
@@ -158,8 +159,8 @@ def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
     assert again[0]["cached"] == 0 and same(again, made)
 
 
-def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(start, loop):
-    engine = start("Qwen3")
+def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(warm, loop):
+    engine = warm("Qwen3")
 
     async def scenario() -> dict:
         running = asyncio.ensure_future(
@@ -172,7 +173,7 @@ def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_h
         await engine.activate()
         return result
 
-    result = loop.run_until_complete(asyncio.wait_for(scenario(), 60))
+    result = loop.run_until_complete(asyncio.wait_for(scenario(), DEADLINE_S))
     assert result["finish"] is protocol.FinishReason.ABORT and 10 <= len(result["tokens"]) < 200
     assert loop.run_until_complete(turn(engine, "t", PROMPTS[0]))["tokens"]
 
@@ -186,7 +187,7 @@ def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, loop, fo
         (folders["moving"] / file.name).write_bytes(file.read_bytes())
     with pytest.raises(EngineDied, match="not what they were before"):
         loop.run_until_complete(engine.activate())
-    loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), 5))
+    loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
 
 
 def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
@@ -231,8 +232,8 @@ def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
     assert same(loop.run_until_complete(turns(engine)), made)
 
 
-def test_an_engine_that_shares_no_device_says_so_when_blocks_are_asked_of_it(start, loop):
-    engine = start("Qwen3")
+def test_an_engine_that_shares_no_device_says_so_when_blocks_are_asked_of_it(warm, loop):
+    engine = warm("Qwen3")
     with pytest.raises(Exception, match="started without ROSE_COSERVING"):
         worker(engine, loop, "rose_release_blocks", [1])
 
@@ -262,7 +263,7 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
             await asyncio.sleep(0.01)
 
     for _ in range(2):
-        loop.run_until_complete(asyncio.wait_for(until_lent(), 60))
+        loop.run_until_complete(asyncio.wait_for(until_lent(), DEADLINE_S))
         loop.run_until_complete(engine.deactivate())
         layout = worker(engine, loop, "rose_kv_layout")
         assert layout["held"] == 1 and layout["mapped_bytes"] == told.read().kv_budget == 0

@@ -3,7 +3,8 @@ says.
 
 TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank
 works until the coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on
-SIGTERM. The deed waits for the file TOY_WAITS, if one is named.
+SIGTERM. The deed waits until all ranks have said that they are up, and for the file TOY_WAITS, if
+one is named.
 """
 
 import argparse
@@ -25,6 +26,7 @@ def body(me, run_dir, attempt):
     world.Barrier()
     rank_status.mark_joined(run_dir, attempt, me.rank)
     print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
+    world.Barrier()
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
         engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         (run_dir / f"engine-{me.rank}.pid").write_text(str(engine.pid))
@@ -42,10 +44,8 @@ def misbehave(deed):
     if deed == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(300)
-    time.sleep(0.5)
     while not Path(os.environ.get("TOY_WAITS", "/")).exists():
         time.sleep(0.02)
-    time.sleep(0.5)
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "exit":
