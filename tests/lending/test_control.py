@@ -83,7 +83,7 @@ def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypat
     made, said, reader = make(tmp_path, serving, stop_file=str(tmp_path / "sub" / "stop"))
 
     async def until(lend):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while reader.read().lend != lend:
                 await asyncio.sleep(0.01)
 
@@ -114,7 +114,7 @@ def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(
 
     async def run():
         watching = asyncio.create_task(made.watch_file())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while reader.read().lend:
                 await asyncio.sleep(0.01)
         watching.cancel()

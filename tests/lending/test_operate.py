@@ -17,7 +17,9 @@ from rose.config import ConfigError
 from rose.lending import settings
 from rose.lending.board import Control, Reader
 from rose.lending.operator import operate
+from rose.lending.operator.control import BEAT_S
 
+DEADLINE_S = 120.0
 PROFILE = {
     "online": {
         "predictor": {
@@ -30,7 +32,7 @@ PROFILE = {
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
 # A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a
-# signal.
+# signal, but for a first one where BUSY is set.
 LENDER = """
 import os, signal, sys, time
 home = sys.argv[1]
@@ -38,8 +40,8 @@ def say(*words):
     with open(f"{home}/lender", "a") as file: print(*words, file=file)
 def leave(number, _):
     say(signal.Signals(number).name)
-    time.sleep(float(os.environ.get("LEAVES_IN", 0)))
-    sys.exit(0)
+    if not os.environ.pop("BUSY", ""):
+        sys.exit(0)
 for number in (signal.SIGTERM, signal.SIGUSR2): signal.signal(number, leave)
 say("began", os.getpid(), os.environ["ROSE_COSERVING"])
 while not os.path.exists(f"{home}/lender_ends"): time.sleep(0.02)
@@ -79,7 +81,7 @@ class Running:
         self.boards = Path(self.saying("boards ").split()[-1])
 
     def until(self, what, words: str):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while not (found := what()):
             assert time.monotonic() < deadline, f"{words} never came:\n{self.log.read_text()}"
             time.sleep(0.02)
@@ -102,7 +104,7 @@ class Running:
 
     def told(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
 def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_it_does_not(
     operator,
 ):
-    running = operator(SLO, LEAVES_IN="1")
+    running = operator(SLO, BUSY="1")
     running.lender("began")
     running.process.send_signal(signal.SIGUSR2)
     running.lender("SIGUSR2")
@@ -202,7 +204,8 @@ def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
     running = operator(*overrides, profile=profile)
     running.saying("serves hub/model")
     assert words in running.saying("nothing is lent") and running.control().lend == 0
-    time.sleep(0.5)
+    beat = running.control().beat
+    running.until(lambda: running.control().beat > beat + 10 * BEAT_S, "ten more beats")
     assert (
         not (tmp_path / "lender").exists() and running.log.read_text().count("nothing is lent") == 1
     )
@@ -226,7 +229,7 @@ def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_s
 @pytest.mark.slow
 def test_a_server_that_can_not_start_ends_it_all_with_code_1(operator):
     running = operator(SLO, BROKEN="1")
-    assert running.process.wait(30) == 1 and "wrong shape" in running.log.read_text()
+    assert running.process.wait(DEADLINE_S) == 1 and "wrong shape" in running.log.read_text()
     assert not running.boards.exists()
 
 

@@ -48,7 +48,7 @@ class Small(OnlineServer):
 def make(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "BACK_OFF_S", (0.05, 0.2))
     monkeypatch.setattr(server, "LOOK_S", 0.02)
-    monkeypatch.setattr(server, "STOP_S", 5.0)
+    monkeypatch.setattr(server, "STOP_S", 60.0)
 
     def make(*arguments, kind=Small):
         serving = settings.of_server(
@@ -60,7 +60,7 @@ def make(tmp_path, monkeypatch):
 
 
 async def up(made, starts=1):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (made.up and made.starts >= starts):
             await asyncio.sleep(0.01)
 
@@ -73,7 +73,7 @@ def lives(pid):
 
 
 async def gone(pid):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while lives(pid):
             await asyncio.sleep(0.01)
 
@@ -143,7 +143,7 @@ def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
         await up(made)
         (tmp_path / "broken").touch()
         os.kill(made._process.pid, 9)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(said) < 4:
                 await asyncio.sleep(0.01)
         (tmp_path / "broken").unlink()
