@@ -432,7 +432,7 @@ def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, whe
 
         async def wait(*_):
             reached.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
         env = Walk() if where == "turn" else broken("step", wait)
         source = wait if where == "turn" else Script(tokenizer, STEP)
@@ -457,7 +457,7 @@ def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, whe
                 lambda: 0.0,
             )
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await reached.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

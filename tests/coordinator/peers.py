@@ -24,7 +24,7 @@ from rose.trainer import checkpoint
 
 TRAINER_SPEAKS = 0.01  # of the draws
 TOKENS_OF_A_TURN = 5
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Peers:

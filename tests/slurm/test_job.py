@@ -75,7 +75,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
         text=True,
         timeout=60,
     ).stdout.strip()
-    job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted", 90)
+    job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")
     goes_on(job, 3)
 
     node = ranks(job, 3)[0].host

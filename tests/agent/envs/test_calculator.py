@@ -170,7 +170,7 @@ def test_no_text_costs_much_or_raises_anything_else(text):
         assert isinstance(value, Fraction) and len(_arithmetic.format_number(value)) < 400
     except _arithmetic.ArithmeticRefused as error:
         assert 0 < len(str(error)) < 100
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5.0  # what is refused would take minutes
 
 
 @settings(deadline=None)
