@@ -26,6 +26,7 @@ unit: lint
 	$(UNIT) $(ARGS)
 
 soak: $(VENV)/.stamp-test
+	$(VENV)/bin/python tests/comm/test_mailbox.py 6000
 	$(VENV)/bin/python tests/soak/fuzz_transfer.py
 	$(VENV)/bin/python tests/soak/storm.py 50
 	$(VENV)/bin/python tests/soak/soak_coserving.py

@@ -1,4 +1,4 @@
-"""The mailbox between real MPI ranks."""
+"""The mailbox between real MPI ranks; `python tests/comm/test_mailbox.py BROADCASTS` for longer."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from rose.launch.local import find_mpiexec
 HERE = Path(__file__).parent
 
 
-def ranks(*script: str) -> str:
+def ranks(*script: str, deadline_s: float = 240.0) -> str:
     env = os.environ | {
         "MPIR_CVAR_CH4_NETMOD": "ofi",
         "FI_PROVIDER": "tcp;ofi_rxm",
@@ -25,7 +25,7 @@ def ranks(*script: str) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=deadline_s,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -40,3 +40,7 @@ def test_real_ranks_exchange_messages_of_all_sizes(tmp_path):
 @pytest.mark.slow
 def test_words_and_broadcasts_to_one_rank_all_arrive():
     assert ranks("traffic_ranks.py", "300") == "300 broadcasts taken\n"
+
+
+if __name__ == "__main__":
+    print(ranks("traffic_ranks.py", sys.argv[1], deadline_s=3600.0))

@@ -12,7 +12,7 @@ from rose.lending.board import Epoch, Reader, Rollout, Writer
 from rose.observe.recorder import NullRecorder
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def publish(store, folder):
