@@ -26,9 +26,10 @@ def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_targ
     state = driven.scheduler.state
     driven.scheduler._tell()
     assert state.hold_until == board.INFINITE
-    arrived = time.monotonic()
+    before = time.monotonic()
     driven.add("a", prompt=100, tokens=5)
-    assert state.waiting == 1 and arrived + 0.4 < state.hold_until < arrived + 0.5, (
+    after = time.monotonic()
+    assert state.waiting == 1 and before + 0.4 < state.hold_until < after + 0.5, (
         "0.5 s, but for its own prefill"
     )
     driven.step()
