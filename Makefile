@@ -9,7 +9,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 PYTEST := $(VENV)/bin/python -m pytest -q --durations=10
 UNIT := $(PYTEST) -n auto --maxprocesses 8 -m "not slow"
-SLOW := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
+SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
 .PHONY: train test unit lint soak gpu clean

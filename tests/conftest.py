@@ -37,26 +37,31 @@ settings.load_profile("rose")
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
-LONGEST = ("tests/slurm", "tests/job", "tests/engine", "tests/trainer", "tests/lending")
+SLURM = "tests/slurm"
+LONGEST = (SLURM, "tests/job", "tests/engine", "tests/trainer", "tests/lending")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """For `--dist loadfile`: the tests of a file share a process and so its warm engines; those of
+    Slurm's dev cluster, of which a machine has one, share theirs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SLURM if nodeid.startswith(f"{SLURM}/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log) if config.option.dist == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items):
-    """Groups for `--dist loadgroup`: the slow tests of a file share a process and so its warm
-    engines; those of Slurm's dev cluster share the cluster, of which a machine has one."""
-
-    def group(item) -> str:
-        file = item.nodeid.partition("::")[0]
-        return "tests/slurm" if file.startswith("tests/slurm/") else file
+    """Slow tests in the order of `LONGEST`."""
 
     def begins(item) -> int:
         of = [i for i, folder in enumerate(LONGEST) if item.nodeid.startswith(f"{folder}/")]
         return of[0] if of and item.get_closest_marker("slow") else len(LONGEST)
 
     items.sort(key=begins)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @functools.cache
