@@ -63,11 +63,18 @@ def vllm_shapes(tp: int) -> dict[str, tuple[int, ...]]:
 
 
 def load(tp: int) -> tuple[dict, list[dict]]:
+    """(tensors by their Hugging Face names, each rank's by vLLM's), in float64: in float32 sums of
+    parts differ by more than a misplaced small value would."""
     generator = torch.Generator().manual_seed(0)
-    source = {name: torch.randn(shape, generator=generator) for name, shape in hf_shapes().items()}
+    source = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in hf_shapes().items()
+    }
     ranks = []
     for rank in range(tp):
-        live = {name: torch.zeros(shape) for name, shape in vllm_shapes(tp).items()}
+        live = {
+            name: torch.zeros(shape, dtype=torch.float64) for name, shape in vllm_shapes(tp).items()
+        }
         for name, tensor in source.items():
             parameter, destination, part = slices(name, tuple(tensor.shape), SHAPE, rank, tp)
             live[parameter][destination] = tensor[part]
@@ -80,7 +87,7 @@ def test_every_rank_computes_its_part_of_the_layer(tp):
     """Attention heads and MLP outputs of the ranks, added up as vLLM's all-reduce does, equal the
     whole layer's."""
     source, ranks = load(tp)
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99))
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     attn, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
     q, k, v = (
         x @ source[f"{attn}{p}_proj.weight"].T + source[f"{attn}{p}_proj.bias"] for p in "qkv"
@@ -95,15 +102,15 @@ def test_every_rank_computes_its_part_of_the_layer(tp):
     whole_attention = attend(q, k, v) @ source[f"{attn}o_proj.weight"].T
     gate, up = (x @ source[f"{mlp}{p}_proj.weight"].T for p in ("gate", "up"))
     whole_mlp = (torch.nn.functional.silu(gate) * up) @ source[f"{mlp}down_proj.weight"].T
-    attention, output = torch.zeros(5, 32), torch.zeros(5, 32)
+    attention, output = torch.zeros(2, 5, 32, dtype=torch.float64)
     for live in ranks:
         qkv = x @ live[f"{attn}qkv_proj.weight"].T + live[f"{attn}qkv_proj.bias"]
         sizes = [32 // tp, max(1, 2 // tp) * 4, max(1, 2 // tp) * 4]
         attention += attend(*qkv.split(sizes, -1)) @ live[f"{attn}o_proj.weight"].T
         g, u = (x @ live[f"{mlp}gate_up_proj.weight"].T).chunk(2, -1)
         output += (torch.nn.functional.silu(g) * u) @ live[f"{mlp}down_proj.weight"].T
-    torch.testing.assert_close(attention, whole_attention, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(output, whole_mlp, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(attention, whole_attention, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(output, whole_mlp, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

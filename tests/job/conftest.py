@@ -1,13 +1,8 @@
 """What a failing test leaves of its jobs is ended."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job import Job
+from tests.job.job import Job
 
 
 @pytest.fixture(autouse=True)

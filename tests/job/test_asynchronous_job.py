@@ -2,13 +2,13 @@
 while turns run."""
 
 import pytest
-from job import Job
 
 from rose import config as cfg
 from rose import protocol as p
 from rose.coordinator import journal, replay
 from rose.policies import build
 from rose.scheduler.groups import group_index
+from tests.job.job import Job
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Job, trained_on
 
 from rose.trainer import checkpoint
+from tests.job.job import Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

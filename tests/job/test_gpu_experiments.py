@@ -10,12 +10,12 @@ from pathlib import Path
 import hub_cache
 import pytest
 import torch
-from conftest import compose_tree
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rose import config as configuration
 from rose import models
 from rose.observe.metrics import read_metrics, rows_of
+from tests.conftest import compose_tree
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from job import Job, trained_on
 
 from rose.observe.metrics import read_metrics, rows_of
 from rose.trainer import checkpoint
+from tests.job.job import Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 

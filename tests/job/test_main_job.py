@@ -7,12 +7,12 @@ import signal
 import time
 
 import pytest
-from job import Job, trained_on
 
 from rose import config as cfg
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
+from tests.job.job import Job, trained_on
 
 pytestmark = pytest.mark.slow
 
