@@ -1,16 +1,10 @@
 """A run whose rewards a pool of workers computes: each trajectory is scored once, whatever happens
 to the workers, and what can't be scored is replaced."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job import Job
-
 from rose.coordinator import replay
+from tests.job.job import Job
 
 pytestmark = pytest.mark.slow
 
