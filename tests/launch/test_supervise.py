@@ -171,9 +171,9 @@ def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_d
 def test_a_second_signal_kills_at_once(begin, run_dir):
     process = begin(TOY="coordinator-0:hang")
     wait_until(lambda: all_up(run_dir))
-    while process.poll() is None:  # two signals that come together may be one
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    wait_until((run_dir / "told").exists)
+    process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130 and "killed by the second signal" in output
     assert not of_run(run_dir)

@@ -1,13 +1,14 @@
 """A rank program for the supervisor's tests: real MPI, a real guard, and a body that does what TOY
 says.
 
-TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (ignores SIGTERM); every other rank
-works until the coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on
-SIGTERM. The deed waits until all ranks have said that they are up, and for the file TOY_WAITS, if
-one is named.
+TOY="<role>-<index>:<deed>" with deed kill | exit | raise | hang (goes on after a SIGTERM, of which
+the file `told` in the run's folder tells where it takes files); every other rank works until the
+coordinator ends, which it does after TOY_SECONDS, or at once, and cleanly, on SIGTERM. The deed
+waits until all ranks have said that they are up, and for the file TOY_WAITS, if one is named.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ def body(me, run_dir, attempt):
         (run_dir / f"engine-{me.rank}.pid").write_text(str(engine.pid))
     who, _, deed = os.environ.get("TOY", "").partition(":")
     if who == f"{me.role.value}-{me.index}":
-        misbehave(deed)
+        misbehave(deed, run_dir)
     if me.role is Role.COORDINATOR:
         coordinate(world, run_dir)
     else:
@@ -40,9 +41,13 @@ def body(me, run_dir, attempt):
             time.sleep(0.02)
 
 
-def misbehave(deed):
+def misbehave(deed, run_dir):
+    def told(*_):
+        with contextlib.suppress(OSError):
+            (run_dir / "told").touch()
+
     if deed == "hang":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, told)
         time.sleep(300)
     while not Path(os.environ.get("TOY_WAITS", "/")).exists():
         time.sleep(0.02)
