@@ -123,7 +123,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a
     new = perturbed(folders[architecture])
     store = publish(tmp_path / "store", folders[architecture], 5, new)
     loaded = loop.run_until_complete(engine.load_version(5, store, settings()))
-    assert engine.version == 5
+    assert engine.version == 5 and loaded.pause_s > 0
     assert loaded.route == [edge_name(5, -1)]  # the trainer began with the engine's weights
     # same prompts: a stale prefix cache would show
     results = loop.run_until_complete(turns(engine))
