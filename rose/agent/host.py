@@ -120,7 +120,7 @@ class TrajectoryHost:
 
 async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator says `Shutdown`."""
-    chat = ChatFormat(resolve(config.model), config.model.chat_template_args)
+    chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
