@@ -264,7 +264,7 @@ class _Episode:
                 outcome=self.outcome,
             )
         )
-        tokens = _checked(result, turn, sampling.max_new_tokens)
+        tokens = checked(result, turn, sampling.max_new_tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * len(tokens)
         self.logprobs += result.logprobs
@@ -342,7 +342,7 @@ class _Episode:
         )
 
 
-def _checked(result: TurnResult, turn: str, most: int):
+def checked(result: TurnResult, turn: str, most: int):
     """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the
     sender."""
     tokens = unpack_tokens(result.tokens)

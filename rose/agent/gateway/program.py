@@ -1,0 +1,109 @@
+"""An agent's program: one process group for each trajectory, of which nothing stays behind.
+
+Its environment is made anew: what a program needs to run, the addresses and the key of its
+trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
+It dies with the environment host, and its end ends all that it started, also what has left its
+process group: such processes become the host's (`processes.adopt_orphans`) and bear its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from rose import processes
+
+# what programs need that know nothing of the run; all else stays behind
+KEPT = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+)
+MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
+LOG_BYTES = 2000  # of a program's last words in an error
+END_S = 5.0  # for killed processes to be gone
+
+
+def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
+    """`own` variables, and those of this process that are `KEPT` or `given`."""
+    kept = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
+    return kept | {"PYTHONUNBUFFERED": "1"} | dict(own)
+
+
+class Program:
+    """`name` is the trajectory's; `log` gets what the program prints."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name, self._process, self._log = name, process, log
+
+    @classmethod
+    async def start(
+        cls, name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path
+    ) -> Program:
+        """Raises OSError when it can't be started."""
+        host = os.getpid()
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=dict(variables) | {MARK: name},
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(host),
+            )
+        return cls(name, process, log)
+
+    async def wait(self) -> int:
+        """Its exit code; -N for signal N."""
+        return await self._process.wait()
+
+    def last_words(self) -> str:
+        """What it printed at the end, for an error."""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - LOG_BYTES))
+            return file.read().decode(errors="replace").strip()
+        return ""
+
+    async def end(self) -> None:
+        """Kill it and all that it started; returns once they are gone, or after `END_S`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), END_S)
+        for process in await asyncio.to_thread(_marked, self.name):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                await asyncio.to_thread(process.wait, END_S)
+        with contextlib.suppress(ChildProcessError):  # those of its group that became the host's
+            while os.waitpid(-self._process.pid, os.WNOHANG) != (0, 0):
+                pass
+
+
+def _marked(name: str) -> list[psutil.Process]:
+    """This process's descendants that bear the trajectory's name."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == name:
+                found.append(process)
+    return found

@@ -1,0 +1,205 @@
+"""One trajectory of an agent's program: start it, watch it, take its reward and its tree of tokens.
+
+A program that crashes, says nothing for env.step_timeout_s, floods the gateway or ends without a
+reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rose import config
+from rose.agent.chat import ChatFormat
+from rose.agent.envs.agent import Agent, calling
+from rose.agent.gateway import program
+from rose.agent.gateway.history import Message
+from rose.agent.gateway.program import Program
+from rose.agent.gateway.server import Gateway, reward_of
+from rose.agent.gateway.session import Session
+from rose.agent.loop import Clock, EnvironmentFailure, RequestTurn
+from rose.protocol import Sampling, StartTrajectory, Trajectory
+
+LOOK_S = 0.25  # between two looks at whether a program still does something
+
+
+async def run_agent(
+    start: StartTrajectory,
+    agent: Agent,
+    gateway: Gateway,
+    chat: ChatFormat,
+    request_turn: RequestTurn,
+    limits: config.Env,
+    key: str,
+    max_context: int,
+    sampling: Sampling,
+    clock: Clock,
+) -> Trajectory:
+    """As `rose.agent.loop.run_trajectory`, for a program. `key`: where `limits` stand in the
+    configuration. Raises `EnvironmentFailure`; cancellation passes through. Nothing of the program
+    is left when this returns."""
+    session = Session(start, chat, request_turn, limits, max_context, sampling)
+    gateway.admit(session)
+    started = clock()
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="rose-agent-", ignore_cleanup_errors=True
+        ) as folder:
+            run = _Run(start, agent, gateway.url, session, limits, key, Path(folder))
+            reward, success = await run.go()
+    finally:
+        gateway.dismiss(session)
+    return _trajectory(start, session, reward, success, started, clock())
+
+
+class _Run:
+    def __init__(
+        self,
+        start: StartTrajectory,
+        agent: Agent,
+        url: str,
+        session: Session,
+        limits: config.Env,
+        key: str,
+        folder: Path,
+    ) -> None:
+        self.start, self.agent, self.session, self.limits = start, agent, session, limits
+        self.key, self.folder = key, folder
+        self.task = folder / "task.json"
+        self.reward = folder / "reward.json"
+        own = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_BASE": f"{url}/v1",  # as LiteLLM calls it
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": session.key,
+            "ROSE_GATEWAY_URL": url,
+            "ROSE_TASK": str(self.task),
+            "ROSE_SEED": str(start.env_seed),
+            "ROSE_REWARD": str(self.reward),
+        }
+        self.variables = program.environment(own, agent.environment)
+        self._write(self.task, agent.task(start.env_seed) | {"phase": start.phase.value})
+
+    async def go(self) -> tuple[float, bool]:
+        """(reward, success)."""
+        await self._execute(self.agent.argv(), "env.args.command")
+        if self.agent.reward is None:
+            return self._read_reward()
+        said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
+        transcript = self.folder / "transcript.json"
+        self._write(transcript, said)
+        self.reward.unlink(missing_ok=True)  # the function decides, not the agent
+        self.session.reward = None
+        argv = calling(self.agent.reward, str(transcript))
+        await self._execute(argv, "env.args.reward")
+        return self._read_reward()
+
+    async def _execute(self, argv: list[str], what: str) -> None:
+        """Run a program to its end. Raises `EnvironmentFailure`."""
+        try:
+            running = await Program.start(self.start.id, argv, self.variables, self.folder / "log")
+        except OSError as error:
+            raise self._failure(f"{what}: {argv[0]} can't be started: {error}") from error
+        try:
+            code = await self._watch(running)
+        finally:
+            await asyncio.shield(running.end())
+        if code:
+            raise self._failure(f"{what} ended with code {code}", running)
+
+    async def _watch(self, running: Program) -> int:
+        """Its exit code. Raises `EnvironmentFailure`."""
+        ended = asyncio.ensure_future(running.wait())
+        began, limit = time.monotonic(), self.limits.step_timeout_s
+        try:
+            while True:
+                await asyncio.wait(
+                    {ended, self.session.failed},
+                    timeout=LOOK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if ended.done():
+                    return ended.result()
+                if self.session.failed.done():
+                    raise self._failure(self.session.failed.result(), running)
+                if min(self.session.idle_s, time.monotonic() - began) > limit:
+                    raise self._failure(
+                        f"the program neither called nor ended within {self.key}.step_timeout_s="
+                        f"{limit:g} s",
+                        running,
+                    )
+        finally:
+            ended.cancel()
+
+    def _read_reward(self) -> tuple[float, bool]:
+        if self.session.reward is not None:
+            return self.session.reward
+        try:
+            return reward_of(json.loads(self.reward.read_bytes()[:4096]))
+        except FileNotFoundError:
+            raise self._failure(
+                "the program ended without a reward: it writes one into the file ROSE_REWARD, "
+                "posts it to /reward, or env.args.reward names a function"
+            ) from None
+        except ValueError as error:
+            raise self._failure(f"the file ROSE_REWARD: {error}") from None
+
+    def _failure(self, cause: str, running: Program | None = None) -> EnvironmentFailure:
+        words = running.last_words() if running else ""
+        return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
+
+    def _write(self, path: Path, value: Any) -> None:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(value, file)
+
+
+def _shown(conversation: tuple[Message, ...]) -> list[dict[str, Any]]:
+    """For a reward's function."""
+    return [
+        {
+            "role": message.role,
+            "content": message.text,
+            "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in message.calls],
+        }
+        for message in conversation
+    ]
+
+
+def _trajectory(
+    start: StartTrajectory,
+    session: Session,
+    reward: float,
+    success: bool,
+    started: float,
+    finished: float,
+) -> Trajectory:
+    branches = session.history.branches()
+    if not branches:
+        raise EnvironmentFailure(start.id, "the program ended without a call of the model")
+    first, *others = branches
+    return Trajectory(
+        id=start.id,
+        group=start.group,
+        phase=start.phase,
+        tokens=first.tokens,
+        mask=first.mask,
+        logprobs=first.logprobs,
+        versions=first.versions,
+        reward=reward,
+        success=success,
+        turns=session.turns,
+        response_tokens=sum(sum(branch.mask) for branch in branches),
+        truncated=session.truncated,
+        invalid_calls=session.invalid_calls,
+        stats={"migrations": float(session.migrations), "branches": float(len(branches))},
+        started=started,
+        finished=finished,
+        domain=start.domain,
+        branches=others,
+    )
