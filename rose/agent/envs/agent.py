@@ -12,17 +12,11 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rose.config import ConfigError
-
-
-def calling(function: str, *arguments: str) -> list[str]:
-    """The command that calls `module:name` or `file.py:name`."""
-    return [sys.executable, "-m", "rose.agent.gateway.call", function, *arguments]
 
 
 class Agent:
@@ -52,7 +46,8 @@ class Agent:
                 f"env.args.command={command!r}, env.args.function={function!r}: one of them is "
                 'needed, as env.args.command="python agent.py" or env.args.function=my.agent:run'
             )
-        self._argv = calling(_function("function", function)) if function else _command(command)
+        self.command = None if command is None else _command(command)
+        self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
         self._tasks = [] if tasks is None else _lines(tasks)
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
@@ -61,9 +56,6 @@ class Agent:
         if not isinstance(listen, str) or not listen:
             raise ConfigError(f"env.args.listen={listen!r}: an address of this machine")
         self.listen = listen
-
-    def argv(self) -> list[str]:
-        return self._argv
 
     def task(self, seed: int) -> dict[str, Any]:
         """What the file ROSE_TASK says of the episode of this seed."""

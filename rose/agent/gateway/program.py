@@ -50,10 +50,11 @@ def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
 
 
 class Program:
-    """`name` is the trajectory's; `log` gets what the program prints."""
+    """`name` is the trajectory's, `pid` that of the process, which leads a session of its own, and
+    `code` what it ends with, -N for signal N; `log` gets what it prints."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.name, self._process, self._log = name, process, log
+    def __init__(self, name: str, pid: int, code: asyncio.Future[int], log: Path) -> None:
+        self.name, self.pid, self.code, self._log = name, pid, code, log
 
     @classmethod
     async def start(
@@ -67,15 +68,11 @@ class Program:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=dict(variables) | {MARK: name},
+                env=dict(variables),
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(host),
             )
-        return cls(name, process, log)
-
-    async def wait(self) -> int:
-        """Its exit code; -N for signal N."""
-        return await self._process.wait()
+        return cls(name, process.pid, asyncio.ensure_future(process.wait()), log)
 
     def last_words(self) -> str:
         """What it printed at the end, for an error."""
@@ -86,24 +83,27 @@ class Program:
 
     async def end(self) -> None:
         """Kill it and all that it started; returns once they are gone, or after `END_S`."""
+        children = await asyncio.to_thread(_family, self.pid, self.name)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), END_S)
-        for process in await asyncio.to_thread(_marked, self.name):
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.wait({self.code}, timeout=END_S)
+        for process in {*children, *await asyncio.to_thread(_family, self.pid, self.name)}:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 await asyncio.to_thread(process.wait, END_S)
         with contextlib.suppress(ChildProcessError):  # those of its group that became the host's
-            while os.waitpid(-self._process.pid, os.WNOHANG) != (0, 0):
+            while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
                 pass
 
 
-def _marked(name: str) -> list[psutil.Process]:
-    """This process's descendants that bear the trajectory's name."""
+def _family(pid: int, name: str) -> list[psutil.Process]:
+    """What a process has started, and this process's descendants that bear the trajectory's name:
+    of these the parents may be gone."""
     found = []
+    with contextlib.suppress(psutil.Error):
+        found += psutil.Process(pid).children(recursive=True)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == name:
+            if process.pid != pid and process.environ().get(MARK) == name:
                 found.append(process)
     return found

@@ -11,12 +11,13 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from rose import config
 from rose.agent.chat import ChatFormat
-from rose.agent.envs.agent import Agent, calling
+from rose.agent.envs.agent import Agent
 from rose.agent.gateway import program
 from rose.agent.gateway.history import Message
 from rose.agent.gateway.program import Program
@@ -50,7 +51,7 @@ async def run_agent(
         with tempfile.TemporaryDirectory(
             prefix="rose-agent-", ignore_cleanup_errors=True
         ) as folder:
-            run = _Run(start, agent, gateway.url, session, limits, key, Path(folder))
+            run = _Run(start, agent, gateway, session, limits, key, Path(folder))
             reward, success = await run.go()
     finally:
         gateway.dismiss(session)
@@ -62,13 +63,14 @@ class _Run:
         self,
         start: StartTrajectory,
         agent: Agent,
-        url: str,
+        gateway: Gateway,
         session: Session,
         limits: config.Env,
         key: str,
         folder: Path,
     ) -> None:
         self.start, self.agent, self.session, self.limits = start, agent, session, limits
+        self.forks, url = gateway.forks, gateway.url
         self.key, self.folder = key, folder
         self.task = folder / "task.json"
         self.reward = folder / "reward.json"
@@ -82,13 +84,20 @@ class _Run:
             "ROSE_TASK": str(self.task),
             "ROSE_SEED": str(start.env_seed),
             "ROSE_REWARD": str(self.reward),
+            program.MARK: start.id,
         }
         self.variables = program.environment(own, agent.environment)
         self._write(self.task, agent.task(start.env_seed) | {"phase": start.phase.value})
 
     async def go(self) -> tuple[float, bool]:
         """(reward, success)."""
-        await self._execute(self.agent.argv(), "env.args.command")
+        agent = self.agent
+        if agent.function is None:
+            log = self.folder / "log"
+            begin = Program.start(self.start.id, agent.command, self.variables, log)
+            await self._execute(begin, "env.args.command")
+        else:
+            await self._execute(self._fork(agent.function), "env.args.function")
         if self.agent.reward is None:
             return self._read_reward()
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
@@ -96,18 +105,23 @@ class _Run:
         self._write(transcript, said)
         self.reward.unlink(missing_ok=True)  # the function decides, not the agent
         self.session.reward = None
-        argv = calling(self.agent.reward, str(transcript))
-        await self._execute(argv, "env.args.reward")
+        await self._execute(self._fork(agent.reward, str(transcript)), "env.args.reward")
         return self._read_reward()
 
-    async def _execute(self, argv: list[str], what: str) -> None:
+    def _fork(self, function: str, *arguments: str) -> Awaitable[Program]:
+        given, log = self.agent.environment, self.folder / "log"
+        return self.forks.start(self.start.id, function, arguments, given, self.variables, log)
+
+    async def _execute(self, begin: Awaitable[Program], what: str) -> None:
         """Run a program to its end. Raises `EnvironmentFailure`."""
         try:
-            running = await Program.start(self.start.id, argv, self.variables, self.folder / "log")
+            running = await begin
         except OSError as error:
-            raise self._failure(f"{what}: {argv[0]} can't be started: {error}") from error
+            raise self._failure(f"{what} can't be started: {error}") from error
         try:
             code = await self._watch(running)
+        except OSError as error:  # whoever forked it is gone
+            raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
         if code:
@@ -115,27 +129,20 @@ class _Run:
 
     async def _watch(self, running: Program) -> int:
         """Its exit code. Raises `EnvironmentFailure`."""
-        ended = asyncio.ensure_future(running.wait())
         began, limit = time.monotonic(), self.limits.step_timeout_s
-        try:
-            while True:
-                await asyncio.wait(
-                    {ended, self.session.failed},
-                    timeout=LOOK_S,
-                    return_when=asyncio.FIRST_COMPLETED,
+        ends = {running.code, self.session.failed}
+        while True:
+            await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if running.code.done():
+                return running.code.result()
+            if self.session.failed.done():
+                raise self._failure(self.session.failed.result(), running)
+            if min(self.session.idle_s, time.monotonic() - began) > limit:
+                raise self._failure(
+                    f"the program neither called nor ended within {self.key}.step_timeout_s="
+                    f"{limit:g} s",
+                    running,
                 )
-                if ended.done():
-                    return ended.result()
-                if self.session.failed.done():
-                    raise self._failure(self.session.failed.result(), running)
-                if min(self.session.idle_s, time.monotonic() - began) > limit:
-                    raise self._failure(
-                        f"the program neither called nor ended within {self.key}.step_timeout_s="
-                        f"{limit:g} s",
-                        running,
-                    )
-        finally:
-            ended.cancel()
 
     def _read_reward(self) -> tuple[float, bool]:
         if self.session.reward is not None:

@@ -30,6 +30,7 @@ from rose.agent.gateway import (
     openai_responses,
     token_route,
 )
+from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.session import Answer, ApiError, Session
 
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
@@ -53,6 +54,7 @@ class Gateway:
         self._ended: deque[str] = deque(maxlen=KEPT_KEYS)
         self._runner: web.AppRunner | None = None
         self.url = ""
+        self.forks = Forks()
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
@@ -73,6 +75,7 @@ class Gateway:
         self.url = f"http://{shown}:{address[1]}"
 
     async def close(self) -> None:
+        await self.forks.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
