@@ -81,8 +81,8 @@ async def _wait(result: Any) -> Any:
     return await result
 
 
-def _become(function: str, order: dict[str, Any], server: int) -> None:
-    """In the forked process: never returns."""
+def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
+    """In the forked process: never returns. `foreign`: files of the server's."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -92,7 +92,8 @@ def _become(function: str, order: dict[str, Any], server: int) -> None:
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(source, target)
-        os.closerange(3, 64)  # the server's pipes among them
+        for file in (log, *foreign):
+            os.close(file)
         os.environ.clear()
         os.environ.update(order["variables"])
         call(function, order["arguments"])
@@ -142,7 +143,7 @@ def serve(function: str) -> None:
                 order = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
-                    _become(function, order, server)
+                    _become(function, order, server, (answers, woken, wake))
                 names[pid] = order["name"]
                 answer(name=order["name"], pid=pid)
 

@@ -119,4 +119,4 @@ class _Server:
 def _kill(pid: asyncio.Future[int]) -> None:
     if not pid.cancelled() and pid.exception() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid.result(), signal.SIGKILL)
+            os.kill(pid.result(), signal.SIGKILL)  # it has started nothing yet

@@ -86,6 +86,9 @@ class Program:
         children = await asyncio.to_thread(_family, self.pid, self.name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        if not self.code.done():  # just forked, it may not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         await asyncio.wait({self.code}, timeout=END_S)
         for process in {*children, *await asyncio.to_thread(_family, self.pid, self.name)}:
             with contextlib.suppress(psutil.Error):
