@@ -1,7 +1,8 @@
-"""Anthropic's messages: POST /v1/messages, and the counting of their tokens' stand-in left out.
+"""Anthropic's messages: POST /v1/messages.
 
 Results of tools stand in a user's message; here each becomes a message of its own, before what the
-user says. Left out: images, documents, caching (`cache_control` is ignored) and server tools.
+user says. Left out: images, documents, caching (`cache_control` is ignored), server
+tools, and counting tokens.
 """
 
 from __future__ import annotations

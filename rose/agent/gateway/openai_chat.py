@@ -28,6 +28,8 @@ def read(body: dict[str, Any]) -> Query:
         raise bad("logprobs: not supported; the run records them by itself")
     if take(body, "response_format", dict, {}).get("type", "text") != "text":
         raise bad("response_format: only text is supported")
+    if body.get("functions"):
+        raise bad("functions: the API of 2023; send tools")
     listed = fields.items(take(body, "messages", list), "messages")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(listed)]
     fields.ends_with_question(messages)

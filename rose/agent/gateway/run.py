@@ -204,7 +204,11 @@ def _trajectory(
         response_tokens=sum(sum(branch.mask) for branch in branches),
         truncated=session.truncated,
         invalid_calls=session.invalid_calls,
-        stats={"migrations": float(session.migrations), "branches": float(len(branches))},
+        stats={
+            "migrations": float(session.migrations),
+            "branches": float(len(branches)),
+            "cut_turns": float(session.cut),
+        },
         started=started,
         finished=finished,
         domain=start.domain,

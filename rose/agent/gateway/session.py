@@ -105,7 +105,9 @@ class Session:
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._open = 0
         self._refused = 0
-        self._allowance, self._heard_at = float(BURST), clock()
+        self._heard_at = clock()
+        self._allowance, self._counted_at = float(BURST), clock()
+        self.cut = 0  # turns that were under way at `close`
 
     @property
     def idle_s(self) -> float:
@@ -140,13 +142,13 @@ class Session:
     def close(self) -> None:
         """Calls under way are answered with an error."""
         for task in self._calls.values():
-            task.cancel()
+            self.cut += task.cancel()
 
     def _count(self) -> None:
         """Bound the calls at once and by the second. Raises `ApiError`."""
         now = self._clock()
-        self._allowance = min(BURST, self._allowance + RATE * (now - self._heard_at)) - 1
-        self._heard_at = now
+        self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
+        self._heard_at = self._counted_at = now
         if self._allowance < 0 or self._open >= MOST_OPEN:
             error = ApiError(
                 429,
