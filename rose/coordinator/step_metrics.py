@@ -45,6 +45,7 @@ def step_row(
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "turns_mean": float(np.mean([t.turns for t in all_of])),
+        "branches_mean": float(np.mean([1 + len(t.branches) for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
         "groups_equal": float(np.mean([len({t.reward for t in group}) == 1 for group in groups])),

@@ -7,6 +7,7 @@ which gives it an address, a key and a task by environment variables. This is wh
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -49,7 +50,7 @@ class Agent:
         self.command = None if command is None else _command(command)
         self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
-        self._tasks = [] if tasks is None else _lines(tasks)
+        self._tasks = [] if tasks is None else _lines(tasks, _changed_at(tasks))
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
         self.environment = tuple(environment)
@@ -96,7 +97,15 @@ def _function(key: str, name: Any) -> str:
     return name
 
 
-def _lines(path: str) -> list[Any]:
+def _changed_at(path: str) -> float:
+    try:
+        return Path(path).stat().st_mtime
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
+
+
+@functools.lru_cache(8)  # each trajectory makes an `Agent` of its own
+def _lines(path: str, changed_at: float) -> list[Any]:
     try:
         lines = Path(path).read_text().splitlines()
         tasks = [json.loads(line) for line in lines if line.strip()]

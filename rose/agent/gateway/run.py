@@ -97,20 +97,25 @@ class _Run:
             begin = Program.start(self.start.id, agent.command, self.variables, log)
             await self._execute(begin, "env.args.command")
         else:
-            await self._execute(self._fork(agent.function), "env.args.function")
-        if self.agent.reward is None:
+            await self._execute(self._fork(agent.function, self.variables), "env.args.function")
+        if agent.reward is None:
             return self._read_reward()
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
         transcript = self.folder / "transcript.json"
         self._write(transcript, said)
         self.reward.unlink(missing_ok=True)  # the function decides, not the agent
         self.session.reward = None
-        await self._execute(self._fork(agent.reward, str(transcript)), "env.args.reward")
+        # it judges what was said, and says nothing itself
+        without = {k: v for k, v in self.variables.items() if v != self.session.key}
+        judging = self._fork(agent.reward, without, str(transcript))
+        await self._execute(judging, "env.args.reward")
         return self._read_reward()
 
-    def _fork(self, function: str, *arguments: str) -> Awaitable[Program]:
+    def _fork(
+        self, function: str, variables: dict[str, str], *arguments: str
+    ) -> Awaitable[Program]:
         given, log = self.agent.environment, self.folder / "log"
-        return self.forks.start(self.start.id, function, arguments, given, self.variables, log)
+        return self.forks.start(self.start.id, function, arguments, given, variables, log)
 
     async def _execute(self, begin: Awaitable[Program], what: str) -> None:
         """Run a program to its end. Raises `EnvironmentFailure`."""

@@ -102,7 +102,7 @@ def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
             reward(99)
 
         def judge(conversations, task):
-            assert task["seed"] == 8
+            assert task["seed"] == 8 and "OPENAI_API_KEY" not in os.environ
             ends = sorted(c[-1]["content"] for c in conversations)
             return {"reward": float(ends == ["one", "two"]), "success": False}
     """
