@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from rose import front
 from rose.agent.envs.agent import Agent
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
@@ -182,3 +183,10 @@ def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         Agent(**arguments)
     assert words in str(error.value)
+
+
+def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
+    with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
+        front.check(tree("env=agent", f"output_dir={tmp_path}"))
+    made = front.check(tree("env=agent", "env.args.command=true", f"output_dir={tmp_path}"))
+    assert made.config.env.args["listen"] == "127.0.0.1"
