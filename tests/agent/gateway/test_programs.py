@@ -188,5 +188,5 @@ def test_bad_arguments_are_named(arguments, words):
 def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
     with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
         front.check(tree("env=agent", f"output_dir={tmp_path}"))
-    made = front.check(tree("env=agent", "env.args.command=true", f"output_dir={tmp_path}"))
+    made = front.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
     assert made.config.env.args["listen"] == "127.0.0.1"
