@@ -105,11 +105,12 @@ class TrajectoryHost:
             c.model.max_context,
             self._sampling(start.phase, member.max_new_tokens),
             time.time,
+            self._scoring,
         )
         if isinstance(environment, Agent):
             gateway = await self._gateway(environment.listen)
             return await run_agent(start, environment, gateway, *rest)
-        return await run_trajectory(start, environment, *rest, self._scoring)
+        return await run_trajectory(start, environment, *rest)
 
     async def _gateway(self, address: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""

@@ -93,6 +93,23 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
+async def score(
+    scoring: Scoring, episode: Episode, clock: Clock
+) -> tuple[float, bool, dict[str, float]]:
+    """(reward, success, statistics) of an episode by the reward ranks. Raises `ScoringFailure`."""
+    asked = clock()
+    scored = await scoring.score(episode)
+    if scored.error:
+        raise ScoringFailure(episode.trajectory, f"its reward: {scored.error}")
+    stats = {
+        "reward_wait_s": clock() - asked,
+        "reward_queue_s": scored.queue_s,
+        "reward_score_s": scored.score_s,
+        "reward_timed_out": float(scored.timed_out),
+    }
+    return scored.reward, scoring.success(scored), stats
+
+
 class _Guard:
     """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`."""
 
@@ -219,29 +236,18 @@ class _Episode:
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no
         reward of 0."""
-        asked = clock()
-        scored = await scoring.score(
-            Episode(
-                trajectory=self.start.id,
-                domain=self.start.domain,
-                seed=self.start.env_seed,
-                task=task,
-                transcript=transcript(self.chat, self.tokens, self.mask),
-                reward=self.reward,
-                success=self.success,
-                truncated=self.truncated,
-                turns=self.turns,
-            )
+        episode = Episode(
+            trajectory=self.start.id,
+            domain=self.start.domain,
+            seed=self.start.env_seed,
+            task=task,
+            transcript=transcript(self.chat, self.tokens, self.mask),
+            reward=self.reward,
+            success=self.success,
+            truncated=self.truncated,
+            turns=self.turns,
         )
-        if scored.error:
-            raise ScoringFailure(self.start.id, f"its reward: {scored.error}")
-        self.reward, self.success = scored.reward, scoring.success(scored)
-        self.stats = {
-            "reward_wait_s": clock() - asked,
-            "reward_queue_s": scored.queue_s,
-            "reward_score_s": scored.score_s,
-            "reward_timed_out": float(scored.timed_out),
-        }
+        self.reward, self.success, self.stats = await score(scoring, episode, clock)
 
     async def _turn(self) -> tuple[str, bool]:
         """Have one turn generated and append it: its text, and whether an end-of-turn token closed

@@ -15,6 +15,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rose import config
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
@@ -23,8 +25,10 @@ from rose.agent.gateway.history import Message
 from rose.agent.gateway.program import Program
 from rose.agent.gateway.server import Gateway, reward_of
 from rose.agent.gateway.session import Session
-from rose.agent.loop import Clock, EnvironmentFailure, RequestTurn
+from rose.agent.loop import Clock, EnvironmentFailure, RequestTurn, score
+from rose.agent.scoring import Scoring, transcript
 from rose.protocol import Sampling, StartTrajectory, Trajectory
+from rose.reward.episode import Episode
 
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
@@ -40,6 +44,7 @@ async def run_agent(
     max_context: int,
     sampling: Sampling,
     clock: Clock,
+    scoring: Scoring | None = None,
 ) -> Trajectory:
     """As `rose.agent.loop.run_trajectory`, for a program. `key`: where `limits` stand in the
     configuration. Raises `EnvironmentFailure`; cancellation passes through. Nothing of the program
@@ -52,10 +57,27 @@ async def run_agent(
             prefix="rose-agent-", ignore_cleanup_errors=True
         ) as folder:
             run = _Run(start, agent, gateway, session, limits, key, Path(folder))
-            reward, success = await run.go()
+            reward, success = await run.go(required=scoring is None)
     finally:
         gateway.dismiss(session)
-    return _trajectory(start, session, reward, success, started, clock())
+    made = _trajectory(start, session, reward, success, started, clock())
+    if scoring is None:
+        return made
+    episode = Episode(
+        trajectory=start.id,
+        domain=start.domain,
+        seed=start.env_seed,
+        task=agent.task(start.env_seed),
+        transcript=transcript(chat, made.tokens, made.mask),
+        reward=reward,
+        success=success,
+        truncated=made.truncated,
+        turns=made.turns,
+    )
+    reward, success, stats = await score(scoring, episode, clock)
+    return msgspec.structs.replace(
+        made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
+    )
 
 
 class _Run:
@@ -89,8 +111,8 @@ class _Run:
         self.variables = program.environment(own, agent.environment)
         self._write(self.task, agent.task(start.env_seed) | {"phase": start.phase.value})
 
-    async def go(self) -> tuple[float, bool]:
-        """(reward, success)."""
+    async def go(self, required: bool) -> tuple[float, bool]:
+        """(reward, success); 0 and False if none is `required` and nobody gives one."""
         agent = self.agent
         if agent.function is None:
             log = self.folder / "log"
@@ -99,7 +121,7 @@ class _Run:
         else:
             await self._execute(self._fork(agent.function, self.variables), "env.args.function")
         if agent.reward is None:
-            return self._read_reward()
+            return self._read_reward(required)
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
         transcript = self.folder / "transcript.json"
         self._write(transcript, said)
@@ -109,7 +131,7 @@ class _Run:
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
         judging = self._fork(agent.reward, without, str(transcript))
         await self._execute(judging, "env.args.reward")
-        return self._read_reward()
+        return self._read_reward(required)
 
     def _fork(
         self, function: str, variables: dict[str, str], *arguments: str
@@ -149,12 +171,14 @@ class _Run:
                     running,
                 )
 
-    def _read_reward(self) -> tuple[float, bool]:
+    def _read_reward(self, required: bool) -> tuple[float, bool]:
         if self.session.reward is not None:
             return self.session.reward
         try:
             return reward_of(json.loads(self.reward.read_bytes()[:4096]))
         except FileNotFoundError:
+            if not required:
+                return 0.0, False
             raise self._failure(
                 "the program ended without a reward: it writes one into the file ROSE_REWARD, "
                 "posts it to /reward, or env.args.reward names a function"
