@@ -15,10 +15,11 @@ from rose import front
 from rose.agent.envs.agent import Agent
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
-from rose.agent.loop import EnvironmentFailure
+from rose.agent.loop import EnvironmentFailure, ScoringFailure
+from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.processes import adopt_orphans
-from rose.protocol import Sampling
+from rose.protocol import Sampling, TrajectoryScored
 
 from .conftest import START, Policy, limits
 
@@ -37,10 +38,10 @@ def reward(value):
 
 
 @pytest.fixture
-def run(chats, tokenizer, tmp_path):
+def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source."""
 
-    def go(source, arguments=None, **changed):
+    def go(source, arguments=None, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
@@ -49,10 +50,14 @@ def run(chats, tokenizer, tmp_path):
             adopt_orphans()
             gateway = Gateway("tiny")
             await gateway.open("127.0.0.1")
+            scoring = None
+            if scorer is not None:  # a reward rank that answers at once
+                settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
+                scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
             try:
                 return await run_agent(
                     START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
-                    limits(**changed), "env", 2000, Sampling(1), time.time,
+                    limits(**changed), "env", 2000, Sampling(1), time.time, scoring,
                 )  # fmt: skip
             finally:
                 await gateway.close()
@@ -110,6 +115,20 @@ def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
     place = f"{tmp_path}/agent.py"
     got = run(source, {"function": f"{place}:solve", "reward": f"{place}:judge"})
     assert (got.reward, got.success) == (1.0, False)
+
+
+def test_the_runs_own_reward_scores_what_was_said(run):
+    asked = []
+
+    def scorer(message):
+        asked.append(json.loads(message.episode))
+        return TrajectoryScored(START.id, reward=0.75, success=True)
+
+    got = run('ask("a")', scorer=scorer)
+    assert (got.reward, got.success) == (0.75, True) and "reward_wait_s" in got.stats
+    assert "one" in asked[0]["transcript"][-1]["text"] and asked[0]["reward"] == 0.0
+    with pytest.raises(ScoringFailure, match="the judge is away"):
+        run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
 
 
 @pytest.mark.parametrize(
