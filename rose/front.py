@@ -25,7 +25,7 @@ from rich.console import Console
 
 from rose import config as configuration
 from rose import policies, processes
-from rose.agent import envs
+from rose.agent import envs, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
 from rose.launch import (
@@ -168,6 +168,7 @@ def check(tree: dict) -> plan.Plan:
 
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
+    tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
@@ -201,6 +202,16 @@ def with_whole_paths(c: Config) -> Config:
         transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
         reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
     )
+
+
+def check_formats(c: Config) -> None:
+    """Raises `ConfigError` for a form of tool calls or thoughts that isn't the model's, now that
+    its folder is there. `auto` is found by the environment hosts."""
+    if (c.model.tool_format, c.model.reasoning_format) != (tool_formats.AUTO, tool_formats.AUTO):
+        from rose.agent.chat import ChatFormat  # imports transformers
+        from rose.models import resolve
+
+        ChatFormat.of(resolve(c.model), c.model)
 
 
 def check_domains(c: Config) -> None:
@@ -285,6 +296,7 @@ def launch(made: plan.Plan, console: Console) -> int:
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
         if c.cluster.kind == "slurm":
+            check_formats(c)
             slurm.submit(c, made.ranks, console)
             return 0
         return _run(c, made, console)
@@ -292,6 +304,7 @@ def launch(made: plan.Plan, console: Console) -> int:
 
 def _run(c: Config, made: plan.Plan, console: Console) -> int:
     c = model.prepare(c)
+    check_formats(c)
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
     say(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")

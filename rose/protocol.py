@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 def seed_of(*parts: object) -> int:
@@ -89,10 +89,21 @@ class Sampling(Record):
     seed: int | None = None
 
 
+class Branch(Record):
+    """A leaf of a trajectory whose histories form a tree; fields as `Trajectory`'s. What it shares
+    with an earlier leaf is there, with mask 0."""
+
+    tokens: bytes
+    mask: bytes
+    logprobs: bytes
+    versions: bytes
+
+
 class Trajectory(Record):
     """One finished episode, token-exact: no text is ever re-tokenised.
 
-    All per-token fields have length T = number of tokens of prompt, turns and observations.
+    All per-token fields have length T = number of tokens of prompt, turns and observations. An
+    agent may edit its history or start sub-agents: `branches` are the leaves after the first.
     """
 
     id: str
@@ -107,7 +118,7 @@ class Trajectory(Record):
     reward: float
     success: bool
     turns: int
-    response_tokens: int  # sum of mask
+    response_tokens: int  # sum of mask, of all branches
     truncated: bool = False  # ended by a token or turn limit, not by the environment
     invalid_calls: int = 0
     stats: dict[str, float] = {}
@@ -116,6 +127,26 @@ class Trajectory(Record):
     # the environment's name, in a mixture the member's; "" of trajectories saved by earlier
     # releases
     domain: str = ""
+    branches: list[Branch] = []
+
+    def samples(self) -> list[Trajectory]:
+        """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
+        that the policy made is marked in one of them."""
+        if not self.branches:
+            return [self]
+        leaves = [Branch(self.tokens, self.mask, self.logprobs, self.versions), *self.branches]
+        return [
+            msgspec.structs.replace(
+                self,
+                tokens=leaf.tokens,
+                mask=leaf.mask,
+                logprobs=leaf.logprobs,
+                versions=leaf.versions,
+                response_tokens=sum(leaf.mask),
+                branches=[],
+            )
+            for leaf in leaves
+        ]
 
 
 # --------------------------------------------------------------------------- any rank
@@ -413,16 +444,19 @@ class BatchSummary(Record):
 
 
 class TrainStep(Message):
-    """Coordinator -> every trainer rank: the step begins. The rank's own trajectories follow in
-    `parts` messages of `TrainPart`. `micro_batches` lists this rank's rows of `summary`; every rank
-    has the same number of micro-batches in each optimizer update (ZeRO's collectives need that).
-    `trees`: each micro-batch is computed as one prefix tree."""
+    """Coordinator -> every trainer rank: the step begins. The batch's rows are the samples of its
+    trajectories, one for each leaf; `owners` names each row's trajectory. The rank's own rows
+    follow in `parts` messages of `TrainPart`. `micro_batches` lists them; every rank has the same
+    number of micro-batches in each optimizer update (ZeRO's collectives need that). `trees`: each
+    micro-batch is computed as one prefix tree."""
 
     step: int
     summary: BatchSummary
-    micro_batches: list[list[list[int]]]  # [update][micro-batch][row of summary]
+    micro_batches: list[list[list[int]]]  # [update][micro-batch][row]
     trees: bool
     parts: int
+    # (rows,): which of the N trajectories of `summary`; empty: as many rows, in their order
+    owners: list[int] = []
 
 
 class TrainPart(Message):

@@ -3,26 +3,31 @@
 A conversation's first prompt is rendered by the template as usual. After that only the text between
 the end of the policy's turn and its next generation prompt is encoded and appended: a template may
 rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
-template's rendering of a dummy conversation, after the dummy answer. Left out: images, parallel
-calls.
+template's rendering of a dummy conversation, after the dummy answer. Left out: images, and
+templates that write a tool's result only behind a message with calls.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from rose.agent.tool_calls import CLOSE, FORM, OPEN
-from rose.config import ConfigError
+from rose.agent import tool_formats
+from rose.agent.envs.base import Action
+from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
+from rose.config import ConfigError, Model
 
-ANSWER, OBSERVATION = "ROSE-ANSWER-7f3a", "ROSE-OBSERVATION-7f3a"
+ANSWER = "ROSE-ANSWER-7f3a"
+OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
 
 RESPONSE = {"<tool_response>", "</tool_response>"}
@@ -30,13 +35,34 @@ RESPONSE = {"<tool_response>", "</tool_response>"}
 Observer = Literal["tool", "user"]
 
 
-class ChatFormat:
-    """The tokenizer and chat template in `folder`, with `template_args` (such as enable_thinking).
+class CannotExtend(ConfigError):
+    """The template doesn't write these messages after an answer in a way that could be appended."""
 
-    Raises `ConfigError` naming model.path when the folder has no usable tokenizer or template.
+
+@dataclass(frozen=True)
+class _Gap:
+    """The text between an answer and the next turn, `texts` around the messages' contents."""
+
+    end: str  # the end-of-turn token
+    texts: tuple[str, ...]
+    escaped: tuple[bool, ...]  # whether the template writes a content as a JSON string
+
+
+class ChatFormat:
+    """The tokenizer and chat template in `folder`, with `template_args` (such as enable_thinking),
+    and the forms of tool calls and thoughts (rose/agent/tool_formats.py).
+
+    Raises `ConfigError` naming model.path when the folder has no usable tokenizer or template, and
+    naming model.tool_format or model.reasoning_format when that is not the template's.
     """
 
-    def __init__(self, folder: str | Path, template_args: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        template_args: dict[str, Any] | None = None,
+        tool_format: str = tool_formats.AUTO,
+        reasoning_format: str = tool_formats.AUTO,
+    ):
         self.folder, self.template_args = str(folder), dict(template_args or {})
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
@@ -46,14 +72,25 @@ class ChatFormat:
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self.native_tools = self._has_tools()
-        self._between = {role: self._text_between(role) for role in ("tool", "user")}
+        self._gap = functools.lru_cache(CACHE)(self._find_gap)
+        for role in ("tool", "user"):
+            self._gap((role,))
+        self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
+        self.format = tool_formats.find(tool_format, self._tokenizer, self._written_call())
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
-    def start(self, messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[int]:
-        """First prompt, up to and including the generation prompt.
+    @classmethod
+    def of(cls, folder: str | Path, model: Model) -> ChatFormat:
+        """As `model` says, whose folder this is."""
+        return cls(folder, model.chat_template_args, model.tool_format, model.reasoning_format)
 
-        Templates that ignore tools (SmolLM2) get them described in the system message.
+    def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """First prompt, up to and including the generation prompt. `messages` are as Hugging Face's
+        templates take them: calls in `tool_calls`, their arguments an object.
+
+        Templates that ignore tools (SmolLM2) get them described in the system message, and calls
+        and results as text. Raises `CannotExtend` when the template refuses the messages.
         """
         return list(self._start(json.dumps(messages), json.dumps(tools)))
 
@@ -62,7 +99,28 @@ class ChatFormat:
 
         `closed`: the last token was an end-of-turn token; else (cut by a limit) one is supplied.
         """
-        return list(self._observation(text, role, closed))
+        return self.observations([(role, text)], closed)
+
+    def observations(
+        self, messages: Sequence[tuple[Observer, str]], closed: bool = True
+    ) -> list[int]:
+        """As `observation` for several (who says it, text) in a row: results of calls in one turn,
+        and what a user says after them. Raises `CannotExtend`."""
+        return list(self._observation(tuple(messages), closed))
+
+    def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
+        """Thought, content and calls of a turn's text."""
+        return self.format.read(*self._split(text), tools)
+
+    def parse(self, text: str, tools: list[dict[str, Any]]) -> Action | BadCall:
+        """What a turn asks for, or what is wrong with its calls."""
+        return self.read(text, tools).action(text)
+
+    def neutral(self, text: str) -> str:
+        """`text` in which nothing acts as a mark of the template's."""
+        # lone surrogates, from JSON that the model wrote
+        text = text.encode("utf-8", "replace").decode()
+        return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of a turn, without the end-of-turn token at its end."""
@@ -96,12 +154,14 @@ class ChatFormat:
             )
         return ids
 
-    def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def _render(
+        self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True
+    ) -> str:
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=prompt,
             **self.template_args,
         )
 
@@ -110,17 +170,24 @@ class ChatFormat:
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
         messages, tools = json.loads(messages), json.loads(tools)
-        if tools and not self.native_tools:
-            messages, tools = _describe(messages, tools), []
-        return self._encode(self._render(messages, tools))
+        if not self.native_tools:
+            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
+        try:
+            return self._encode(self._render(messages, tools))
+        except (TemplateError, TypeError, KeyError) as error:  # what its author didn't think of
+            raise CannotExtend(
+                f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
+            ) from None
 
-    def _observation_tokens(self, text: str, role: Observer, closed: bool) -> list[int]:
-        end, before, after = self._between[role]
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # lone surrogates, from JSON that the model wrote
-        text = self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
-        tokens = self._encode(end + before + text + after)
+    def _observation_tokens(
+        self, messages: tuple[tuple[Observer, str], ...], closed: bool
+    ) -> list[int]:
+        gap = self._gap(tuple(role for role, _ in messages))
+        whole = [gap.end, gap.texts[0]]
+        for (_, text), escaped, after in zip(messages, gap.escaped, gap.texts[1:], strict=True):
+            text = self.neutral(text)
+            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
+        tokens = self._encode("".join(whole))
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
@@ -129,49 +196,86 @@ class ChatFormat:
             "function": {"name": "rose_probe", "description": "", "parameters": {}},
         }
         try:
-            self._render([_message("user"), _message("assistant"), _message("tool")])
+            result = _message("tool") | {"tool_call_id": _call_id(0)}
+            self._render([_message("user"), _message("assistant"), result])
             return "rose_probe" in self._render([_message("user")], [tool])
         except TemplateError:  # it knows no tool role
             return False
 
-    def _text_between(self, role: Observer) -> tuple[str, str, str]:
-        """(end-of-turn token, text before the observation, text after it)."""
-        wrap = role == "tool" and not self.native_tools
-        content = f"<tool_response>\n{OBSERVATION}\n</tool_response>" if wrap else OBSERVATION
-        said, observed = _message("assistant", ANSWER), _message("user" if wrap else role, content)
-        between = self._after_answer([_message("user"), said, observed])
+    def _written_call(self) -> str | None:
+        """What the template writes for one call, up to the end of the turn; None if it ignores
+        calls."""
+        call = {"id": _call_id(0), "type": "function", "function": _probe_function()}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tools = [tool_formats.PROBE_TOOL]
+        try:
+            before = self._render([_message("user")], tools)
+            text = self._render([_message("user"), said], tools, prompt=False)
+        except (TemplateError, TypeError, KeyError):
+            return None
+        if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
+            return None
+        # what the generation prompt adds, as an empty thought, may be missing from the rendering
+        shared = len(os.path.commonprefix([before, text]))
+        written = text[shared:].rstrip()
+        for end in self._eos_texts():
+            written = written.removesuffix(end)
+        return written
+
+    def _find_gap(self, roles: tuple[Observer, ...]) -> _Gap:
+        """Rendered twice, the second time after one turn more: the same must come after the
+        answer."""
+        contents = [OBSERVATION.format(i) for i in range(len(roles))]
+        observed = [
+            _message(role, content) | ({"tool_call_id": _call_id(i)} if role == "tool" else {})
+            for i, (role, content) in enumerate(zip(roles, contents, strict=True))
+        ]
+        observed = observed if self.native_tools else _as_text(observed)
+        said = _message("assistant", ANSWER)
+        between = self._after_answer([_message("user"), said, *observed])
         later = self._after_answer(
-            [_message("user"), _message("assistant"), _message("user"), said, observed]
+            [_message("user"), _message("assistant"), _message("user"), said, *observed]
         )
         if between != later:
-            raise self._error(
+            raise self._cannot(
                 f"what its chat template writes after an answer depends on the turns before "
                 f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
             )
         end = next((token for token in self._eos_texts() if between.startswith(token)), None)
         if end is None:
-            raise self._error(
+            raise self._cannot(
                 f"its chat template ends an answer with {between[:30]!r}, which is none of its "
                 f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in "
                 "generation_config.json"
             )
-        before, _, after = between[len(end) :].partition(OBSERVATION)
-        return end, before, after
+        return _Gap(end, *self._cut(between[len(end) :], contents))
+
+    def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+        """(texts around the contents, whether each of these is escaped)."""
+        texts, escaped = [], []
+        for content in contents:
+            escaped.append(content not in text)
+            before, found, text = text.partition(
+                json.dumps(content)[1:-1] if escaped[-1] else content
+            )
+            if not found:
+                raise self._cannot("its chat template does not write each message once, in order")
+            texts.append(before)
+        if any(OBSERVATION.partition("{")[0] in part for part in [*texts, text]):
+            raise self._cannot("its chat template does not write each message once, in order")
+        return (*texts, text), tuple(escaped)
 
     def _after_answer(self, messages: list[dict]) -> str:
         try:
             text = self._render(messages)
-        except TemplateError as error:
-            raise self._error(
+        except (TemplateError, TypeError, KeyError) as error:
+            raise self._cannot(
                 f"its chat template refuses a conversation of several turns: {error}"
             ) from error
-        if (
-            text.count(ANSWER) != 1
-            or text.count(OBSERVATION) != 1
-            or text.index(ANSWER) > text.index(OBSERVATION)
-        ):
-            raise self._error("its chat template does not write each message once, in order")
-        return text.partition(ANSWER)[2]
+        before, found, after = text.partition(ANSWER)
+        if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
+            raise self._cannot("its chat template does not write each message once, in order")
+        return after
 
     def _eos_texts(self) -> list[str]:
         return [
@@ -182,6 +286,9 @@ class ChatFormat:
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")
+
+    def _cannot(self, text: str) -> CannotExtend:
+        return CannotExtend(f"model.path={self.folder!r}: {text}")
 
 
 def _message(role: str, content: str = "x") -> dict[str, str]:
@@ -195,3 +302,33 @@ def _describe(messages: list[dict], tools: list[dict]) -> list[dict]:
     if messages[0]["role"] == "system":
         return [_message("system", f"{messages[0]['content']}\n\n{text}"), *messages[1:]]
     return [_message("system", text), *messages]
+
+
+def _as_text(messages: list[dict]) -> list[dict]:
+    """For templates that know no tools: calls in Hermes form, results in a user's message, those in
+    a row in one."""
+    told: list[dict] = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if told and told[-1].get("results"):
+                told[-1]["content"] += f"\n{content}"
+            else:
+                told.append(_message("user", content) | {"results": True})
+            continue
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
+            content += f"{OPEN}\n{written}\n{CLOSE}"
+        told.append(_message(role, content))
+    return [_message(message["role"], message["content"]) for message in told]
+
+
+def _call_id(index: int) -> str:
+    """Nine letters and digits, as Mistral's templates demand."""
+    return f"rose{index:05d}"
+
+
+def _probe_function() -> dict[str, Any]:
+    return {"name": tool_formats.PROBE.name, "arguments": tool_formats.PROBE.arguments}

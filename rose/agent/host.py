@@ -11,14 +11,18 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
+from rose import processes
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build
+from rose.agent.envs.agent import Agent
+from rose.agent.gateway.run import run_agent
+from rose.agent.gateway.server import Gateway
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
-from rose.config import Config
+from rose.config import Config, ConfigError, Env
 from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -47,6 +51,8 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
+        self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
+        self._opening = asyncio.Lock()
 
     def handle(self, message: p.Message) -> None:
         match message:
@@ -69,18 +75,7 @@ class TrajectoryHost:
         began, env = time.time(), self._config.env
         member = env.members[start.domain]
         try:
-            trajectory = await run_trajectory(
-                start,
-                build(member),
-                self._chat,
-                self._request_turn,
-                member,
-                env.key_of(start.domain),
-                self._config.model.max_context,
-                self._sampling(start.phase, member.max_new_tokens),
-                time.time,
-                self._scoring,
-            )
+            trajectory = await self._trajectory(start, member)
         except EnvironmentFailure as failure:
             scoring = isinstance(failure, ScoringFailure)
             self._send(
@@ -99,6 +94,42 @@ class TrajectoryHost:
             self._send(p.TrajectoryFinished(trajectory))
         finally:
             self._trajectories.pop(start.id, None)
+
+    async def _trajectory(self, start: p.StartTrajectory, member: Env) -> p.Trajectory:
+        c, environment = self._config, build(member)
+        rest = (
+            self._chat,
+            self._request_turn,
+            member,
+            c.env.key_of(start.domain),
+            c.model.max_context,
+            self._sampling(start.phase, member.max_new_tokens),
+            time.time,
+            self._scoring,
+        )
+        if isinstance(environment, Agent):
+            gateway = await self._gateway(environment.listen)
+            return await run_agent(start, environment, gateway, *rest)
+        return await run_trajectory(start, environment, *rest)
+
+    async def _gateway(self, address: str) -> Gateway:
+        """Opened when the first agent needs it. Raises `ConfigError`."""
+        async with self._opening:
+            if address not in self._gateways:
+                gateway = Gateway(self._config.model.name)
+                try:
+                    await gateway.open(address)
+                except OSError as error:
+                    raise ConfigError(
+                        f"env.args.listen={address!r}: the gateway can't listen there: {error}"
+                    ) from None
+                self._gateways[address] = gateway
+                processes.adopt_orphans()  # what agents leave behind is found and ended
+            return self._gateways[address]
+
+    async def close(self) -> None:
+        for gateway in self._gateways.values():
+            await gateway.close()
 
     def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
         rollout = self._config.rollout
@@ -120,7 +151,7 @@ class TrajectoryHost:
 
 async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator says `Shutdown`."""
-    chat = ChatFormat(resolve(config.model), config.model.chat_template_args)
+    chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
@@ -141,3 +172,4 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     finally:
         # cancelled trajectories close their environments
         await tasks.close(config.env.step_timeout_s)
+        await host.close()

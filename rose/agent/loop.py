@@ -17,7 +17,7 @@ import msgspec
 
 from rose import config
 from rose.agent import tool_calls
-from rose.agent.chat import ChatFormat
+from rose.agent.chat import ChatFormat, Observer
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.scoring import Scoring, transcript
 from rose.protocol import (
@@ -35,7 +35,7 @@ from rose.protocol import (
 from rose.reward.episode import Episode
 
 TOKEN_BYTES = 4
-REMINDER = f"Call a tool: write {tool_calls.FORM}"
+REMINDER = "Call a tool: write {}"
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 Clock = Callable[[], float]
@@ -91,6 +91,23 @@ async def run_trajectory(
 def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
     """The same on every machine and run; 31 bits. None stays None."""
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
+
+
+async def score(
+    scoring: Scoring, episode: Episode, clock: Clock
+) -> tuple[float, bool, dict[str, float]]:
+    """(reward, success, statistics) of an episode by the reward ranks. Raises `ScoringFailure`."""
+    asked = clock()
+    scored = await scoring.score(episode)
+    if scored.error:
+        raise ScoringFailure(episode.trajectory, f"its reward: {scored.error}")
+    stats = {
+        "reward_wait_s": clock() - asked,
+        "reward_queue_s": scored.queue_s,
+        "reward_score_s": scored.score_s,
+        "reward_timed_out": float(scored.timed_out),
+    }
+    return scored.reward, scoring.success(scored), stats
 
 
 class _Guard:
@@ -201,16 +218,17 @@ class _Episode:
         done = False
         while not done and not self.truncated:
             text, closed = await self._turn()
-            step, role = await self._act(text)
-            done = step.done
-            self.outcome = (
-                "" if role == "user" and not step.invalid else "failed" if step.invalid else "ok"
-            )
-            self.reward += step.reward
-            self.success = self.success or step.success
-            self.invalid_calls += step.invalid
+            steps, observed = await self._act(text, first.tools)
+            invalid = any(step.invalid for step in steps)
+            said = observed[0][0] == "user" and not invalid
+            self.outcome = "" if said else "failed" if invalid else "ok"
+            for step in steps:
+                self.reward += step.reward
+                self.success = self.success or step.success
+                self.invalid_calls += step.invalid
+                done = done or step.done
             if not done:
-                self._prepare_next(self.chat.observation(step.observation, role, closed))
+                self._prepare_next(self.chat.observations(observed, closed))
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
@@ -218,29 +236,18 @@ class _Episode:
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no
         reward of 0."""
-        asked = clock()
-        scored = await scoring.score(
-            Episode(
-                trajectory=self.start.id,
-                domain=self.start.domain,
-                seed=self.start.env_seed,
-                task=task,
-                transcript=transcript(self.chat, self.tokens, self.mask),
-                reward=self.reward,
-                success=self.success,
-                truncated=self.truncated,
-                turns=self.turns,
-            )
+        episode = Episode(
+            trajectory=self.start.id,
+            domain=self.start.domain,
+            seed=self.start.env_seed,
+            task=task,
+            transcript=transcript(self.chat, self.tokens, self.mask),
+            reward=self.reward,
+            success=self.success,
+            truncated=self.truncated,
+            turns=self.turns,
         )
-        if scored.error:
-            raise ScoringFailure(self.start.id, f"its reward: {scored.error}")
-        self.reward, self.success = scored.reward, scoring.success(scored)
-        self.stats = {
-            "reward_wait_s": clock() - asked,
-            "reward_queue_s": scored.queue_s,
-            "reward_score_s": scored.score_s,
-            "reward_timed_out": float(scored.timed_out),
-        }
+        self.reward, self.success, self.stats = await score(scoring, episode, clock)
 
     async def _turn(self) -> tuple[str, bool]:
         """Have one turn generated and append it: its text, and whether an end-of-turn token closed
@@ -263,7 +270,7 @@ class _Episode:
                 outcome=self.outcome,
             )
         )
-        tokens = _checked(result, turn, sampling.max_new_tokens)
+        tokens = checked(result, turn, sampling.max_new_tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * len(tokens)
         self.logprobs += result.logprobs
@@ -272,16 +279,37 @@ class _Episode:
         self.migrations += result.migrations
         return self.chat.decode(tokens), int(tokens[-1]) in self.chat.eos_ids
 
-    async def _act(self, text: str) -> tuple[Step, str]:
-        """The environment's answer, or the loop's own to an unusable call, and who says it."""
-        action = tool_calls.parse(text)
+    async def _act(
+        self, text: str, tools: list[dict[str, Any]]
+    ) -> tuple[list[Step], list[tuple[Observer, str]]]:
+        """The environment's answers, or the loop's own to an unusable call, and who says what."""
+        action = self.chat.parse(text, tools)
         if isinstance(action, tool_calls.BadCall):
-            return Step(
-                observation=action.message, invalid=True
-            ), "tool" if self.env.requires_tool else "user"
+            role = "tool" if self.env.requires_tool else "user"
+            return [Step(observation=action.message, invalid=True)], [(role, action.message)]
         if action.call is None and self.env.requires_tool:
-            return Step(observation=REMINDER, invalid=True), "user"
-        return await self.guard.step(action), "user" if action.call is None else "tool"
+            reminder = REMINDER.format(self.chat.format.form)
+            return [Step(observation=reminder, invalid=True)], [("user", reminder)]
+        if len(action.calls) > 1 and getattr(self.env, "several_calls", False):
+            return await self._act_at_once(action)
+        role = "user" if action.call is None else "tool"
+        steps: list[Step] = []
+        for call in action.calls or (None,):
+            steps.append(await self.guard.step(Action(action.text, call)))
+            if steps[-1].done:
+                break
+        return steps, [(role, step.observation) for step in steps]
+
+    async def _act_at_once(self, action: Action) -> tuple[list[Step], list[tuple[Observer, str]]]:
+        step = await self.guard.step(action)
+        if not step.done and len(step.observations) != len(action.calls):
+            raise EnvironmentFailure(
+                self.start.id,
+                f"{type(self.env).__name__}.step got {len(action.calls)} calls and gave "
+                f"{len(step.observations)} observations; one for each is needed",
+            )
+        results = step.observations or (step.observation,)
+        return [step], [("tool", result) for result in results]
 
     def _prepare_next(self, observation: list[int]) -> None:
         """Append the observation if another turn can follow, else end the trajectory as
@@ -320,7 +348,7 @@ class _Episode:
         )
 
 
-def _checked(result: TurnResult, turn: str, most: int):
+def checked(result: TurnResult, turn: str, most: int):
     """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the
     sender."""
     tokens = unpack_tokens(result.tokens)

@@ -1,16 +1,17 @@
-"""A turn's text -> the action that it asks for, in the Hermes form that Qwen models write.
+"""A turn's text -> the calls that it makes, in the Hermes form that Qwen models write.
 
     <tool_call>
     {"name": "move", "arguments": {"direction": "left"}}
     </tool_call>
 
-SmolLM2's form, a list of one such object, is read too. One call a turn: environments act on one at
-a time. Whether the tool exists and its arguments make sense is for the environment to say.
+SmolLM2's form, a list of such objects, is read too. Whether the tool exists and its arguments make
+sense is for the environment to say. Other models' forms: rose/agent/tool_formats.py.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from rose.agent.envs.base import Action, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}{{"name": ..., "arguments": {{...}}}}{CLOSE}'
+THOUGHT = re.compile(r"^\s*<think>|\s*$")
 
 
 @dataclass(frozen=True)
@@ -27,38 +29,75 @@ class BadCall:
     message: str
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a turn's text consists of. `problem`: why what looks like a call is none; then there are
+    no calls, and `content` is all that was said."""
+
+    thought: str
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    problem: str = ""
+
+    def action(self, text: str) -> Action | BadCall:
+        """`text`: the whole turn's."""
+        return BadCall(self.problem) if self.problem else Action(text, calls=self.calls)
+
+
 def parse(text: str) -> Action | BadCall:
     """Text without a call is an `Action` without one. Never raises, whatever the text.
 
     What stands before ``</think>`` is thought, not said: a call in it does not count.
     """
-    said = text.rpartition("</think>")[2]
+    return read(*split_thought(text)).action(text)
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """(thought, said)."""
+    thought, closed, said = text.rpartition("</think>")
+    return (THOUGHT.sub("", thought), said.lstrip("\n")) if closed else ("", text)
+
+
+def read(thought: str, said: str) -> Reading:
+    """Every call of `said`, or none."""
     if OPEN not in said and CLOSE not in said:
-        return Action(text=text)
-    if said.count(OPEN) > 1:
-        return BadCall(f"Bad tool call: only one call a turn, as {FORM}")
-    _, opened, rest = said.partition(OPEN)
-    body, closed, _ = rest.partition(CLOSE)
-    if not opened or not closed:
-        return BadCall(f"Bad tool call: it must stand between {OPEN} and {CLOSE}")
-    call = _call(body)
-    return (
-        BadCall(f"Bad tool call: {call}") if isinstance(call, str) else Action(text=text, call=call)
-    )
+        return Reading(thought, said)
+    content, *parts = said.split(OPEN)
+    calls: list[ToolCall] = []
+    problem = "" if parts and CLOSE not in content else _unpaired()
+    for part in parts:
+        body, closed, rest = part.partition(CLOSE)
+        found = _calls(body) if closed and CLOSE not in rest else _unpaired()
+        if isinstance(found, str):
+            problem = problem or found
+        else:
+            calls += found
+    if problem:
+        return Reading(thought, said, problem=f"Bad tool call: {problem}")
+    return Reading(thought, content.strip(), tuple(calls))
 
 
-def _call(body: str) -> ToolCall | str:
-    """JSON -> call, or what is wrong with it."""
+def _unpaired() -> str:
+    return f"it must stand between {OPEN} and {CLOSE}"
+
+
+def _calls(body: str) -> list[ToolCall] | str:
+    """JSON -> calls, or what is wrong with it."""
     try:
         value = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError):  # ValueError: also an integer of too many digits
         return f"not valid JSON; write {FORM}"
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    match value:
-        case {"name": str(name), "arguments": dict(arguments)} if name and len(value) == 2:
-            return ToolCall(name, arguments)
-    return f'a call is one object with "name", a string, and "arguments", an object; write {FORM}'
+    calls: list[ToolCall] = []
+    for each in value if isinstance(value, list) and value else [value]:
+        match each:
+            case {"name": str(name), "arguments": dict(arguments)} if name and len(each) == 2:
+                calls.append(ToolCall(name, arguments))
+            case _:
+                return (
+                    'a call is one object with "name", a string, and "arguments", an object; '
+                    f"write {FORM}"
+                )
+    return calls
 
 
 def _refuse(constant: str) -> NoReturn:

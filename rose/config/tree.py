@@ -53,6 +53,9 @@ class Model(Section):
     max_context: Count
     shape: ModelShape | None
     chat_template_args: dict[str, Any]
+    # how tool calls and thoughts are written: auto, hermes, or the name of a parser of vLLM's
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
     revision: str | None = None
     snapshot: str | None = None
 

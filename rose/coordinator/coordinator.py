@@ -235,9 +235,11 @@ class Coordinator:
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
         trajectories = [t for group in groups for t in group]
+        rows = [(s, owner) for owner, t in enumerate(trajectories) for s in t.samples()]
+        samples, owners = map(list, zip(*rows, strict=True))
         c = self.config.trainer
         plan, trees = plan_batch(
-            [p.unpack_tokens(t.tokens) for t in trajectories],
+            [p.unpack_tokens(s.tokens) for s in samples],
             c.ranks,
             c.micro_batch_tokens,
             c.updates_per_step,
@@ -251,7 +253,7 @@ class Coordinator:
         with self.recorder.timed("train", step=self.step + 1):
             for index in range(c.ranks):
                 for message in train_messages(
-                    self.step + 1, summary, plan[index], trees, trajectories
+                    self.step + 1, summary, plan[index], trees, samples, owners
                 ):
                     self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
             await self._changed.until(

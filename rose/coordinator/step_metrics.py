@@ -45,6 +45,7 @@ def step_row(
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "turns_mean": float(np.mean([t.turns for t in all_of])),
+        "branches_mean": float(np.mean([1 + len(t.branches) for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
         "groups_equal": float(np.mean([len({t.reward for t in group}) == 1 for group in groups])),
@@ -139,7 +140,8 @@ def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory])
 
 def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
     """Of each token that the policy made, (T,) int; [0] of none."""
-    versions = np.concatenate([np.frombuffer(t.versions, "<i4") for t in trajectories])
+    samples = [sample for t in trajectories for sample in t.samples()]
+    versions = np.concatenate([np.frombuffer(s.versions, "<i4") for s in samples])
     made = versions[versions >= 0]
     return trained_on - made if made.size else np.zeros(1, int)
 

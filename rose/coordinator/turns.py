@@ -156,8 +156,10 @@ class TurnHub:
         return [(name, w) for name, w in self.workers.items() if not w.borrowed]
 
     def end(self, trajectory: p.Trajectory) -> None:
-        """It is in."""
+        """It is in. An agent may have ended while turns of it ran."""
         self.heard_at = time.time()
+        if trajectory.stats.get("cut_turns"):
+            self._drop_turns(trajectory.id)
         self._made.pop(trajectory.id, None)
         self.feed(
             ev.TrajectoryEnded(
@@ -168,6 +170,12 @@ class TurnHub:
     def cancel(self, trajectory: str) -> int:
         """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
         had."""
+        self._drop_turns(trajectory)
+        tokens = self._made.pop(trajectory, 0)
+        self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
+        return tokens
+
+    def _drop_turns(self, trajectory: str) -> None:
         for turn in self.ledger.of_trajectory(trajectory):
             if (name := self.ledger.worker_of(turn)) is not None:
                 worker = self.workers[name]
@@ -176,9 +184,6 @@ class TurnHub:
             made = self.ledger.made(turn)
             self.ledger.drop(turn)
             self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
-        tokens = self._made.pop(trajectory, 0)
-        self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
-        return tokens
 
     def feed(self, event: ev.Event) -> None:
         """Tell the scheduler; do what it says. Called while an action is carried out, it returns at

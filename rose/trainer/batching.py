@@ -9,6 +9,7 @@ micro-batch is either rows padded to the longest, or one prefix tree (rose/train
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -229,20 +230,23 @@ def train_messages(
     summary: p.BatchSummary,
     micro_batches: list[list[list[int]]],
     trees: bool,
-    trajectories: list[p.Trajectory],
+    samples: list[p.Trajectory],
+    owners: Sequence[int] = (),
 ) -> list[p.Message]:
-    """`TrainStep`, then the trajectories of the rank's rows in `TrainPart`s of bounded size."""
+    """`TrainStep`, then the samples of the rank's rows in `TrainPart`s of bounded size."""
     rows = [row for update in micro_batches for batch in update for row in batch]
     parts: list[list[int]] = [[]]
     size = 0
     for row in rows:
-        nbytes = TOKEN_BYTES * len(trajectories[row].mask)
+        nbytes = TOKEN_BYTES * len(samples[row].mask)
         if parts[-1] and size + nbytes > PART_BYTES:
             parts.append([])
             size = 0
         parts[-1].append(row)
         size += nbytes
-    messages: list[p.Message] = [p.TrainStep(step, summary, micro_batches, trees, len(parts))]
+    messages: list[p.Message] = [
+        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners))
+    ]
     for at, part in enumerate(parts):
-        messages.append(p.TrainPart(step, at, part, [trajectories[row] for row in part]))
+        messages.append(p.TrainPart(step, at, part, [samples[row] for row in part]))
     return messages

@@ -241,6 +241,7 @@ class _Step:
         )
         self.advantages = self.algorithm.advantages(summary)  # (N,)
         self.weights = self.algorithm.token_weights(summary)  # (N,)
+        self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
         self.tokens = int(summary.response_tokens.sum())
         vocabulary = self.engine.policy.vocabulary
         self.updates = [
@@ -319,10 +320,11 @@ class _Step:
         return kl
 
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """(N,) -> (B,); the padding row of an empty micro-batch gets 0."""
+        """(N,) -> (B,), each row its trajectory's; the padding row of an empty micro-batch gets
+        0."""
         if not len(batch.rows):
             return torch.zeros(len(batch.inputs), device=self.device)
-        return values[batch.rows].to(self.device)
+        return values[self.owners[batch.rows]].to(self.device)
 
     def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
         self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])

@@ -13,6 +13,7 @@ from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Start, Step
 from rose.agent.loop import REMINDER, EnvironmentFailure, run_trajectory, turn_seed
+from rose.agent.tool_calls import FORM
 from rose.protocol import (
     FinishReason,
     Phase,
@@ -218,7 +219,7 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     "text, answer, role, reaches_env",
     [
         (NONSENSE, "Bad tool call", "tool", False),
-        ("hello", REMINDER, "user", False),
+        ("hello", REMINDER.format(FORM), "user", False),
         ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
     ],
 )
@@ -233,6 +234,46 @@ def test_an_unusable_call_is_answered_and_counted(
     said = context.rpartition(f"{text}<|im_end|>\n")[2]
     assert answer in said
     assert ("<tool_response>" in said) == (role == "tool")
+
+
+def test_several_calls_are_carried_out_one_after_the_other_and_answered_together(
+    run, chats, tokenizer
+):
+    env, script = Walk(4), Script(tokenizer, STEP + STEP)
+    trajectory = run(env, script)
+    assert (trajectory.turns, trajectory.reward, trajectory.success) == (2, 2.0, True)
+    assert [len(action.calls) for action in env.actions] == [1] * 4
+    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
+    said = context.rpartition(f"{STEP}<|im_end|>\n")[2]
+    assert said.index("3 to go") < said.index("2 to go") and said.count("<tool_response>") == 2
+
+
+def test_nothing_is_carried_out_after_the_call_that_ends_the_task(run, tokenizer):
+    env = Walk(1)
+    assert run(env, Script(tokenizer, STEP * 3)).reward == 0.5
+    assert len(env.actions) == 1
+
+
+class Choir(Walk):
+    several_calls = True
+
+    def __init__(self, answers):
+        super().__init__()
+        self.answers = answers
+
+    async def step(self, action):
+        self.actions.append(action)
+        return Step("", reward=1.0, done=len(self.actions) == 2, observations=self.answers)
+
+
+def test_an_environment_may_take_all_calls_at_once(run, chats, tokenizer):
+    env, script = Choir(("la", "lo")), Script(tokenizer, STEP + STEP)
+    assert run(env, script).reward == 2.0
+    assert [len(action.calls) for action in env.actions] == [2, 2]
+    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
+    assert context.index("la\n</tool_response>") < context.index("lo\n</tool_response>")
+    with pytest.raises(EnvironmentFailure, match="got 2 calls and gave 1 observations"):
+        run(Choir(("la",)), Script(tokenizer, STEP + STEP))
 
 
 def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):

@@ -26,6 +26,19 @@ def test_a_call_is_read_in_either_form(text):
     assert parse(text) == Action(text=text, call=ToolCall("move", {"direction": "left"}))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
+        f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
+    ],
+)
+def test_several_calls_are_all_read_in_order(text):
+    action = parse(text)
+    assert action.calls == (ToolCall("move", {"direction": "left"}),) * 2
+    assert action.call == action.calls[0]
+
+
 def test_text_without_a_call_is_plain_text():
     assert parse("the answer is 4") == Action("the answer is 4")
 
@@ -42,8 +55,8 @@ def test_a_call_that_was_only_thought_of_does_not_count():
         (f"<tool_call>{MOVE}", "must stand between"),
         (f"{MOVE}</tool_call>", "must stand between"),
         (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
-        (f"<tool_call>{MOVE}</tool_call><tool_call>{MOVE}</tool_call>", "only one call"),
-        (f"<tool_call>[{MOVE}, {MOVE}]</tool_call>", "one object"),
+        (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
+        (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
         ("<tool_call>[]</tool_call>", "one object"),
         ("<tool_call>3</tool_call>", "one object"),
         ('<tool_call>{"name": "move"}</tool_call>', "one object"),

@@ -167,6 +167,18 @@ def test_cancelling_a_trajectory_aborts_its_turn_and_frees_its_place(world):
     assert world.scheduler.cluster.turns == {} and world.hub.workers["rollout-0"].open_turns == 0
 
 
+def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
+    world.request()
+    world.progress([4, 5])
+    ended = p.Trajectory(
+        id="g0.0", group="g0", phase=p.Phase.TRAIN, tokens=b"", mask=b"", logprobs=b"", versions=b"",
+        reward=0.0, success=False, turns=2, response_tokens=3, stats={"cut_turns": 1.0},
+    )  # fmt: skip
+    world.hub.end(ended)
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
+    assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
+
+
 def test_cancelling_a_turn_that_waits_tells_no_worker(world):
     world.down("rollout-0")
     world.request()

@@ -234,3 +234,15 @@ def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)
     assert {t.dtype for t in materialise(tmp_path / "run", 1).values()} == {torch.bfloat16}
+
+
+def test_a_trajectory_in_branches_trains_as_it_does_in_one_row(tmp_path):
+    """Advantages and weights are the trajectory's, whichever of its rows a token is in."""
+    tiny_world.save_model(tmp_path / "model")
+    found = [
+        tiny_world.run_world({"name": name, "settings": [], "actions": [action]}, tmp_path, 1)[0]
+        for name, action in (("whole", ["train", 2, 4000, 1, 1]), ("branches", ["split", 2, 4000]))
+    ]
+    whole, branches = (report["metrics"][0] for report in found)
+    for name in ("loss", "grad_norm", "entropy", "mismatch_kl", "tokens"):
+        assert branches[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name

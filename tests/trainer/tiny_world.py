@@ -104,6 +104,27 @@ def plan(seed: int, rows, ranks: int, limit: int, updates: int):
     return plan_micro_batches(packing, ranks, limit, updates), trees
 
 
+def in_halves(t):
+    """The trajectory as two branches with the same tokens, each of which trains half of them."""
+    import msgspec
+
+    from rose import protocol as p
+
+    half = len(t.mask) // 2
+
+    def branch(kept: slice):
+        mask = np.zeros(len(t.mask), np.uint8)
+        mask[kept] = np.frombuffer(t.mask, np.uint8)[kept]
+        logprobs = np.where(mask, p.unpack_floats(t.logprobs), 0)
+        versions = np.where(mask, p.unpack_tokens(t.versions), -1)
+        return p.Branch(t.tokens, mask.tobytes(), p.pack_floats(logprobs), p.pack_tokens(versions))
+
+    first, second = branch(slice(0, half)), branch(slice(half, None))
+    return msgspec.structs.replace(
+        t, mask=first.mask, logprobs=first.logprobs, versions=first.versions, branches=[second]
+    )
+
+
 def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
     """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
     hangs."""
@@ -176,7 +197,8 @@ def settings(job: dict):
 
 def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
-    publish or nothing], ["publish", version], ["save"], ["load"], ["turn"]: the device is given
+    publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
+    ["publish", version], ["save"], ["load"], ["turn"]: the device is given
     back and taken again."""
     from rose import protocol as p
     from rose.comm.address import local_place
@@ -223,6 +245,15 @@ def main(job: dict, rank: int) -> None:
                 report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
+        elif action == "split":
+            seed, limit = args
+            whole, summary = make_batch(seed)
+            split = [(s, owner) for owner, t in whole.items() for s in in_halves(t).samples()]
+            rows = {row: sample for row, (sample, _) in enumerate(split)}
+            everyone, trees = plan(seed, rows, job["ranks"], limit, 1)
+            owners = [owner for _, owner in split]
+            step = p.TrainStep(number, summary, everyone[rank], trees, 1, owners)
+            report["metrics"].append(trainer.train(step, rows))
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()

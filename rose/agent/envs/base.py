@@ -21,10 +21,18 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said in one turn. `call` is None for plain text."""
+    """What the policy said in one turn: its text, and the calls in it. `call` is the first of
+    `calls`, None for plain text; either may be given."""
 
     text: str
     call: ToolCall | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.calls:
+            object.__setattr__(self, "call", self.calls[0])
+        elif self.call is not None:
+            object.__setattr__(self, "calls", (self.call,))
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,17 @@ class Step:
     done: bool = False
     success: bool = False
     invalid: bool = False
+    # of an environment that takes several calls at once: the result of each of them, in order
+    observations: tuple[str, ...] = ()
 
 
 class Environment(Protocol):
-    """Seedable and single-use: reset once, step until done, close always."""
+    """Seedable and single-use: reset once, step until done, close always.
+
+    A turn may hold several calls. Each is a `step` of its own, one after the other until one is
+    done, unless the class has `several_calls = True`: then one `step` gets them all, in
+    `action.calls`, and returns `observations`.
+    """
 
     requires_tool: bool  # a turn without a call is answered by the loop with a reminder
 

@@ -1,0 +1,116 @@
+"""An agent that ROSE doesn't know: a program for each trajectory, which calls the policy over an
+API.
+
+It has no `reset` and `step`: the environment host runs it at the gateway (rose/agent/gateway),
+which gives it an address, a key and a task by environment variables. This is what env.args may say.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.config import ConfigError
+
+
+class Agent:
+    """Either a `command`, a list of arguments or a string that is split without a shell, or a
+    `function`, `module:name` or `file.py:name`, called in a Python process of its own.
+
+    `reward`: a function of the conversations and the task, in place of what the agent says.
+    `tasks`: a JSONL file, of which each trajectory gets a line: odd ones are held out.
+    `environment`: names of variables that the program gets besides. `listen`: the address that the
+    gateway listens at.
+    Raises `ConfigError`.
+    """
+
+    requires_tool = False
+
+    def __init__(
+        self,
+        command: str | Sequence[str] | None = None,
+        function: str | None = None,
+        reward: str | None = None,
+        tasks: str | None = None,
+        environment: Sequence[str] = (),
+        listen: str = "127.0.0.1",
+    ):
+        if (command is None) == (function is None):
+            raise ConfigError(
+                f"env.args.command={command!r}, env.args.function={function!r}: one of them is "
+                'needed, as env.args.command="python agent.py" or env.args.function=my.agent:run'
+            )
+        self.command = None if command is None else _command(command)
+        self.function = None if function is None else _function("function", function)
+        self.reward = None if reward is None else _function("reward", reward)
+        self._tasks = [] if tasks is None else _lines(tasks, _changed_at(tasks))
+        if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
+            raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
+        self.environment = tuple(environment)
+        if not isinstance(listen, str) or not listen:
+            raise ConfigError(f"env.args.listen={listen!r}: an address of this machine")
+        self.listen = listen
+
+    def task(self, seed: int) -> dict[str, Any]:
+        """What the file ROSE_TASK says of the episode of this seed."""
+        task: dict[str, Any] = {"seed": seed}
+        if self._tasks:  # lines of the seed's own parity, which tells training from held-out
+            lines = self._tasks[seed % 2 :: 2]
+            task["task"] = lines[seed // 2 % len(lines)]
+        return task
+
+
+def _command(command: Any) -> list[str]:
+    try:
+        argv = shlex.split(command) if isinstance(command, str) else list(command)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"env.args.command={command!r}: {error}") from None
+    if not argv or not all(isinstance(each, str) for each in argv):
+        raise ConfigError(f"env.args.command={command!r}: a program and its arguments are needed")
+    if shutil.which(argv[0]) is None:
+        raise ConfigError(
+            f"env.args.command={command!r}: no program {argv[0]!r} on PATH or at that path"
+        )
+    return argv
+
+
+def _function(key: str, name: Any) -> str:
+    place, _, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    if not place or not function.isidentifier():
+        raise ConfigError(
+            f"env.args.{key}={name!r}: package.module:function or file.py:function is needed"
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ConfigError(f"env.args.{key}={name!r}: no file {place} in {os.getcwd()}")
+        return f"{Path(place).resolve()}:{function}"
+    top = place.partition(".")[0]
+    if importlib.util.find_spec(top) is None and not list(Path.cwd().glob(f"{top}*")):
+        raise ConfigError(f"env.args.{key}={name!r}: no Python package {top!r} is installed")
+    return name
+
+
+def _changed_at(path: str) -> float:
+    try:
+        return Path(path).stat().st_mtime
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
+
+
+@functools.lru_cache(8)  # each trajectory makes an `Agent` of its own
+def _lines(path: str, changed_at: float) -> list[Any]:
+    try:
+        lines = Path(path).read_text().splitlines()
+        tasks = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
+    if len(tasks) < 2:
+        raise ConfigError(f"env.args.tasks={path!r}: {len(tasks)} tasks; at least 2 are needed")
+    return tasks

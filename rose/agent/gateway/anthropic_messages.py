@@ -1,0 +1,166 @@
+"""Anthropic's messages: POST /v1/messages.
+
+Results of tools stand in a user's message; here each becomes a message of its own, before what the
+user says. Left out: images, documents, caching (`cache_control` is ignored), server
+tools, and counting tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rose.agent.gateway import fields
+from rose.agent.gateway.fields import bad, take
+from rose.agent.gateway.history import Call, Message
+from rose.agent.gateway.session import Answer, ApiError, Query
+
+TEXT = ("text",)
+
+
+def read(body: dict[str, Any]) -> Query:
+    """Raises `ApiError`."""
+    messages: list[Message] = []
+    if system := fields.text(body.get("system"), TEXT, "system"):
+        messages.append(Message("system", system))
+    listed = fields.items(take(body, "messages", list), "messages")
+    for i, each in enumerate(listed):
+        messages += _messages(each, f"messages[{i}]")
+    fields.ends_with_question(messages)
+    most = fields.count(body, "max_tokens")
+    if most is None:
+        raise bad("max_tokens: missing")
+    tools = fields.items(take(body, "tools", list, []), "tools")
+    return Query(
+        tuple(messages),
+        [_tool(tool) for tool in tools],
+        most,
+        fields.stops(body, "stop_sequences"),
+        fields.rest(body, "system", "messages", "tools", "max_tokens", "stop_sequences"),
+        calls_tools=take(body, "tool_choice", dict, {}).get("type") != "none",
+    )
+
+
+def _messages(raw: dict[str, Any], where: str) -> list[Message]:
+    role, content = take(raw, "role", str), take(raw, "content", (str, list))
+    if role not in ("user", "assistant", "system"):
+        raise bad(f"{where}.role: {role!r} is neither user nor assistant")
+    if isinstance(content, str):
+        return [Message(role, content)]
+    blocks = fields.items(content, f"{where}.content")
+    if role == "assistant":
+        return [_assistant(blocks, where)]
+    results = [_result(b, where) for b in blocks if b.get("type") == "tool_result"]
+    said = [block for block in blocks if block.get("type") != "tool_result"]
+    return results + ([Message(role, fields.text(said, TEXT, where))] if said else [])
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+    calls, said, thought = [], [], []
+    for block in blocks:
+        match block.get("type"):
+            case "tool_use":
+                given = fields.arguments(block.get("input"), where)
+                calls.append(Call(take(block, "id", str, ""), take(block, "name", str), given))
+            case "thinking":
+                thought.append(take(block, "thinking", str))
+            case _:
+                said.append(block)
+    text = fields.text(said, TEXT, f"{where}.content")
+    return Message("assistant", text, tuple(calls), "".join(thought))
+
+
+def _result(block: dict[str, Any], where: str) -> Message:
+    text = fields.text(block.get("content"), TEXT, f"{where}.content")
+    return Message("tool", text, call_id=take(block, "tool_use_id", str, ""))
+
+
+def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("type") not in (None, "custom"):
+        raise bad(f"tools: of type {raw['type']!r}; only an agent's own are supported")
+    schema = {"name": raw.get("name"), "description": raw.get("description")}
+    return fields.function(schema | {"parameters": raw.get("input_schema")}, "tools")
+
+
+def write(answer: Answer, model: str) -> dict[str, Any]:
+    return _head(answer, model) | {
+        "content": _blocks(answer),
+        "stop_reason": _reason(answer),
+        "stop_sequence": answer.stopped_by,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.tokens)},
+    }
+
+
+def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": _head(answer, model) | empty}
+    ]
+    for index, block in enumerate(_blocks(answer)):
+        begin, delta = _in_parts(block)
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": begin},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    events += [
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": _reason(answer), "stop_sequence": answer.stopped_by},
+            "usage": {"output_tokens": len(answer.tokens)},
+        },
+        {"type": "message_stop"},
+    ]
+    return [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+
+
+def refuse(error: ApiError) -> dict[str, Any]:
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+    }
+    kind = kinds.get(error.status, "invalid_request_error")
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # by which its clients know it
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    said = answer.message
+    blocks: list[dict[str, Any]] = []
+    if said.thought:
+        blocks.append({"type": "thinking", "thinking": said.thought, "signature": answer.id})
+    if said.text or not said.calls:
+        blocks.append({"type": "text", "text": said.text})
+    for call in said.calls:
+        blocks.append(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        )
+    return blocks
+
+
+def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the block as it begins, the one delta that completes it)."""
+    match block["type"]:
+        case "text":
+            return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        case "thinking":
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return block | {"thinking": ""}, delta
+    written = json.dumps(block["input"])
+    return block | {"input": {}}, {"type": "input_json_delta", "partial_json": written}
+
+
+def _reason(answer: Answer) -> str:
+    if answer.stopped_by:
+        return "stop_sequence"
+    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]
+
+
+def _head(answer: Answer, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}

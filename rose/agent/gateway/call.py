@@ -1,0 +1,162 @@
+"""Calls Python functions as agents' programs, and as their rewards.
+
+    python -m rose.agent.gateway.call module:function
+
+imports what the function's file imports, once, and forks a process for each line on its standard
+input (forks.py writes them): a JSON object with the trajectory's `name`, its `variables`, the `log`
+for what it prints, and further `arguments`. It answers on its standard output with the process's
+`pid`, and with its `code` when that has ended; it ends with its input. The file itself is imported
+by each process anew, as a client made at its top needs the trajectory's key.
+
+An agent's function gets the task, the object in the file ROSE_TASK; what it returns, unless None,
+is the reward. A reward's function gets the conversations, in the file that is its argument, and the
+task. Either may be async.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import atexit
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rose import processes
+
+
+def find(name: str) -> Any:
+    """The function `module:function` or `file.py:function`. Raises ImportError, AttributeError."""
+    place, _, function = name.rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), function)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+def preload(name: str) -> None:
+    """Import what the function's file imports at its top. What fails here fails again, and is
+    told, in the processes."""
+    place = name.rpartition(":")[0]
+    sys.path.insert(0, str(Path(place).parent) if place.endswith(".py") else os.getcwd())
+    with contextlib.suppress(Exception):
+        origin = place if place.endswith(".py") else importlib.util.find_spec(place).origin
+        for node in ast.parse(Path(origin).read_text()).body:
+            match node:
+                case ast.Import(names=names):
+                    modules = [alias.name for alias in names]
+                case ast.ImportFrom(module=str(module), level=0):
+                    modules = [module]
+                case _:
+                    modules = []
+            for module in modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+
+
+def call(name: str, arguments: list[str]) -> None:
+    """Call the function and write what it returns, if anything, as the reward."""
+    task = json.loads(Path(os.environ["ROSE_TASK"]).read_text())
+    result = find(name)(*[json.loads(Path(path).read_text()) for path in arguments], task)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_wait(result))
+    if result is not None:
+        Path(os.environ["ROSE_REWARD"]).write_text(json.dumps(result))
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
+    """In the forked process: never returns. `foreign`: files of the server's."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        processes.die_with_parent(server)
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            os.dup2(source, target)
+        for file in (log, *foreign):
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(order["variables"])
+        call(function, order["arguments"])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve(function: str) -> None:
+    """Fork for each order until the input ends."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what imports print is no answer
+    preload(function)
+    woken, wake = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    names: dict[int, str] = {}
+    unread, server = b"", os.getpid()
+
+    def answer(**fields: Any) -> None:
+        os.write(answers, json.dumps(fields).encode() + b"\n")
+
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+        for pid, code in _ended(names):
+            answer(name=names.pop(pid), code=code)
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    _become(function, order, server, (answers, woken, wake))
+                names[pid] = order["name"]
+                answer(name=order["name"], pid=pid)
+
+
+def _ended(names: dict[int, str]) -> list[tuple[int, int]]:
+    """(pid, exit code) of those that have ended."""
+    found = []
+    for pid in names:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            found.append((pid, os.waitstatus_to_exitcode(status)))
+    return found
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

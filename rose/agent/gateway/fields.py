@@ -1,0 +1,101 @@
+"""Reading the body of a call: what is missing, of the wrong type or not supported is one clear
+refusal, as the APIs do it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rose.agent.gateway.session import ApiError
+
+
+def bad(message: str) -> ApiError:
+    return ApiError(400, message)
+
+
+def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+    """`body[name]`; null counts as absent. Raises `ApiError`."""
+    value = body.get(name)
+    if value is None:
+        if default is ...:
+            raise bad(f"{name}: missing")
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) and kind is int:
+        raise bad(f"{name}: {json.dumps(value)[:80]} is not what this API takes")
+    return value
+
+
+def count(body: dict[str, Any], *names: str) -> int | None:
+    """The first of these that is there, an integer from 1."""
+    for name in names:
+        value = take(body, name, int, None)
+        if value is not None:
+            if value < 1:
+                raise bad(f"{name}: {value}; an integer from 1 is needed")
+            return value
+    return None
+
+
+def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
+    """One string or a list of at most 16."""
+    value = take(body, name, (str, list), ())
+    found = (value,) if isinstance(value, str) else tuple(value)
+    if len(found) > 16 or not all(isinstance(each, str) and each for each in found):
+        raise bad(f"{name}: a string or at most 16 strings are needed, none of them empty")
+    return found
+
+
+def text(content: Any, kinds: tuple[str, ...], where: str) -> str:
+    """A string, null, or parts of the types `kinds` with `text` in them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad(f"{where}: a string or a list of parts is needed")
+    found = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise bad(f"{where}: parts of type {kind!r} are not supported, only text")
+        found.append(take(part, "text", str))
+    return "".join(found)
+
+
+def arguments(written: Any, where: str) -> dict[str, Any]:
+    """Arguments of a call, an object or JSON of one."""
+    try:
+        value = json.loads(written or "{}") if isinstance(written, str | None) else written
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise bad(f"{where}: arguments must be a JSON object")
+    return value
+
+
+def items(value: list[Any], where: str) -> list[dict[str, Any]]:
+    if not all(isinstance(each, dict) for each in value):
+        raise bad(f"{where}: a list of objects is needed")
+    return value
+
+
+def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool as OpenAI's chat API writes it, from {name, description, parameters}."""
+    return {
+        "type": "function",
+        "function": {
+            "name": take(schema, "name", str),
+            "description": take(schema, "description", str, ""),
+            "parameters": take(schema, "parameters", dict, {"type": "object", "properties": {}}),
+        },
+    }
+
+
+def rest(body: dict[str, Any], *read: str) -> dict[str, Any]:
+    """What else tells two calls apart: not how the answer travels, nor who asks."""
+    ignored = {*read, "stream", "stream_options", "user", "metadata", "store", "service_tier"}
+    return {name: value for name, value in body.items() if name not in ignored}
+
+
+def ends_with_question(messages: list[Any]) -> None:
+    """Raises `ApiError` unless the policy's turn follows."""
+    if not messages or messages[-1].role == "assistant":
+        raise bad("messages: at least one is needed, the last one not an assistant's")

@@ -1,0 +1,207 @@
+"""The histories of one trajectory's calls, as a tree of tokens.
+
+A call's messages either extend what a recorded call left, message by message: then only the new
+ones' tokens are appended to the policy's own. Or they don't (an edited or compacted history,
+stripped thoughts, other tools, a sub-agent): then a branch begins, rendered by the template. Every
+leaf is a training sample; what leaves share is marked as the policy's in the first of them only, so
+that each token is trained once. Nodes never change: two calls on one node make two children.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.agent.chat import CannotExtend, ChatFormat
+from rose.protocol import Branch, TurnResult, pack_floats, pack_tokens, unpack_tokens
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, as it stands in a conversation."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Of whichever API. `calls` and `thought`: of an assistant's."""
+
+    role: str  # system, user, assistant, tool
+    text: str
+    calls: tuple[Call, ...] = ()
+    thought: str = ""
+    call_id: str = ""  # which call a tool's message answers
+
+    def key(self) -> list[Any]:
+        """What makes two messages the same: not ids, nor how arguments are written."""
+        calls = [[call.name, call.arguments] for call in self.calls]
+        return [self.role, self.text.strip(), calls, self.thought.strip()]
+
+    def rendered(self, chat: ChatFormat) -> dict[str, Any]:
+        """As templates take it. Marks of the template's in what users and tools say are broken."""
+        foreign = self.role in ("user", "tool")
+        message: dict[str, Any] = {
+            "role": self.role,
+            "content": chat.neutral(self.text) if foreign else self.text,
+        }
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.call_id
+        return message
+
+
+@dataclass(eq=False)
+class Node:
+    """What stands after one call: all tokens from the beginning, of which `own` are this call's,
+    the messages before its answer included."""
+
+    tokens: bytes  # int32
+    mask: bytes  # uint8, 1 where the policy made the token
+    logprobs: bytes  # float32
+    versions: bytes  # int32
+    parent: Node | None
+    closed: bool  # whether the last token is an end of turn
+    delivered: bool = False  # whether the agent got the answer
+    children: list[Node] = field(default_factory=list)
+    conversation: tuple[Message, ...] = ()  # up to the answer; () of a call by token ids
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call goes on: `parent`, None at a new root, and the tokens of what is new."""
+
+    parent: Node | None
+    new: list[int]
+
+    @property
+    def context(self) -> bytes:
+        """int32: all tokens before the call's own."""
+        return (self.parent.tokens if self.parent else b"") + pack_tokens(self.new)
+
+
+class History:
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._roots: list[Node] = []
+        self._after: dict[bytes, Node] = {}  # digest of a conversation that ends with an answer
+
+    def place(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Place:
+        """Raises `CannotExtend` when the template refuses the messages."""
+        known = digests(messages, tools)
+        for length in range(len(messages) - 1, 0, -1):
+            node = self._after.get(known[length])
+            if node is not None and messages[length - 1].role == "assistant":
+                new = self._appended(messages[length:], node)
+                if new is not None:
+                    return Place(node, new)
+        rendered = [message.rendered(self._chat) for message in messages]
+        return Place(None, self._chat.start(rendered, tools))
+
+    def place_tokens(self, tokens: Sequence[int]) -> Place:
+        """A call by token ids: after the longest recorded node whose tokens they begin with."""
+        packed = pack_tokens(tokens)
+        best: Node | None = None
+        for node in self._nodes():
+            longer = best is None or len(node.tokens) > len(best.tokens)
+            if longer and len(node.tokens) < len(packed) and packed.startswith(node.tokens):
+                best = node
+        known = len(best.tokens) // 4 if best else 0
+        return Place(best, list(tokens[known:]))
+
+    def _appended(self, new: Sequence[Message], node: Node) -> list[int] | None:
+        """Tokens of messages behind a node's answer; None if they can't stand there."""
+        if any(message.role not in ("user", "tool") for message in new):
+            return None
+        try:
+            said = [(message.role, message.text) for message in new]
+            return self._chat.observations(said, node.closed)
+        except CannotExtend:
+            return None
+
+    def record(self, place: Place, result: TurnResult) -> Node:
+        """Add what the policy made at `place`."""
+        parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
+        last = int(unpack_tokens(result.tokens)[-1])
+        node = Node(
+            place.context + result.tokens,
+            (parent.mask if parent else b"") + bytes(new) + b"\x01" * made,
+            (parent.logprobs if parent else b"") + pack_floats([0.0]) * new + result.logprobs,
+            (parent.versions if parent else b"") + pack_tokens([-1]) * new + result.versions,
+            parent,
+            last in self._chat.eos_ids,
+        )
+        (parent.children if parent else self._roots).append(node)
+        return node
+
+    def answered(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]], answer: Message, node: Node
+    ) -> None:
+        """`node` is what a conversation goes on from that has `answer` behind `messages`."""
+        node.conversation = (*messages, answer)
+        self._after.setdefault(digests([*messages, answer], tools)[-1], node)
+
+    def leaves(self) -> list[Node]:
+        """The longest first. An answer that the agent never got, and nothing goes on from, is
+        none."""
+        for node in reversed(self._nodes()):
+            if not node.delivered and not node.children:
+                (node.parent.children if node.parent else self._roots).remove(node)
+        leaves = [node for node in self._nodes() if not node.children]
+        return sorted(leaves, key=lambda leaf: -len(leaf.mask))
+
+    def branches(self) -> list[Branch]:
+        """A sample for each leaf."""
+        seen: set[int] = set()
+        return [_branch(leaf, seen) for leaf in self.leaves()]
+
+    def _nodes(self) -> list[Node]:
+        """Parents before their children."""
+        found, at = list(self._roots), 0
+        while at < len(found):
+            found += found[at].children
+            at += 1
+        return found
+
+
+def _branch(leaf: Node, seen: set[int]) -> Branch:
+    """`seen`: ids of the nodes that earlier leaves have trained; grows."""
+    node, shared = leaf, 0
+    while node is not None:
+        if id(node) in seen and not shared:
+            shared = len(node.mask)
+        seen.add(id(node))
+        node = node.parent
+    return Branch(
+        leaf.tokens,
+        bytes(shared) + leaf.mask[shared:],
+        bytes(4 * shared) + leaf.logprobs[4 * shared :],
+        pack_tokens([-1]) * shared + leaf.versions[4 * shared :],
+    )
+
+
+def digests(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[bytes]:
+    """[i]: of the tools and the first i messages."""
+    found = [hashlib.sha256(_canonical(tools)).digest()]
+    for message in messages:
+        found.append(hashlib.sha256(found[-1] + _canonical(message.key())).digest())
+    return found
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

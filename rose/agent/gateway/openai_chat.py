@@ -1,0 +1,132 @@
+"""OpenAI's chat completions: POST /v1/chat/completions.
+
+Answers are streamed in the API's events once the turn is complete. Left out: n > 1, log
+probabilities, and JSON schemas to decode by (the policy's tokens must be its own); `tool_choice`
+other than none is taken as auto.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from rose.agent.gateway import fields
+from rose.agent.gateway.fields import bad, take
+from rose.agent.gateway.history import Call, Message
+from rose.agent.gateway.session import Answer, ApiError, Query
+
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+DONE = b"data: [DONE]\n\n"
+
+
+def read(body: dict[str, Any]) -> Query:
+    """Raises `ApiError`."""
+    if take(body, "n", int, 1) != 1:
+        raise bad(f"n: {body['n']}; only 1 is supported: a trajectory is one conversation")
+    if take(body, "logprobs", bool, False):
+        raise bad("logprobs: not supported; the run records them by itself")
+    if take(body, "response_format", dict, {}).get("type", "text") != "text":
+        raise bad("response_format: only text is supported")
+    if body.get("functions"):
+        raise bad("functions: the API of 2023; send tools")
+    listed = fields.items(take(body, "messages", list), "messages")
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(listed)]
+    fields.ends_with_question(messages)
+    choice = take(body, "tool_choice", (str, dict), "auto")
+    return Query(
+        tuple(messages),
+        [_tool(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
+        fields.count(body, "max_completion_tokens", "max_tokens"),
+        fields.stops(body, "stop"),
+        fields.rest(body, "messages", "tools", "max_completion_tokens", "max_tokens", "stop"),
+        calls_tools=choice != "none",
+    )
+
+
+def _message(raw: dict[str, Any], where: str) -> Message:
+    role = take(raw, "role", str)
+    content = fields.text(raw.get("content"), ("text", "refusal"), f"{where}.content")
+    if role == "tool":
+        return Message("tool", content, call_id=take(raw, "tool_call_id", str, ""))
+    if role not in ROLES:
+        raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}, tool")
+    if role != "assistant":
+        return Message(ROLES[role], content)
+    calls = []
+    for call in fields.items(take(raw, "tool_calls", list, []), f"{where}.tool_calls"):
+        function = take(call, "function", dict)
+        arguments = fields.arguments(function.get("arguments"), f"{where}.tool_calls")
+        calls.append(Call(take(call, "id", str, ""), take(function, "name", str), arguments))
+    thought = raw.get("reasoning_content") or raw.get("reasoning") or ""
+    return Message("assistant", content, tuple(calls), thought if isinstance(thought, str) else "")
+
+
+def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("type", "function") != "function":
+        raise bad(f"tools: of type {raw['type']!r}; only functions are supported")
+    return fields.function(take(raw, "function", dict), "tools")
+
+
+def write(answer: Answer, model: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": _content(answer), "refusal": None}
+    if answer.message.thought:
+        message["reasoning_content"] = answer.message.thought
+    if answer.message.calls:
+        message["tool_calls"] = _calls(answer)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
+    return _head(answer, model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
+
+
+def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    head = _head(answer, model, "chat.completion.chunk")
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if answer.message.thought:
+        deltas.append({"reasoning_content": answer.message.thought})
+    if content := _content(answer):
+        deltas.append({"content": content})
+    for index, call in enumerate(_calls(answer)):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    ends = [None] * len(deltas) + [answer.finish]
+    chunks = [
+        head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append(head | {"choices": [], "usage": _usage(answer)})
+    return [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks] + [DONE]
+
+
+def refuse(error: ApiError) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+
+def _content(answer: Answer) -> str | None:
+    return answer.message.text or (None if answer.message.calls else "")
+
+
+def _calls(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in answer.message.calls
+    ]
+
+
+def _head(answer: Answer, model: str, kind: str) -> dict[str, Any]:
+    created = int(time.time())
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": created, "model": model}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    made = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": answer.prompt_tokens + made,
+    }

@@ -1,0 +1,195 @@
+"""OpenAI's responses: POST /v1/responses, with the whole history in `input`.
+
+Left out: `previous_response_id` and conversations kept by the server, OpenAI's own tools, images.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from rose.agent.gateway import fields
+from rose.agent.gateway.fields import bad, take
+from rose.agent.gateway.history import Call, Message
+from rose.agent.gateway.openai_chat import ROLES, refuse
+from rose.agent.gateway.session import Answer, Query
+
+__all__ = ["read", "refuse", "stream", "write"]
+TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+def read(body: dict[str, Any]) -> Query:
+    """Raises `ApiError`."""
+    if body.get("previous_response_id") or body.get("conversation"):
+        raise bad("previous_response_id, conversation: not supported; send the history in input")
+    messages: list[Message] = []
+    if instructions := take(body, "instructions", str, ""):
+        messages.append(Message("system", instructions))
+    given = take(body, "input", (str, list))
+    if isinstance(given, str):
+        messages.append(Message("user", given))
+    else:
+        messages += _merged(fields.items(given, "input"))
+    fields.ends_with_question(messages)
+    tools = fields.items(take(body, "tools", list, []), "tools")
+    return Query(
+        tuple(messages),
+        [_tool(tool) for tool in tools],
+        fields.count(body, "max_output_tokens"),
+        (),
+        fields.rest(body, "instructions", "input", "tools", "max_output_tokens"),
+        calls_tools=take(body, "tool_choice", (str, dict), "auto") != "none",
+    )
+
+
+def _merged(given: list[dict[str, Any]]) -> list[Message]:
+    """Items as messages; a turn's thought, text and calls are items of their own."""
+    messages: list[Message] = []
+    answering = False  # whether the last message is an assistant's that may grow
+
+    def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
+        last = messages.pop() if answering else Message("assistant", "")
+        messages.append(
+            Message("assistant", last.text + text, last.calls + calls, last.thought + thought)
+        )
+
+    for i, item in enumerate(given):
+        where, kind = f"input[{i}]", item.get("type", "message")
+        own = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
+        if kind == "message" and own:
+            grow(fields.text(item.get("content"), TEXT, where))
+        elif kind == "function_call":
+            arguments = fields.arguments(item.get("arguments"), where)
+            grow(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            grow(thought=fields.text(parts, TEXT, where))
+        elif kind == "function_call_output":
+            output = fields.text(item.get("output"), TEXT, where)
+            messages.append(Message("tool", output, call_id=take(item, "call_id", str)))
+        elif kind == "message":
+            role = take(item, "role", str)
+            if role not in ROLES:
+                raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
+            messages.append(Message(ROLES[role], fields.text(item.get("content"), TEXT, where)))
+        else:
+            raise bad(f"{where}.type: {kind!r} is not supported")
+        answering = own
+    return messages
+
+
+def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("type") != "function":
+        raise bad(f"tools: of type {raw.get('type')!r}; only functions are supported")
+    return fields.function(raw, "tools")
+
+
+def write(answer: Answer, model: str) -> dict[str, Any]:
+    made = len(answer.tokens)
+    cut = answer.finish == "length"
+    return _head(answer, model) | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _items(answer),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + made,
+        },
+    }
+
+
+def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    begun = _head(answer, model) | {"status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+    ]
+    for index, item in enumerate(_items(answer)):
+        events += _item_events(index, item)
+    whole = write(answer, model)
+    events.append({"type": f"response.{whole['status']}", "response": whole})
+    return [
+        f"event: {e['type']}\ndata: {json.dumps(e | {'sequence_number': n})}\n\n".encode()
+        for n, e in enumerate(events)
+    ]
+
+
+def _item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+    at = {"output_index": index, "item_id": item["id"]}
+    begun = item | {"status": "in_progress"}
+    between: list[dict[str, Any]] = []
+    if item["type"] == "function_call":
+        begun["arguments"] = ""
+        kind, name, text = "response.function_call_arguments", "arguments", item["arguments"]
+        done = at | {"type": f"{kind}.done", name: text, "name": item["name"]}
+        between = [at | {"type": f"{kind}.delta", "delta": text}, done]
+    elif item["type"] == "message":
+        begun["content"] = []
+        [part] = item["content"]
+        at |= {"content_index": 0}
+        empty, text = part | {"text": ""}, part["text"]
+        between = [
+            at | {"type": "response.content_part.added", "part": empty},
+            at | {"type": "response.output_text.delta", "delta": text, "logprobs": []},
+            at | {"type": "response.output_text.done", "text": text, "logprobs": []},
+            at | {"type": "response.content_part.done", "part": part},
+        ]
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": begun},
+        *between,
+        {"type": "response.output_item.done", "output_index": index, "item": item},
+    ]
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    said, items = answer.message, []
+    if said.thought:
+        parts = [{"type": "reasoning_text", "text": said.thought}]
+        items.append(
+            {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": parts}
+        )
+    if said.text or not said.calls:
+        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "id": f"msg_{answer.id}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
+        )
+    for call in said.calls:
+        items.append(
+            {
+                "id": f"fc_{call.id}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": json.dumps(call.arguments),
+            }
+        )
+    return items
+
+
+def _head(answer: Answer, model: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+    }

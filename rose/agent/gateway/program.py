@@ -1,0 +1,112 @@
+"""An agent's program: one process group for each trajectory, of which nothing stays behind.
+
+Its environment is made anew: what a program needs to run, the addresses and the key of its
+trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
+It dies with the environment host, and its end ends all that it started, also what has left its
+process group: such processes become the host's (`processes.adopt_orphans`) and bear its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from rose import processes
+
+# what programs need that know nothing of the run; all else stays behind
+KEPT = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+)
+MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
+LOG_BYTES = 2000  # of a program's last words in an error
+END_S = 5.0  # for killed processes to be gone
+
+
+def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
+    """`own` variables, and those of this process that are `KEPT` or `given`."""
+    kept = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
+    return kept | {"PYTHONUNBUFFERED": "1"} | dict(own)
+
+
+class Program:
+    """`name` is the trajectory's, `pid` that of the process, which leads a session of its own, and
+    `code` what it ends with, -N for signal N; `log` gets what it prints."""
+
+    def __init__(self, name: str, pid: int, code: asyncio.Future[int], log: Path) -> None:
+        self.name, self.pid, self.code, self._log = name, pid, code, log
+
+    @classmethod
+    async def start(
+        cls, name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path
+    ) -> Program:
+        """Raises OSError when it can't be started."""
+        host = os.getpid()
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=dict(variables),
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(host),
+            )
+        return cls(name, process.pid, asyncio.ensure_future(process.wait()), log)
+
+    def last_words(self) -> str:
+        """What it printed at the end, for an error."""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - LOG_BYTES))
+            return file.read().decode(errors="replace").strip()
+        return ""
+
+    async def end(self) -> None:
+        """Kill it and all that it started; returns once they are gone, or after `END_S`."""
+        children = await asyncio.to_thread(_family, self.pid, self.name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if not self.code.done():  # just forked, it may not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        await asyncio.wait({self.code}, timeout=END_S)
+        for process in {*children, *await asyncio.to_thread(_family, self.pid, self.name)}:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                await asyncio.to_thread(process.wait, END_S)
+        with contextlib.suppress(ChildProcessError):  # those of its group that became the host's
+            while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
+                pass
+
+
+def _family(pid: int, name: str) -> list[psutil.Process]:
+    """What a process has started, and this process's descendants that bear the trajectory's name:
+    of these the parents may be gone."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        found += psutil.Process(pid).children(recursive=True)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.pid != pid and process.environ().get(MARK) == name:
+                found.append(process)
+    return found

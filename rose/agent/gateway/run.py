@@ -1,0 +1,245 @@
+"""One trajectory of an agent's program: start it, watch it, take its reward and its tree of tokens.
+
+A program that crashes, says nothing for env.step_timeout_s, floods the gateway or ends without a
+reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose import config
+from rose.agent.chat import ChatFormat
+from rose.agent.envs.agent import Agent
+from rose.agent.gateway import program
+from rose.agent.gateway.history import Message
+from rose.agent.gateway.program import Program
+from rose.agent.gateway.server import Gateway, reward_of
+from rose.agent.gateway.session import Session
+from rose.agent.loop import Clock, EnvironmentFailure, RequestTurn, score
+from rose.agent.scoring import Scoring, transcript
+from rose.protocol import Sampling, StartTrajectory, Trajectory
+from rose.reward.episode import Episode
+
+LOOK_S = 0.25  # between two looks at whether a program still does something
+
+
+async def run_agent(
+    start: StartTrajectory,
+    agent: Agent,
+    gateway: Gateway,
+    chat: ChatFormat,
+    request_turn: RequestTurn,
+    limits: config.Env,
+    key: str,
+    max_context: int,
+    sampling: Sampling,
+    clock: Clock,
+    scoring: Scoring | None = None,
+) -> Trajectory:
+    """As `rose.agent.loop.run_trajectory`, for a program. `key`: where `limits` stand in the
+    configuration. Raises `EnvironmentFailure`; cancellation passes through. Nothing of the program
+    is left when this returns."""
+    session = Session(start, chat, request_turn, limits, max_context, sampling)
+    gateway.admit(session)
+    started = clock()
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="rose-agent-", ignore_cleanup_errors=True
+        ) as folder:
+            run = _Run(start, agent, gateway, session, limits, key, Path(folder))
+            reward, success = await run.go(required=scoring is None)
+    finally:
+        gateway.dismiss(session)
+    made = _trajectory(start, session, reward, success, started, clock())
+    if scoring is None:
+        return made
+    episode = Episode(
+        trajectory=start.id,
+        domain=start.domain,
+        seed=start.env_seed,
+        task=agent.task(start.env_seed),
+        transcript=transcript(chat, made.tokens, made.mask),
+        reward=reward,
+        success=success,
+        truncated=made.truncated,
+        turns=made.turns,
+    )
+    reward, success, stats = await score(scoring, episode, clock)
+    return msgspec.structs.replace(
+        made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
+    )
+
+
+class _Run:
+    def __init__(
+        self,
+        start: StartTrajectory,
+        agent: Agent,
+        gateway: Gateway,
+        session: Session,
+        limits: config.Env,
+        key: str,
+        folder: Path,
+    ) -> None:
+        self.start, self.agent, self.session, self.limits = start, agent, session, limits
+        self.forks, url = gateway.forks, gateway.url
+        self.key, self.folder = key, folder
+        self.task = folder / "task.json"
+        self.reward = folder / "reward.json"
+        own = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_BASE": f"{url}/v1",  # as LiteLLM calls it
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": session.key,
+            "ROSE_GATEWAY_URL": url,
+            "ROSE_TASK": str(self.task),
+            "ROSE_SEED": str(start.env_seed),
+            "ROSE_REWARD": str(self.reward),
+            program.MARK: start.id,
+        }
+        self.variables = program.environment(own, agent.environment)
+        self._write(self.task, agent.task(start.env_seed) | {"phase": start.phase.value})
+
+    async def go(self, required: bool) -> tuple[float, bool]:
+        """(reward, success); 0 and False if none is `required` and nobody gives one."""
+        agent = self.agent
+        if agent.function is None:
+            log = self.folder / "log"
+            begin = Program.start(self.start.id, agent.command, self.variables, log)
+            await self._execute(begin, "env.args.command")
+        else:
+            await self._execute(self._fork(agent.function, self.variables), "env.args.function")
+        if agent.reward is None:
+            return self._read_reward(required)
+        said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
+        transcript = self.folder / "transcript.json"
+        self._write(transcript, said)
+        self.reward.unlink(missing_ok=True)  # the function decides, not the agent
+        self.session.reward = None
+        # it judges what was said, and says nothing itself
+        without = {k: v for k, v in self.variables.items() if v != self.session.key}
+        judging = self._fork(agent.reward, without, str(transcript))
+        await self._execute(judging, "env.args.reward")
+        return self._read_reward(required)
+
+    def _fork(
+        self, function: str, variables: dict[str, str], *arguments: str
+    ) -> Awaitable[Program]:
+        given, log = self.agent.environment, self.folder / "log"
+        return self.forks.start(self.start.id, function, arguments, given, variables, log)
+
+    async def _execute(self, begin: Awaitable[Program], what: str) -> None:
+        """Run a program to its end. Raises `EnvironmentFailure`."""
+        try:
+            running = await begin
+        except OSError as error:
+            raise self._failure(f"{what} can't be started: {error}") from error
+        try:
+            code = await self._watch(running)
+        except OSError as error:  # whoever forked it is gone
+            raise self._failure(f"{what}: {error}", running) from error
+        finally:
+            await asyncio.shield(running.end())
+        if code:
+            raise self._failure(f"{what} ended with code {code}", running)
+
+    async def _watch(self, running: Program) -> int:
+        """Its exit code. Raises `EnvironmentFailure`."""
+        began, limit = time.monotonic(), self.limits.step_timeout_s
+        ends = {running.code, self.session.failed}
+        while True:
+            await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if running.code.done():
+                return running.code.result()
+            if self.session.failed.done():
+                raise self._failure(self.session.failed.result(), running)
+            if min(self.session.idle_s, time.monotonic() - began) > limit:
+                raise self._failure(
+                    f"the program neither called nor ended within {self.key}.step_timeout_s="
+                    f"{limit:g} s",
+                    running,
+                )
+
+    def _read_reward(self, required: bool) -> tuple[float, bool]:
+        if self.session.reward is not None:
+            return self.session.reward
+        try:
+            return reward_of(json.loads(self.reward.read_bytes()[:4096]))
+        except FileNotFoundError:
+            if not required:
+                return 0.0, False
+            raise self._failure(
+                "the program ended without a reward: it writes one into the file ROSE_REWARD, "
+                "posts it to /reward, or env.args.reward names a function"
+            ) from None
+        except ValueError as error:
+            raise self._failure(f"the file ROSE_REWARD: {error}") from None
+
+    def _failure(self, cause: str, running: Program | None = None) -> EnvironmentFailure:
+        words = running.last_words() if running else ""
+        return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
+
+    def _write(self, path: Path, value: Any) -> None:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(value, file)
+
+
+def _shown(conversation: tuple[Message, ...]) -> list[dict[str, Any]]:
+    """For a reward's function."""
+    return [
+        {
+            "role": message.role,
+            "content": message.text,
+            "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in message.calls],
+        }
+        for message in conversation
+    ]
+
+
+def _trajectory(
+    start: StartTrajectory,
+    session: Session,
+    reward: float,
+    success: bool,
+    started: float,
+    finished: float,
+) -> Trajectory:
+    branches = session.history.branches()
+    if not branches:
+        raise EnvironmentFailure(start.id, "the program ended without a call of the model")
+    first, *others = branches
+    return Trajectory(
+        id=start.id,
+        group=start.group,
+        phase=start.phase,
+        tokens=first.tokens,
+        mask=first.mask,
+        logprobs=first.logprobs,
+        versions=first.versions,
+        reward=reward,
+        success=success,
+        turns=session.turns,
+        response_tokens=sum(sum(branch.mask) for branch in branches),
+        truncated=session.truncated,
+        invalid_calls=session.invalid_calls,
+        stats={
+            "migrations": float(session.migrations),
+            "branches": float(len(branches)),
+            "cut_turns": float(session.cut),
+        },
+        started=started,
+        finished=finished,
+        domain=start.domain,
+        branches=others,
+    )

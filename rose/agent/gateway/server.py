@@ -1,0 +1,211 @@
+"""The gateway's HTTP server: one in each environment host that runs agents.
+
+    POST /v1/chat/completions     OpenAI's chat completions
+    POST /v1/responses            OpenAI's responses
+    POST /v1/messages             Anthropic's messages
+    POST /inference/v1/generate   vLLM's token route
+    GET  /v1/models
+    POST /reward                  {"reward": 1.0, "success": true}: of the trajectory
+
+Every call shows its trajectory's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. A client
+that goes away doesn't end its call: it sends it again, and gets that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from rose.agent.gateway import (
+    anthropic_messages,
+    fields,
+    openai_chat,
+    openai_responses,
+    token_route,
+)
+from rose.agent.gateway.forks import Forks
+from rose.agent.gateway.session import Answer, ApiError, Session
+
+MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
+KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
+PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
+PING = b": the turn is under way\n\n"
+ROUTES: dict[str, ModuleType] = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic_messages,
+    "/inference/v1/generate": token_route,
+}
+
+
+class Gateway:
+    """`model`: the name that it goes by, whatever the agents call it."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._sessions: dict[str, Session] = {}  # by key
+        self._ended: deque[str] = deque(maxlen=KEPT_KEYS)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        self.forks = Forks()
+
+    async def open(self, host: str, port: int = 0) -> None:
+        """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
+        app = web.Application(client_max_size=MAX_BODY)
+        for path in ROUTES:
+            app.router.add_post(path, self._call)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/reward", self._reward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+        except OSError:
+            await self.close()
+            raise
+        address = self._runner.addresses[0]
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        self.url = f"http://{shown}:{address[1]}"
+
+    async def close(self) -> None:
+        await self.forks.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def admit(self, session: Session) -> None:
+        self._sessions[session.key] = session
+
+    def dismiss(self, session: Session) -> None:
+        """Its calls under way and those that come later are told that it has ended."""
+        self._sessions.pop(session.key, None)
+        self._ended.append(session.key)
+        session.close()
+
+    def _session(self, request: web.Request) -> Session:
+        """Raises `ApiError`. Each key is compared in constant time."""
+        shown = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
+        key = shown.removeprefix("Bearer ").encode(errors="replace")
+        found = None
+        for known, session in self._sessions.items():
+            if hmac.compare_digest(key, known.encode()):
+                found = session
+        if found is not None:
+            return found
+        if any([hmac.compare_digest(key, known.encode()) for known in self._ended]):
+            raise ApiError(410, "the trajectory has ended", "trajectory_ended")
+        raise ApiError(401, "no or a wrong API key", "invalid_api_key")
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        api = ROUTES[request.path]
+        try:
+            session = self._session(request)
+            body = await _body(request)
+            query = api.read(body)
+            streamed = fields.take(body, "stream", bool, False)
+            model = fields.take(body, "model", str, self._model)
+        except ApiError as error:
+            return _refused(api, error)
+        task = asyncio.ensure_future(session.answer(query))
+        if streamed:
+            return await self._stream(request, api, task, model, body)
+        try:
+            answer = await task
+        except ApiError as error:
+            return _refused(api, error)
+        _delivered(request, answer)
+        return web.json_response(api.write(answer, model))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        api: ModuleType,
+        task: asyncio.Future[Answer],
+        model: str,
+        body: dict[str, Any],
+    ) -> web.StreamResponse:
+        """The turn's events once it is complete; a refusal that comes quickly has its own status,
+        as without streaming."""
+        await asyncio.wait({task}, timeout=PING_S)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if task.done() and isinstance(task.exception(), ApiError):
+            return _refused(api, task.exception())
+        try:
+            await response.prepare(request)
+            while not task.done():
+                await response.write(PING)
+                await asyncio.wait({task}, timeout=PING_S)
+            if isinstance(error := task.exception(), ApiError):
+                await response.write(
+                    f"event: error\ndata: {json.dumps(api.refuse(error))}\n\n".encode()
+                )
+                return response
+            answer = task.result()
+            await response.write(b"".join(api.stream(answer, model, body)))
+            _delivered(request, answer)
+            await response.write_eof()
+        except ConnectionError:  # the client went away; it may ask again
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._session(request)
+        except ApiError as error:
+            return _refused(openai_chat, error)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rose"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        try:
+            session = self._session(request)
+            session.reward = reward_of(await _body(request))
+        except ApiError as error:
+            return _refused(openai_chat, error)
+        except ValueError as error:
+            return _refused(openai_chat, ApiError(400, str(error)))
+        return web.json_response({"ok": True})
+
+
+def reward_of(value: Any) -> tuple[float, bool]:
+    """(reward, success) from a number or {"reward": number, "success": bool}; success is a reward
+    of 1 or more if it isn't said. Raises `ValueError`."""
+    reward, success = value, None
+    if isinstance(value, dict):
+        reward, success = value.get("reward"), value.get("success")
+    number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not number or not math.isfinite(reward) or not isinstance(success, bool | None):
+        raise ValueError(
+            f"{json.dumps(value, default=repr)[:80]} is no reward: a finite number is needed, or "
+            '{"reward": number, "success": true or false}'
+        )
+    return float(reward), reward >= 1 if success is None else success
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except web.HTTPRequestEntityTooLarge:
+        raise ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large") from None
+    except (ValueError, RecursionError):
+        raise fields.bad("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise fields.bad("the body must be a JSON object")
+    return body
+
+
+def _refused(api: ModuleType, error: ApiError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return web.json_response(api.refuse(error), status=error.status, headers=headers)
+
+
+def _delivered(request: web.Request, answer: Answer) -> None:
+    """Unless the client is gone by now."""
+    if request.transport is not None and not request.transport.is_closing():
+        answer.node.delivered = True

@@ -1,0 +1,280 @@
+"""One trajectory's calls: each becomes a turn, once, however often it is sent.
+
+The same history with the same parameters is the same call: while it runs, a second one waits for
+it; afterwards it gets the recorded answer. Temperature, top_p and the like are the run's, whatever
+the agent says: what is trained must be what the policy does by itself. Left out: HTTP (server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rose import config
+from rose.agent.chat import CannotExtend, ChatFormat
+from rose.agent.gateway.history import Call, History, Message, Node, Place, digests
+from rose.agent.loop import RequestTurn, checked, turn_seed
+from rose.protocol import (
+    FinishReason,
+    Sampling,
+    StartTrajectory,
+    TurnRequest,
+    TurnResult,
+    seed_of,
+    unpack_floats,
+    unpack_tokens,
+)
+
+MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
+MOST_REFUSED = 256  # calls that were refused; then the agent is taken to be broken
+RATE = 50.0  # calls a second, over any ten seconds; no model answers as fast
+BURST = 500
+
+
+class ApiError(Exception):
+    """A refusal, which each API words in its own way. `code` is OpenAI's, where it has one."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+@dataclass(frozen=True)
+class Query:
+    """What an agent asks for, of whichever API."""
+
+    messages: tuple[Message, ...] = ()
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI function schemas
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    others: dict[str, Any] = field(default_factory=dict)  # what else tells two calls apart
+    tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
+    calls_tools: bool = True  # False: what looks like a call is text
+
+    def digest(self) -> bytes:
+        history = digests(self.messages, self.tools)[-1]
+        rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
+        return hashlib.sha256(
+            history + json.dumps(rest, sort_keys=True, default=str).encode()
+        ).digest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    node: Node
+    message: Message
+    finish: str  # stop, length, tool_calls
+    stopped_by: str | None  # the string of `Query.stop`
+    prompt_tokens: int
+    tokens: list[int]
+    logprobs: list[float]
+    id: str
+
+
+class Session:
+    """`key`: the agent's, which it shows with every call. `failed` tells that the agent must be
+    ended."""
+
+    def __init__(
+        self,
+        start: StartTrajectory,
+        chat: ChatFormat,
+        request_turn: RequestTurn,
+        limits: config.Env,
+        max_context: int,
+        sampling: Sampling,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.start, self.key = start, secrets.token_urlsafe(32)
+        self._chat, self._request_turn, self._limits = chat, request_turn, limits
+        self._max_context, self._sampling, self._clock = max_context, sampling, clock
+        self.history = History(chat)
+        self.turns = self.migrations = self.invalid_calls = 0
+        self.truncated = False
+        self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls: dict[bytes, asyncio.Task[Answer]] = {}
+        self._open = 0
+        self._refused = 0
+        self._heard_at = clock()
+        self._allowance, self._counted_at = float(BURST), clock()
+        self.cut = 0  # turns that were under way at `close`
+
+    @property
+    def idle_s(self) -> float:
+        """Since the agent last called or was answered; 0 while it waits for an answer."""
+        return 0.0 if self._open else self._clock() - self._heard_at
+
+    async def answer(self, query: Query) -> Answer:
+        """Raises `ApiError`."""
+        self._count()
+        digest = query.digest()
+        task = self._calls.get(digest)
+        if task is None:
+            task = self._calls[digest] = asyncio.create_task(self._take_turn(query))
+            task.add_done_callback(lambda done: self._forget_failed(digest, done))
+        self._open += 1
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by `close`
+                raise ApiError(410, "the trajectory has ended", "trajectory_ended") from None
+            raise
+        except ApiError as error:
+            self._refuse(error)
+            raise
+        except Exception as error:  # a mistake of ours: the trajectory can't be used
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._open -= 1
+            self._heard_at = self._clock()
+
+    def close(self) -> None:
+        """Calls under way are answered with an error."""
+        for task in self._calls.values():
+            self.cut += task.cancel()
+
+    def _count(self) -> None:
+        """Bound the calls at once and by the second. Raises `ApiError`."""
+        now = self._clock()
+        self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
+        self._heard_at = self._counted_at = now
+        if self._allowance < 0 or self._open >= MOST_OPEN:
+            error = ApiError(
+                429,
+                f"at most {MOST_OPEN} calls at once and {RATE:g} a second",
+                "rate_limit_exceeded",
+            )
+            self._refuse(error)
+            raise error
+
+    def _refuse(self, error: ApiError) -> None:
+        self._refused += 1
+        if self._refused >= MOST_REFUSED:
+            self._fail(
+                f"{self._refused} calls of the agent were refused, the last with {error.status}: "
+                f"{error.message}"
+            )
+
+    def _fail(self, cause: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(cause)
+
+    def _forget_failed(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
+        """A call that was refused may be tried again."""
+        if task.cancelled() or task.exception() is not None:
+            self._calls.pop(digest, None)
+
+    async def _take_turn(self, query: Query) -> Answer:
+        place = self._place(query)
+        context = place.context
+        room = self._max_context - len(context) // 4
+        if room <= 0:
+            self.truncated = True
+            raise ApiError(
+                400,
+                f"the messages have {len(context) // 4} tokens; the model's context holds "
+                f"{self._max_context} (model.max_context), the answer included",
+                "context_length_exceeded",
+            )
+        if self.turns >= self._limits.max_turns:
+            self.truncated = True
+            raise ApiError(
+                403, f"a trajectory has {self._limits.max_turns} calls at most", "turn_limit"
+            )
+        turn = f"{self.start.id}.t{self.turns}"
+        self.turns += 1
+        most = min(self._limits.max_new_tokens, query.max_tokens or room, room)
+        result = await self._request_turn(self._request(turn, context, most, query))
+        checked(result, turn, most)
+        self.migrations += result.migrations
+        return self._record(query, place, result)
+
+    def _place(self, query: Query) -> Place:
+        if query.tokens:
+            return self.history.place_tokens(query.tokens)
+        try:
+            return self.history.place(query.messages, query.tools)
+        except CannotExtend as error:
+            raise ApiError(400, str(error)) from None
+
+    def _request(self, turn: str, context: bytes, most: int, query: Query) -> TurnRequest:
+        answers_tool = bool(query.messages) and query.messages[-1].role == "tool"
+        return TurnRequest(
+            turn=turn,
+            trajectory=self.start.id,
+            group=self.start.group,
+            phase=self.start.phase,
+            tokens=context,
+            sampling=msgspec.structs.replace(
+                self._sampling, seed=turn_seed(self.start.sampling_seed, turn), max_new_tokens=most
+            ),
+            domain=self.start.domain,
+            outcome="ok" if answers_tool else "",
+        )
+
+    def _record(self, query: Query, place: Place, result: TurnResult) -> Answer:
+        result, text, stopped_by = _stop(self._chat, result, query.stop)
+        node = self.history.record(place, result)
+        reading = self._chat.read(text, query.tools)
+        self.invalid_calls += bool(reading.problem) and query.calls_tools
+        calls = tuple(
+            Call(f"c{seed_of(result.turn, i):08x}", call.name, call.arguments)
+            for i, call in enumerate(reading.calls if query.calls_tools and query.tools else ())
+        )
+        content = reading.content if calls or not reading.calls else text
+        message = Message("assistant", content, calls, reading.thought)
+        if not query.tokens:
+            self.history.answered(query.messages, query.tools, message, node)
+        if calls:
+            finish = "tool_calls"
+        elif node.closed or stopped_by:
+            finish = "stop"
+        else:
+            finish = "length"
+        return Answer(
+            node,
+            message,
+            finish,
+            stopped_by,
+            len(place.context) // 4,
+            unpack_tokens(result.tokens).tolist(),
+            unpack_floats(result.logprobs).tolist(),
+            f"{seed_of(self.key, result.turn):08x}",
+        )
+
+
+def _stop(
+    chat: ChatFormat, result: TurnResult, stops: tuple[str, ...]
+) -> tuple[TurnResult, str, str | None]:
+    """(the turn up to the token that completes the first stop string, its text before that, the
+    string). What the policy made behind it nobody has seen: it is no part of the trajectory."""
+    tokens = unpack_tokens(result.tokens)
+    text = chat.decode(tokens)
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return result, text, None
+    at, stop = min(found)
+    # the text grows with the tokens: the first length whose text has the string
+    lengths = range(1, len(tokens) + 1)
+    kept = 1 + bisect.bisect_left(
+        lengths, True, key=lambda n: chat.decode(tokens[:n]).find(stop) >= 0
+    )
+    cut = msgspec.structs.replace(
+        result,
+        tokens=result.tokens[: 4 * kept],
+        logprobs=result.logprobs[: 4 * kept],
+        versions=result.versions[: 4 * kept],
+        finish=FinishReason.STOP,
+    )
+    return cut, text[:at], stop

@@ -1,0 +1,65 @@
+"""vLLM's token route: POST /inference/v1/generate, token ids in and out, at the server's root.
+
+Training clients that render messages by themselves call it. Left out: features of images, and text
+output.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from rose.agent.gateway import fields
+from rose.agent.gateway.fields import bad, take
+from rose.agent.gateway.openai_chat import DONE, refuse
+from rose.agent.gateway.session import Answer, Query
+
+__all__ = ["read", "refuse", "stream", "write"]
+
+
+def read(body: dict[str, Any]) -> Query:
+    """Raises `ApiError`."""
+    tokens = take(body, "token_ids", list)
+    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise bad("token_ids: a list of token ids is needed, at least one")
+    if take(body, "output_mode", str, "tokens") != "tokens" or body.get("features"):
+        raise bad("output_mode, features: only output_mode='tokens' without features is supported")
+    sampling = take(body, "sampling_params", dict, {})
+    if take(sampling, "n", int, 1) != 1:
+        raise bad(f"sampling_params.n: {sampling['n']}; only 1 is supported")
+    return Query(
+        max_tokens=fields.count(sampling, "max_tokens"),
+        stop=fields.stops(sampling, "stop"),
+        others=fields.rest(body, "request_id", "token_ids"),
+        tokens=tuple(tokens),
+    )
+
+
+def write(answer: Answer, model: str) -> dict[str, Any]:
+    made = len(answer.tokens)
+    usage = {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": answer.prompt_tokens + made,
+    }
+    head = {"request_id": answer.id, "model": model, "created": int(time.time())}
+    return head | {"output_mode": "tokens", "choices": [_choice(answer)], "usage": usage}
+
+
+def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    return [f"data: {json.dumps(write(answer, model))}\n\n".encode(), DONE]
+
+
+def _choice(answer: Answer) -> dict[str, Any]:
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
+    return {
+        "index": 0,
+        "finish_reason": "length" if answer.finish == "length" else "stop",
+        "stop_reason": answer.stopped_by,
+        "token_ids": answer.tokens,
+        "logprobs": {"content": content},
+    }

@@ -1,0 +1,183 @@
+"""Which form a model writes tool calls and thoughts in: Hermes (rose/agent/tool_calls.py), or any
+that vLLM has a parser for (its registry `ToolParserManager`; Apache-2.0).
+
+A form is right for a model if it reads back what the model's own chat template writes for a call;
+`auto` takes the first of `CANDIDATES` that does. vLLM is imported only for a form that isn't Hermes
+(0.5 GiB of memory, some seconds).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rose.agent import tool_calls
+from rose.agent.envs.base import ToolCall
+from rose.agent.tool_calls import Reading
+from rose.config import ConfigError
+
+AUTO, HERMES = "auto", "hermes"
+# forms of the decoders that ROSE trains and of what is fine-tuned from them
+CANDIDATES = (HERMES, "qwen3_coder", "llama3_json", "mistral", "pythonic")
+PROBE = ToolCall("rose_probe", {"text": "a b", "count": 3})
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+        },
+    },
+}
+# what a call begins with, as <tool_call> or [TOOL_CALLS]: nothing else does
+MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+CLOSING = re.compile(r"(</[^<>\s]+>)\s*$")
+
+
+class ToolFormat(Protocol):
+    name: str
+    form: str  # what a call looks like, for messages to the model
+
+    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
+        """Every call of `said`, or what is wrong with one. Never raises."""
+
+
+class Hermes:
+    name, form = HERMES, tool_calls.FORM
+
+    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
+        return tool_calls.read(thought, said)
+
+
+class OfVllm:
+    """One of vLLM's tool parsers. `written`: a call of `PROBE` as the model's template writes it.
+    Raises `ConfigError` when the parser refuses the tokenizer."""
+
+    def __init__(self, name: str, tokenizer: Any, written: str) -> None:
+        from vllm.tokenizers.hf import get_cached_tokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what can't be read is the model's
+        self.name = name
+        self.form = written.replace(PROBE.name, "...").strip()
+        self._parser = ToolParserManager.get_tool_parser(name)
+        self._tokenizer = get_cached_tokenizer(tokenizer)
+        begin = written.partition(PROBE.name)[0].strip()
+        mark = MARK.match(begin)
+        # a form without a mark, as {"name": or [, begins the turn
+        self._opening, self._anywhere = (mark[0], True) if mark else (begin, False)
+        closing = CLOSING.search(written)
+        self._closing = closing[1] if closing else ""
+        self._request = functools.lru_cache(64)(_request)
+        try:
+            self._parser(self._tokenizer, self._request(json.dumps([PROBE_TOOL])).tools)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"model.tool_format={name!r}: {error}") from None
+
+    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
+        request = self._request(json.dumps(tools))
+        try:
+            found = self._parser(self._tokenizer, request.tools).extract_tool_calls(said, request)
+            calls = tuple(_call(each.function) for each in found.tool_calls)
+        except Exception:  # whatever a parser does about a text that it doesn't understand
+            return self._bad(thought, said)
+        if self._closing and said.count(self._opening) != said.count(self._closing):
+            return self._bad(thought, said)
+        begun = said.lstrip().startswith(self._opening)
+        if not calls and (begun or self._anywhere and self._opening in said):
+            return self._bad(thought, said)
+        return Reading(thought, (found.content or "").strip() if calls else said, calls)
+
+    def _bad(self, thought: str, said: str) -> Reading:
+        return Reading(thought, said, problem=f"Bad tool call: write it as {self.form}")
+
+
+def _call(function: Any) -> ToolCall:
+    arguments = json.loads(function.arguments or "{}")
+    if not function.name or not isinstance(arguments, dict):
+        raise ValueError(f"no call: {function}")
+    return ToolCall(function.name, arguments)
+
+
+def _request(tools: str) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    listed = json.loads(tools)
+    return ChatCompletionRequest(
+        messages=[], tools=listed or None, tool_choice="auto" if listed else "none"
+    )
+
+
+def check_names(tool_format: str, reasoning_format: str) -> None:
+    """Raises `ConfigError` for a form that nobody knows."""
+    if tool_format not in (AUTO, HERMES):
+        from vllm.tool_parsers import ToolParserManager
+
+        _check("model.tool_format", tool_format, ToolParserManager.list_registered())
+    if reasoning_format != AUTO:
+        from vllm.reasoning import ReasoningParserManager
+
+        _check("model.reasoning_format", reasoning_format, ReasoningParserManager.list_registered())
+
+
+def _check(key: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"{key}={name!r}: no such form; there are auto, {', '.join(known)}")
+
+
+def find(name: str, tokenizer: Any, written: str | None) -> ToolFormat:
+    """The form `name`. `written`: what the model's template writes for one call of `PROBE`, up to
+    the end of the turn; None if it writes none, so that the loop itself tells the model about
+    Hermes. Raises `ConfigError` for a form that doesn't read `written` back."""
+    check_names(name, AUTO)
+    if written is None:
+        if name in (AUTO, HERMES):
+            return Hermes()
+        raise ConfigError(
+            f"model.tool_format={name!r}: the model's chat template writes no tool calls; such a "
+            "model is told about hermes in its system message (auto)"
+        )
+    for candidate in CANDIDATES if name == AUTO else (name,):
+        try:
+            made = Hermes() if candidate == HERMES else OfVllm(candidate, tokenizer, written)
+        except ConfigError:
+            if name == AUTO:
+                continue
+            raise
+        if made.read("", written, [PROBE_TOOL]).calls == (PROBE,):
+            return made
+    raise ConfigError(
+        f"model.tool_format={name!r}: the model's chat template writes a call as {written!r}, "
+        "which "
+        + ("is none of " + ", ".join(CANDIDATES) if name == AUTO else "this form does not read")
+        + "; give another of vLLM's tool parsers, or auto"
+    )
+
+
+def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
+    """text -> (thought, said). `auto`: a thought ends with ``</think>``. Raises `ConfigError`."""
+    if name == AUTO:
+        return tool_calls.split_thought
+    check_names(AUTO, name)
+    from vllm.reasoning import ReasoningParserManager
+
+    request = _request("[]")
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"model.reasoning_format={name!r}: {error}") from None
+
+    def split(text: str) -> tuple[str, str]:
+        try:
+            thought, said = parser.extract_reasoning(text, request)
+        except Exception:  # as above
+            return "", text
+        return (thought or "").strip(), said or ""
+
+    return split

@@ -1,0 +1,249 @@
+"""What the gateway costs: FrozenLake by ROSE's own loop, and by agents that call the gateway over
+HTTP, on one engine, in one run.
+
+    python scripts/bench_agents.py [--model tiny|smollm2] [--agents 64] [--episodes 256] [--rounds 3]
+
+Three ways take turns for `--rounds` rounds on the same seeds, `--agents` trajectories at once: the
+loop; the gateway with coroutines of this process as agents (raw HTTP, so that it is the gateway's
+cost and not a client library's); the gateway with a forked process for each trajectory, as
+env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
+what a call takes beside its turn, of one agent alone and of all at once, from the request's first
+byte to the answer's last. The model plays freely, so turns differ a little from round to round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+import aiohttp
+import msgspec
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rose import config, models
+from rose import protocol as p
+from rose.agent.chat import ChatFormat
+from rose.agent.envs.agent import Agent
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.frozen_lake import FrozenLake
+from rose.agent.gateway.run import run_agent
+from rose.agent.gateway.server import Gateway
+from rose.agent.gateway.session import Session
+from rose.agent.loop import run_trajectory
+
+TURNS, NEW = 10, 16
+SAMPLING = p.Sampling(NEW)
+Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
+
+
+class Engine:
+    """The engine's turns, counted and timed."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.tokens, self.turns, self.busy_s = engine, 0, 0, 0.0
+
+    async def __call__(self, request: p.TurnRequest) -> p.TurnResult:
+        began, tokens, logprobs, versions = time.perf_counter(), [], [], []
+        async for chunk in self._engine.generate(request.turn, request.tokens, request.sampling):
+            tokens += chunk.tokens
+            logprobs += chunk.logprobs
+            versions += [chunk.version] * len(chunk.tokens)
+        self.tokens += len(tokens)
+        self.turns += 1
+        self.busy_s += time.perf_counter() - began
+        return p.TurnResult(
+            request.turn,
+            p.pack_tokens(tokens),
+            p.pack_floats(logprobs),
+            p.pack_tokens(versions),
+            chunk.finish,
+        )
+
+
+async def converse(seed: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
+    """FrozenLake over chat completions: `ask` posts a body and returns the answer's."""
+    lake = FrozenLake()
+    start = await lake.reset(seed)
+    messages = list(start.messages)
+    for _ in range(TURNS):
+        answer = await ask({"model": "m", "messages": messages, "tools": start.tools})
+        if "choices" not in answer:  # the context is full
+            break
+        said = answer["choices"][0]["message"]
+        messages.append(said)
+        calls = said.get("tool_calls") or []
+        if not calls:
+            messages.append({"role": "user", "content": "Call move."})
+        for call in calls:
+            function = call["function"]
+            step = await lake.step(
+                Action("", ToolCall(function["name"], json.loads(function["arguments"])))
+            )
+            if step.done:
+                return
+            messages.append(
+                {"role": "tool", "tool_call_id": call["id"], "content": step.observation}
+            )
+
+
+def solve(task: dict) -> float:
+    """`converse` as env.args.function calls it."""
+
+    async def ask(body: dict) -> dict:
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+            json.dumps(body).encode(),
+            {"x-api-key": os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as got:
+            return json.load(got)
+
+    asyncio.run(converse(task["seed"], ask))
+    return 0.0
+
+
+class Bench:
+    def __init__(self, engine: Any, chat: ChatFormat, context: int, gateway: Gateway) -> None:
+        self.engine, self.chat, self.context, self.gateway = Engine(engine), chat, context, gateway
+        self.limits = config.Env("frozen_lake", {}, TURNS, NEW, 120.0, 1)
+        self.agent = Agent(function=f"{Path(__file__).resolve()}:solve")
+        self.beside: list[float] = []  # of each call, seconds beside its turn
+
+    async def own_loop(self, start: p.StartTrajectory) -> None:
+        await run_trajectory(
+            start, FrozenLake(), self.chat, self.engine, self.limits, "env", self.context,
+            SAMPLING, time.time,
+        )  # fmt: skip
+
+    async def over_http(self, start: p.StartTrajectory) -> None:
+        turn_s = 0.0
+
+        async def timed(request: p.TurnRequest) -> p.TurnResult:
+            nonlocal turn_s
+            began = time.perf_counter()
+            result = await self.engine(request)
+            turn_s = time.perf_counter() - began
+            return result
+
+        session = Session(start, self.chat, timed, self.limits, self.context, SAMPLING)
+        self.gateway.admit(session)
+        headers = {"x-api-key": session.key}
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def ask(body: dict) -> dict:
+                began = time.perf_counter()
+                async with http.post(f"{self.gateway.url}/v1/chat/completions", json=body) as got:
+                    answer = await got.json()
+                self.beside.append(time.perf_counter() - began - turn_s)
+                return answer
+
+            await converse(start.env_seed, ask)
+        session.history.branches()
+        self.gateway.dismiss(session)
+
+    async def by_process(self, start: p.StartTrajectory) -> None:
+        await run_agent(
+            start, self.agent, self.gateway, self.chat, self.engine, self.limits, "env",
+            self.context, SAMPLING, time.time,
+        )  # fmt: skip
+
+    async def run(self, play: Any, tag: str, episodes: int, agents: int) -> dict[str, float]:
+        """Turns/s, tokens/s and milliseconds a call beside its turn."""
+        gate = asyncio.Semaphore(agents)
+        self.engine.tokens = self.engine.turns = 0
+        self.beside.clear()
+
+        async def one(number: int) -> None:
+            async with gate:
+                await play(
+                    p.StartTrajectory(f"{tag}.{number}", tag, p.Phase.TRAIN, "", 2 * number, None)
+                )
+
+        began = time.perf_counter()
+        await asyncio.gather(*map(one, range(episodes)))
+        seconds = time.perf_counter() - began
+        ms = 1e3 * statistics.median(self.beside) if self.beside else float("nan")
+        return {
+            "turns": self.engine.turns / seconds,
+            "tokens": self.engine.tokens / seconds,
+            "beside": ms,
+        }
+
+
+async def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    from rose.engine.vllm_engine import Engine as Vllm
+
+    def read(name: str, kind: Any) -> Any:
+        return msgspec.convert(yaml.safe_load((REPOSITORY / "conf" / name).read_text()), kind)
+
+    model = read(f"model/{args.model}.yaml", config.Model)
+    rollout = msgspec.structs.replace(read("rollout/cpu.yaml", config.Rollout), max_sequences=64)
+    folder = models.resolve(model)
+    engine = await Vllm.start(folder, rollout, model)
+    gateway = Gateway("bench")
+    await gateway.open("127.0.0.1")
+    try:
+        bench = Bench(engine, ChatFormat.of(folder, model), model.max_context, gateway)
+        ways = {"loop": bench.own_loop, "http": bench.over_http, "process": bench.by_process}
+        for name, play in ways.items():  # caches and imports
+            await bench.run(play, f"warm-{name}", 8, 8)
+        found: dict[str, list[dict[str, float]]] = {}
+        for number in range(args.rounds):
+            for name, play in ways.items():
+                made = await bench.run(play, f"{name}{number}", args.episodes, args.agents)
+                found.setdefault(name, []).append(made)
+            alone = await bench.run(bench.over_http, f"alone{number}", 8, 1)
+            found.setdefault("alone", []).append(alone)
+        return found
+    finally:
+        await gateway.close()
+        await engine.shutdown()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
+        os.environ["TMPDIR"] = scratch
+        found = asyncio.run(measure(args))
+    table = Table("way", "turns/s", "tokens/s", "of the loop's", "ms a call beside its turn")
+    for name, rounds in found.items():
+        turns, tokens, beside = (
+            statistics.median(each[key] for each in rounds) for key in ("turns", "tokens", "beside")
+        )
+        ratio = statistics.median(
+            each["tokens"] / base["tokens"]
+            for each, base in zip(rounds, found["loop"], strict=True)
+        )
+        shown = "" if name == "alone" else f"{ratio:.2f}"
+        ms = "" if beside != beside else f"{beside:.1f}"
+        table.add_row(name, f"{turns:.1f}", f"{tokens:.0f}", shown, ms)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

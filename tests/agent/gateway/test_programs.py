@@ -1,0 +1,211 @@
+"""Programs that end well, crash, hang, flood or leave processes behind: what becomes of the
+trajectory, and that nothing of them stays."""
+
+import asyncio
+import json
+import os
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from rose import front
+from rose.agent.envs.agent import Agent
+from rose.agent.gateway.run import run_agent
+from rose.agent.gateway.server import Gateway
+from rose.agent.loop import EnvironmentFailure, ScoringFailure
+from rose.agent.scoring import Scoring
+from rose.config import ConfigError
+from rose.processes import adopt_orphans
+from rose.protocol import Sampling, TrajectoryScored
+
+from .conftest import START, Policy, limits
+
+ASK = """
+import json, os, urllib.request
+
+def ask(*messages, url=os.environ["OPENAI_BASE_URL"] + "/chat/completions"):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": m} for m in messages]})
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as got:
+        return json.load(got)["choices"][0]["message"]["content"]
+
+def reward(value):
+    open(os.environ["ROSE_REWARD"], "w").write(json.dumps(value))
+"""
+
+
+@pytest.fixture
+def run(chats, tokenizer, tmp_path, make_config):
+    """run(source, **limits) -> the trajectory of a program with this source."""
+
+    def go(source, arguments=None, scorer=None, **changed):
+        path = tmp_path / "agent.py"
+        path.write_text(ASK + textwrap.dedent(source))
+        agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
+
+        async def run():
+            adopt_orphans()
+            gateway = Gateway("tiny")
+            await gateway.open("127.0.0.1")
+            scoring = None
+            if scorer is not None:  # a reward rank that answers at once
+                settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
+                scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
+            try:
+                return await run_agent(
+                    START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
+                    limits(**changed), "env", 2000, Sampling(1), time.time, scoring,
+                )  # fmt: skip
+            finally:
+                await gateway.close()
+
+        return asyncio.run(run())
+
+    return go
+
+
+def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
+    got = run("""
+        task = json.load(open(os.environ["ROSE_TASK"]))
+        assert task == {"seed": 8, "phase": "train"} and os.environ["ROSE_SEED"] == "8"
+        assert oct(os.stat(os.environ["ROSE_TASK"]).st_mode)[-3:] == "600"
+        assert ask("a") == "one" and ask("b") == "two"
+        reward({"reward": 0.25, "success": True})
+    """)
+    assert (got.reward, got.success, got.turns, len(got.branches)) == (0.25, True, 2, 1)
+    assert got.response_tokens == sum(s.response_tokens for s in got.samples()) > 0
+    assert (got.id, got.group, got.domain) == (START.id, START.group, START.domain)
+
+
+def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("MINE", "kept")
+    source = """
+        ask("a")
+        assert not {"HF_TOKEN", "PMI_RANK"} & os.environ.keys(), os.environ
+        reward(float(os.environ.get("MINE") == "kept"))
+    """
+    assert run(source).reward == 0.0
+
+
+def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run, tmp_path):
+    source = f"""
+        async def solve(task):
+            assert os.getpid() != {os.getpid()}
+            return len(ask("a"))
+    """
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 3.0
+
+
+def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
+    source = """
+        def solve(task):
+            ask("a"), ask("b", "c")
+            reward(99)
+
+        def judge(conversations, task):
+            assert task["seed"] == 8 and "OPENAI_API_KEY" not in os.environ
+            ends = sorted(c[-1]["content"] for c in conversations)
+            return {"reward": float(ends == ["one", "two"]), "success": False}
+    """
+    place = f"{tmp_path}/agent.py"
+    got = run(source, {"function": f"{place}:solve", "reward": f"{place}:judge"})
+    assert (got.reward, got.success) == (1.0, False)
+
+
+def test_the_runs_own_reward_scores_what_was_said(run):
+    asked = []
+
+    def scorer(message):
+        asked.append(json.loads(message.episode))
+        return TrajectoryScored(START.id, reward=0.75, success=True)
+
+    got = run('ask("a")', scorer=scorer)
+    assert (got.reward, got.success) == (0.75, True) and "reward_wait_s" in got.stats
+    assert "one" in asked[0]["transcript"][-1]["text"] and asked[0]["reward"] == 0.0
+    with pytest.raises(ScoringFailure, match="the judge is away"):
+        run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
+
+
+@pytest.mark.parametrize(
+    "source, words, changed",
+    [
+        ('ask("a"); raise SystemExit("I give up")', "ended with code 1; it said: I give up", {}),
+        ('ask("a"); os.kill(os.getpid(), 9)', "ended with code -9", {}),
+        ('ask("a")', "ended without a reward", {}),
+        ('ask("a"); reward("high")', "is no reward", {}),
+        ("reward(1)", "ended without a call", {}),
+        ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),
+        ('ask("a"); import time; time.sleep(600)', "neither called nor ended", {"step_timeout_s": 3.0}),
+        ("""
+while True:
+    try:
+        ask("a", str(os.urandom(4)))
+    except OSError:
+        pass
+""", "256 calls of the agent were refused", {"max_turns": 2}),
+    ],
+)  # fmt: skip
+def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
+    with pytest.raises(EnvironmentFailure) as error:
+        run("\n" + source, **changed)
+    assert words in str(error.value) and error.value.trajectory == START.id
+
+
+def test_nothing_of_a_program_stays_behind(run, tmp_path):
+    """Children in its process group, and one that has left it for a session of its own."""
+    source = f"""
+        import subprocess, sys
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pids = [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
+        open("{tmp_path}/pids", "w").write(json.dumps(pids))
+        ask("a")
+        reward(1)
+    """
+    assert run(source).reward == 1.0
+    pids = json.loads((tmp_path / "pids").read_text())
+    gone = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < gone, pids
+        time.sleep(0.05)
+
+
+def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f"{json.dumps(i)}\n" for i in range(5)))
+    agent = Agent(command="true", tasks=str(path))
+    assert {agent.task(seed)["task"] for seed in range(0, 40, 2)} == {0, 2, 4}
+    assert {agent.task(seed)["task"] for seed in range(1, 40, 2)} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({}, "one of them is needed"),
+        ({"command": "a", "function": "b:c"}, "one of them is needed"),
+        ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
+        ({"command": "'"}, "env.args.command"),
+        ({"command": []}, "a program and its arguments"),
+        ({"function": "nothing"}, "package.module:function"),
+        ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
+        ({"function": "/no/such.py:run"}, "no file /no/such.py"),
+        ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
+        ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
+        ({"command": "true", "environment": "PATH"}, "a list"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        Agent(**arguments)
+    assert words in str(error.value)
+
+
+def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
+    with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
+        front.check(tree("env=agent", f"output_dir={tmp_path}"))
+    made = front.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
+    assert made.config.env.args["listen"] == "127.0.0.1"

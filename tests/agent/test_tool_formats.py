@@ -1,0 +1,229 @@
+"""Each form of tool calls is read back from the chat template that writes it, several calls in one
+turn are answered together, and every token is the template's."""
+
+import copy
+import json
+
+import pytest
+
+from rose import front
+from rose.agent.chat import ChatFormat
+from rose.agent.envs.base import ToolCall
+from rose.agent.tool_calls import BadCall
+from rose.config import ConfigError
+
+from .conftest import TRL_TEMPLATES
+
+# As mistral-common 1.5.4 and later (tokenizer version 11) writes a conversation.
+MISTRAL = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}{% endif %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'assistant' %}
+{%- if message.content %}{{- message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
+{%- endfor %}
+{{- eos_token }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{- raise_exception('call ids have 9 characters') }}{% endif %}
+{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+{%- endif %}
+{%- endfor %}"""
+# As Llama 3.2's small models and vLLM's tool_chat_template_llama3.2_pythonic.jinja write it.
+PYTHONIC = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
+{%- if loop.first and tools %}{{- tools | tojson }}{% endif %}
+{%- if message.tool_calls %}{{- '[' }}
+{%- for call in message.tool_calls %}{{- call.function.name + '(' }}
+{%- for name, value in call.function.arguments | items %}
+{{- name + '=' + (value | tojson) }}{% if not loop.last %}{{- ', ' }}{% endif %}
+{%- endfor %}{{- ')' }}{% if not loop.last %}{{- ', ' }}{% endif %}{% endfor %}{{- ']' }}
+{%- elif message.role == 'tool' %}{{- message.content | tojson }}
+{%- else %}{{- message.content }}{% endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+# As Qwen3-Coder's writes calls and results.
+QWEN3_CODER = """\
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user\\n' }}{% endif %}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- if loop.first and tools %}{{- '\\n\\n# Tools\\n' + (tools | tojson) }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' + (value if value is string else (value | tojson)) + '\\n</parameter>\\n' }}
+{%- endfor %}{{- '</function>\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA_MARKS = ["<|python_tag|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+MISTRAL_MARKS = [f"[{m}]" for m in ("INST", "/INST", "TOOL_CALLS", "ARGS", "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS", "TOOL_RESULTS", "/TOOL_RESULTS", "TOOL_CONTENT", "SYSTEM_PROMPT", "/SYSTEM_PROMPT")]  # fmt: skip
+
+# form -> (template, marks that are special tokens, end of turn, whether it writes several calls)
+FAMILIES = {
+    "hermes": (
+        (TRL_TEMPLATES / "qwen3.jinja").read_text(),
+        ["<think>", "</think>"],
+        "<|im_end|>",
+        True,
+    ),
+    "qwen3_coder": (QWEN3_CODER, [], "<|im_end|>", True),
+    "llama3_json": (
+        (TRL_TEMPLATES / "llama3_1.jinja").read_text(),
+        LLAMA_MARKS,
+        "<|eot_id|>",
+        False,  # Llama 3.1's refuses them; the model may still write them, with semicolons
+    ),
+    "mistral": (MISTRAL, MISTRAL_MARKS, "</s>", True),
+    "pythonic": (PYTHONIC, LLAMA_MARKS, "<|eot_id|>", True),
+}
+forms = pytest.mark.parametrize("form", FAMILIES)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "description": "Move.",
+            "parameters": {
+                "type": "object",
+                "properties": {"direction": {"type": "string"}, "steps": {"type": "integer"}},
+            },
+        },
+    }
+]
+CALLS = (
+    ToolCall("move", {"direction": "left and up", "steps": 2}),
+    ToolCall("move", {"direction": "down", "steps": 1}),
+)
+USER = {"role": "user", "content": "F F\nP G"}
+
+
+@pytest.fixture(scope="module")
+def of_family(tokenizer, tmp_path_factory):
+    """of_family(form) -> (tokenizer, folder)."""
+    made = {}
+
+    def make(form):
+        if form not in made:
+            template, marks, end, _ = FAMILIES[form]
+            own = copy.deepcopy(tokenizer)
+            own.add_special_tokens({"additional_special_tokens": marks})
+            own.eos_token, own.chat_template = end, template
+            if own.bos_token is None:
+                own.bos_token = "<|endoftext|>"
+            folder = tmp_path_factory.mktemp(form)
+            own.save_pretrained(folder)
+            made[form] = own, folder
+        return made[form]
+
+    return make
+
+
+def said(calls):
+    written = [
+        {
+            "id": f"rose{i:05d}",
+            "type": "function",
+            "function": {"name": c.name, "arguments": c.arguments},
+        }
+        for i, c in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": written}
+
+
+def result(index, text):
+    return {"role": "tool", "content": text, "tool_call_id": f"rose{index:05d}"}
+
+
+def render(tokenizer, messages, prompt=True):
+    return tokenizer.apply_chat_template(
+        messages, tools=TOOLS, tokenize=False, add_generation_prompt=prompt
+    )
+
+
+def turn_of(tokenizer, calls):
+    """The tokens of a turn that makes these calls: what the template writes behind its prompt."""
+    before = render(tokenizer, [USER])
+    written = render(tokenizer, [USER, said(calls)], prompt=False).removeprefix(before)
+    end = tokenizer.eos_token
+    text = written[: written.index(end) + len(end)].removeprefix("<think>\n\n</think>\n\n")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@forms
+def test_the_form_is_told_by_the_template_and_calls_come_back_as_they_were_written(of_family, form):
+    tokenizer, folder = of_family(form)
+    chat = ChatFormat(folder)
+    assert chat.format.name == form and chat.native_tools
+    calls = CALLS if FAMILIES[form][3] else CALLS[:1]
+    action = chat.parse(chat.decode(turn_of(tokenizer, calls)), TOOLS)
+    assert action.calls == calls and action.call == CALLS[0]
+
+
+@forms
+def test_calls_of_one_turn_are_answered_together_as_the_template_writes_it(of_family, form):
+    tokenizer, folder = of_family(form)
+    chat = ChatFormat(folder, tool_format=form)
+    calls = CALLS if FAMILIES[form][3] else CALLS[:1]
+    texts = ['a "b"\nc', "é 漢"][: len(calls)]
+    turn = turn_of(tokenizer, calls)
+    joined = chat.start([USER], TOOLS) + turn + chat.observations([("tool", t) for t in texts])
+    history = [USER, said(calls), *(result(i, text) for i, text in enumerate(texts))]
+    rendered = render(tokenizer, history).replace("<think>\n\n</think>\n\n", "")
+    assert tokenizer.decode(joined) == rendered
+
+
+@forms
+def test_plain_text_is_no_call_and_a_broken_call_is_explained(of_family, form):
+    tokenizer, folder = of_family(form)
+    chat = ChatFormat(folder, tool_format=form)
+    assert chat.parse("I go on.", TOOLS).calls == ()
+    text = chat.decode(turn_of(tokenizer, CALLS[:1]))
+    cut = text[: text.index("left") + 2]
+    broken = chat.parse(cut, TOOLS)
+    assert isinstance(broken, BadCall) and broken.message.startswith("Bad tool call")
+
+
+def test_llamas_calls_parted_by_semicolons_are_several(of_family):
+    chat = ChatFormat(of_family("llama3_json")[1])
+    text = "<|python_tag|>" + "; ".join(
+        json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS
+    )
+    assert chat.parse(text, TOOLS).calls == CALLS
+
+
+def test_an_unknown_form_and_one_that_is_not_the_templates_are_refused(of_family, chats):
+    folder = of_family("mistral")[1]
+    with pytest.raises(ConfigError, match="model.tool_format='nonsense'.*there are auto.*hermes"):
+        ChatFormat(folder, tool_format="nonsense")
+    with pytest.raises(ConfigError, match="model.tool_format='qwen3_coder'.*writes a call as"):
+        ChatFormat(folder, tool_format="qwen3_coder")
+    with pytest.raises(ConfigError, match="model.tool_format='mistral'.*writes no tool calls"):
+        ChatFormat(chats["smollm2"].folder, tool_format="mistral")
+    with pytest.raises(ConfigError, match="model.reasoning_format='nonsense'"):
+        ChatFormat(folder, reasoning_format="nonsense")
+
+
+def test_an_unknown_form_is_refused_before_a_run_starts(tree, tmp_path):
+    with pytest.raises(ConfigError, match="model.tool_format='nonsense'"):
+        front.check(tree("model.tool_format=nonsense", f"output_dir={tmp_path}"))
+
+
+def test_thoughts_are_read_by_vllms_parser(of_family, save_tokenizer, tokenizer):
+    chat = ChatFormat(of_family("hermes")[1], reasoning_format="deepseek_r1")
+    reading = chat.read(
+        'hm</think>\n<tool_call>{"name": "move", "arguments": {}}</tool_call>', TOOLS
+    )
+    assert reading.thought == "hm" and reading.calls == (ToolCall("move", {}),)

@@ -1,0 +1,69 @@
+"""A whole run on an agent that knows nothing of ROSE: the one printed in docs/agents.md."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from job import REPOSITORY, Job
+
+from rose.coordinator import replay
+from rose.observe.metrics import read_metrics, rows_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_unchanged_agent_is_trained_and_does_not_notice_that_an_engine_died(tmp_path):
+    text = (REPOSITORY / "docs" / "agents.md").read_text()
+    agent = tmp_path / "lake_agent.py"
+    agent.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    job = Job(
+        tmp_path,
+        "env=agent",
+        f"env.args.function={agent}:play",
+        "env.max_new_tokens=16",
+        "env.max_turns=10",
+        "trainer.steps=2",
+        "trainer.batch_size=64",
+        "rollout.workers=2",
+        "eval.episodes=8",
+    )
+    job.until(
+        lambda: job.phase() == ("rollout", 2) and 0 < job.live()["finished"] < 32,
+        "the first half of step 2's rollout",
+    )
+    engine = job.engine()
+    # a suspended engine keeps what it has and what it is given: at any moment it may have nothing
+    engine.suspend()
+    suspended = time.time()
+
+    def holds_a_turn() -> bool:
+        live = job.live()
+        last = live["workers"]["rollout-1"]
+        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
+
+    job.until(holds_a_turn, "a turn at the suspended engine")
+    engine.kill()
+    assert job.wait() == 0, job.said + job.logs()
+    assert [fault["what"] for fault in job.faults()] == ["engine died"], "no agent failed"
+    steps = job.steps()
+    assert [row["version"] for row in steps] == [1, 2]
+    assert sum(row["migrations"] for row in steps) > 0
+    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "engine and trainer agree"
+    trajectories = [t for step in (1, 2) for g in replay.load(job.run, step) for t in g]
+    assert sorted(t.id for t in trajectories) == sorted(
+        f"g{g}.{m}" for g in range(32) for m in range(4)
+    )
+    assert {t.reward for t in trajectories} == {0.0, 1.0} and {t.domain for t in trajectories} == {
+        "agent"
+    }
+    assert all(
+        t.response_tokens == sum(s.response_tokens for s in t.samples()) for t in trajectories
+    )
+    evals = rows_of(read_metrics(job.run), "eval")
+    assert [row["eval_n"] for row in evals] == [8, 8]
+    assert job.orphans() == []
