@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from rose import policies, processes
 from rose.agent import envs
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
+from rose.files import write_whole
 from rose.launch import (
     errors,
     gpus,
@@ -114,10 +116,11 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
             study.command_of(arguments),
         )
     plans = [check(tree) for tree in trees]
+    command = f"python launch.py {shlex.join(arguments)}".strip()
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
-        if code := launch(each, console):
+        if code := launch(each, console, command):
             return code
     return 0
 
@@ -256,7 +259,8 @@ def _say_still_there(c: Config, job: str, console: Console) -> int:
     return 0
 
 
-def launch(made: plan.Plan, console: Console) -> int:
+def launch(made: plan.Plan, console: Console, command: str) -> int:
+    """Start, submit or show one run; its exit code. `command` is kept with it."""
     c = made.config
     if c.why_not_borrowed:
         say(console, c.why_not_borrowed, label="[yellow]warning:[/]")
@@ -284,6 +288,7 @@ def launch(made: plan.Plan, console: Console) -> int:
         if c.model != made.config.model:
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
+        write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if c.cluster.kind == "slurm":
             slurm.submit(c, made.ranks, console)
             return 0

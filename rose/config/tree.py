@@ -175,6 +175,8 @@ class Trainer(Section):
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count
     checkpoint_keep: Count
+    export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
+    export_keep: Count  # of these folders, the newest
     threads: Count | None
 
 

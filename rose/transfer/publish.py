@@ -40,6 +40,7 @@ from rose.transfer.store import (
     edge_name,
     prepare,
 )
+from rose.transfer.versions import write_hashes
 
 AHEAD = 8  # blocks encoded but not yet handed on, per thread
 
@@ -173,6 +174,12 @@ class Publisher:
             nbytes,
             0,
         )
+
+    def write_hashes(self, folder: Path) -> None:
+        """Those of the last version that was published, as a checkpoint of it keeps them. Raises
+        `TransferError`."""
+        digests = {block: digest for block, (_, digest) in self._previous.items()}
+        write_hashes(folder, self.peers.rank, self.plan, self._version, digests)
 
     def full_due(self) -> bool:
         """Each `full_every` versions, and when the deltas since the last outweigh it (as a log is
