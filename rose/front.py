@@ -43,7 +43,7 @@ from rose.launch import (
     state,
     supervise,
 )
-from rose.observe import report, terminal
+from rose.observe import report, terminal, trackers
 from rose.observe.terminal import say
 from rose.reward import scorers
 
@@ -171,6 +171,7 @@ def check(tree: dict) -> plan.Plan:
 
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
+    trackers.check(c.observe)
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)

@@ -390,12 +390,31 @@ class Cluster(Section):
         }
 
 
+class Wandb(Section):
+    """Weights & Biases, off without a project."""
+
+    project: str | None
+    entity: str | None  # null: the account's own
+    mode: Literal["online", "offline"]  # offline: into the run's folder, for `wandb sync`
+    group: str | None
+    tags: list[str]
+
+
+class Mlflow(Section):
+    """MLflow, off without a URI."""
+
+    uri: str | None  # of the tracking server, as http://host:5000, or a folder, as file:///runs
+    experiment: str
+
+
 class Observe(Section):
     tensorboard: bool
     trace: bool
     report: bool
     terminal: bool
     save_trajectories: bool
+    wandb: Wandb
+    mlflow: Mlflow
 
 
 class Config(Section):

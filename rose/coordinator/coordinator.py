@@ -39,6 +39,7 @@ from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
 from rose.launch import resume
 from rose.launch.layout import layout
+from rose.observe import trackers
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
@@ -77,7 +78,8 @@ class Coordinator:
         if state:
             scheduler.restore(state["scheduler"])
         self.scheduler = scheduler
-        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
+        watching = trackers.start(config, self.run_dir)
+        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, watching)
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
         self.live = LiveStatus(run_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -13,8 +13,16 @@ from rose.config import Config
 from rose.observe import series
 from rose.observe.metrics import read_metrics, rows_of
 
-if TYPE_CHECKING:
-    from rose.export.folder import Exported
+
+class Exported(NamedTuple):
+    """What a folder was made of."""
+
+    out: Path
+    step: int
+    where: str  # the weights came from
+    shards: int
+    blocks: int  # that were compared
+    nbytes: int  # of the weights
 
 
 def text(config: Config, run_dir: Path, done: Exported) -> str:

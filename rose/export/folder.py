@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from rose import config as configuration
 from rose import files, models
 from rose.config import Config, ConfigError
-from rose.export import card
+from rose.export.card import Exported, text
 from rose.export.weights import Weights, places
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
@@ -37,17 +36,6 @@ LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
 TEMPLATES = "additional_chat_templates"  # a folder of transformers'
 PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
 INDEX = "model.safetensors.index.json"
-
-
-class Exported(NamedTuple):
-    """What a folder was made of."""
-
-    out: Path
-    step: int
-    where: str  # the weights came from
-    shards: int
-    blocks: int  # that were compared
-    nbytes: int  # of the weights
 
 
 def export(
@@ -75,7 +63,7 @@ def export(
         done = Exported(
             out, step, weights.where, shards, blocks, sum(t.nbytes for t in weights.tensors)
         )
-        (part / "README.md").write_text(card.text(config, run_dir, done))
+        (part / "README.md").write_text(text(config, run_dir, done))
     return done
 
 
