@@ -66,4 +66,4 @@ def test_what_tests_add_changes_no_version_of_a_run():
         "optional-dependencies"
     ]
     for tracker in ("wandb", "mlflow"):
-        assert named(extras[tracker][0]) in lock("test.txt").keys()
+        assert named(extras[tracker][0]) in lock("test.txt")
