@@ -25,7 +25,9 @@ from rose.files import write_whole
 
 FILE = "trackers.json"  # name of the tracker -> the id of its run
 WAITING_ROWS = 10_000  # for a tracker that doesn't answer; later ones are lost to it
-CLOSE_S = 30.0  # for what is waiting when the run ends
+CLOSE_S = 10.0  # for what is waiting when the run ends: well within cluster.stop_timeout_s
+# What the packages would send to their makers.
+QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 LONGEST_PARAMETER = 500  # characters that every MLflow server takes
 PARAMETERS_AT_ONCE = 100  # MLflow's limit
 
@@ -200,6 +202,8 @@ class Background:
 
 def start(config: Config, run_dir: Path) -> list[Background]:
     """Those that the run asks for."""
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
     return [
         Background(name, lambda make=KINDS[name][1]: make(config, Path(run_dir)))
         for name in asked_for(config.observe)
