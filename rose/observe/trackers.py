@@ -25,7 +25,7 @@ from rose.files import write_whole
 
 FILE = "trackers.json"  # name of the tracker -> the id of its run
 WAITING_ROWS = 10_000  # for a tracker that doesn't answer; later ones are lost to it
-CLOSE_S = 10.0  # for what is waiting when the run ends: well within cluster.stop_timeout_s
+CLOSE_SHARE = 1 / 3  # of cluster.stop_timeout_s: for what is waiting when the run ends
 # What the packages would send to their makers.
 QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 LONGEST_PARAMETER = 500  # characters that every MLflow server takes
@@ -149,8 +149,8 @@ def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
 class Background:
     """A tracker behind a queue. `faults` are what went wrong and has not been told yet."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker]):
-        self.name = name
+    def __init__(self, name: str, make: Callable[[], Tracker], close_s: float):
+        self.name, self._close_s = name, close_s
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._rows: queue.Queue[tuple | None] = queue.Queue(WAITING_ROWS)
         self._lost = False
@@ -165,14 +165,14 @@ class Background:
             self._tell(f"it takes no rows: {WAITING_ROWS} are waiting")
 
     def close(self) -> None:
-        """Give it `CLOSE_S` seconds for what is waiting."""
+        """Give it `close_s` seconds for what is waiting."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(CLOSE_S)
+        self._thread.join(self._close_s)
         if self._thread.is_alive():
-            self._tell(f"it has not taken all rows {CLOSE_S:g} s after the run's end")
+            self._tell(f"it has not taken all rows {self._close_s:g} s after the run's end")
 
     def _run(self, make: Callable[[], Tracker]) -> None:
         # A tracker may raise anything, SystemExit included.
@@ -205,6 +205,10 @@ def start(config: Config, run_dir: Path) -> list[Background]:
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     return [
-        Background(name, lambda make=KINDS[name][1]: make(config, Path(run_dir)))
+        Background(
+            name,
+            lambda make=KINDS[name][1]: make(config, Path(run_dir)),
+            CLOSE_SHARE * config.cluster.stop_timeout_s,
+        )
         for name in asked_for(config.observe)
     ]

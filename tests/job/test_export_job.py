@@ -35,6 +35,7 @@ def job(tmp_path_factory):
         "trainer.export_every=1",
         "trainer.export_keep=2",
         "trainer.checkpoint_every=2",
+        "cluster.stop_timeout_s=180",  # of which trackers get a third
         "observe.wandb.project=lakes",
         "observe.wandb.mode=offline",
         "observe.mlflow.uri=" + (tmp_path_factory.mktemp("mlflow")).as_uri(),

@@ -17,6 +17,7 @@ from rose.observe import trackers
 from rose.observe.metrics import MetricsWriter, read_metrics
 
 DEADLINE_S = 120
+PATIENT = f"cluster.stop_timeout_s={3 * DEADLINE_S}"  # the packages take long to begin, here
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_mlflow_has_the_numbers_and_a_resumed_run_goes_on_in_the_same_one(make_c
     from mlflow.tracking import MlflowClient
 
     uri = (run.parent / "runs").as_uri()
-    config = make_config(f"observe.mlflow.uri={uri}", "observe.mlflow.experiment=lakes")
+    config = make_config(f"observe.mlflow.uri={uri}", "observe.mlflow.experiment=lakes", PATIENT)
     watched(config, run, range(1, 4))
     watched(config, run, range(3, 6), wins=0.75)  # the third step was lost, and is made again
     assert faults(run) == []
@@ -96,7 +97,7 @@ def offline_rows(folder: Path) -> list[dict]:
 
 
 def test_wandb_has_the_numbers_offline_and_a_resumed_run_keeps_its_id(make_config, run):
-    config = make_config("observe.wandb.project=lakes", "observe.wandb.mode=offline")
+    config = make_config("observe.wandb.project=lakes", "observe.wandb.mode=offline", PATIENT)
     watched(config, run, range(1, 3))
     watched(config, run, range(2, 4))
     assert faults(run) == []
@@ -115,7 +116,8 @@ def test_a_server_that_is_not_there_is_told_and_costs_the_run_nothing(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
-        config = make_config(f"observe.mlflow.uri=http://127.0.0.1:{closed.getsockname()[1]}")
+        uri = f"observe.mlflow.uri=http://127.0.0.1:{closed.getsockname()[1]}"
+        config = make_config(uri, PATIENT)
         watched(config, run, range(1, 3))
     assert [row["step"] for row in read_metrics(run) if row["kind"] == "step"] == [1, 2]
     (told,) = faults(run)
@@ -123,7 +125,6 @@ def test_a_server_that_is_not_there_is_told_and_costs_the_run_nothing(
 
 
 def test_one_that_hangs_or_fails_later_holds_nothing_up(monkeypatch):
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
     monkeypatch.setattr(trackers, "WAITING_ROWS", 2)
     go, began = threading.Event(), threading.Event()
 
@@ -136,19 +137,18 @@ def test_one_that_hangs_or_fails_later_holds_nothing_up(monkeypatch):
         def close(self):
             pass
 
-    slow = trackers.Background("slow", Slow)
+    slow = trackers.Background("slow", Slow, DEADLINE_S)
     slow.write(1, 0.0, {"a": 1.0})
     assert began.wait(DEADLINE_S)
     for step in range(2, 9):
         slow.write(step, 0.0, {"a": 1.0})  # would wait for ever, if it waited
     assert "2 are waiting" in slow.faults.get(timeout=DEADLINE_S)
     go.set()
-    late = trackers.Background("late", Slow)
+    late = trackers.Background("late", Slow, DEADLINE_S)
     late.write(3, 0.0, {"a": 1.0})
     assert "from step 3 on: SystemExit: no room for step 3" in late.faults.get(timeout=DEADLINE_S)
     late.write(4, 0.0, {"a": 1.0})
     late.close()  # after a row that failed it still takes rows, and ends in order
-    late._thread.join(DEADLINE_S)
     assert not late._thread.is_alive() and late.faults.empty(), "said once"
 
 
