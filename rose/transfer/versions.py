@@ -99,6 +99,8 @@ def read_hashes(folder: Path, ranks: int, version: int) -> tuple[list[Tensor], d
             raise Missing(f"{path}: not there, so nobody can say what the engines had") from None
         if found.version != version:
             raise Missing(f"{path}: of version {found.version}, expected {version}")
+        if any(block.owner != rank for block in found.blocks):
+            raise Corrupted(f"{path}: has blocks of another rank than {rank}")
         tensors = found.tensors
         for block, digest in zip(found.blocks, found.hashes, strict=True):
             digests.setdefault(tensors[block.tensor].name, []).append(
