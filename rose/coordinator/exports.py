@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rose.comm import singleton
+from rose.comm import mpi_process
 from rose.config import Config
 from rose.processes import die_with_parent
 from rose.transfer import versions
@@ -88,7 +88,7 @@ class Exports:
         command += ["--step", str(step), "--store", str(store), "--out", str(out)]
         process = await asyncio.create_subprocess_exec(
             *command,
-            env=singleton.environment({"OMP_NUM_THREADS": "1"}),
+            env=mpi_process.environment({"OMP_NUM_THREADS": "1"}),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
