@@ -95,13 +95,19 @@ class MlflowTracker:
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         metrics = [
-            self._metric(re.sub(r"[^\w./ -]", "_", name), value, int(1000 * time_s), step)
+            self._metric(_metric_name(name), value, int(1000 * time_s), step)
             for name, value in values.items()
         ]
         self._client.log_batch(self.id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
+
+
+def _metric_name(name: str) -> str:
+    """With one "/": a folder of runs can't have train/x as a file and as a folder."""
+    first, slash, rest = re.sub(r"[^\w./ -]", "_", name).partition("/")
+    return first + slash + rest.replace("/", ".")
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -31,7 +31,10 @@ def watched(config, run: Path, steps: range, wins: float = 0.5) -> None:
     writer = MetricsWriter(run, False, trackers.start(config, run))
     writer.truncate(after_step=steps[0] - 1)
     for step in steps:
-        writer.write(step, {"loss": step / 4, "success": wins, "tokens_per_s/rollout-0": 9.0})
+        writer.write(
+            step,
+            {"loss": step / 4, "success": wins, "tokens_per_s": 9, "tokens_per_s/rollout-0": 9.0},
+        )
     writer.write(steps[-1], {"kind": "eval", "eval_success": 0.25, "eval_n": 8})
     writer.write(steps[-1], {"kind": "worker", "what": "joined", "detail": "somebody"})
     writer.close()
@@ -62,7 +65,7 @@ def test_mlflow_has_the_numbers_and_a_resumed_run_goes_on_in_the_same_one(make_c
         (5, 0.75),
     ]
     assert found.data.metrics["eval/success"] == 0.25 and found.data.metrics["eval/n"] == 8
-    assert found.data.metrics["train/tokens_per_s/rollout-0"] == 9.0
+    assert found.data.metrics["train/tokens_per_s.rollout-0"] == 9.0
     assert found.data.params["trainer.batch_size"] == str(config.trainer.batch_size)
 
 
