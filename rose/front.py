@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from rose import policies, processes
 from rose.agent import envs, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
+from rose.files import write_whole
 from rose.launch import (
     errors,
     gpus,
@@ -41,7 +43,7 @@ from rose.launch import (
     state,
     supervise,
 )
-from rose.observe import report, terminal
+from rose.observe import report, terminal, trackers
 from rose.observe.terminal import say
 from rose.reward import scorers
 
@@ -114,10 +116,11 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
             study.command_of(arguments),
         )
     plans = [check(tree) for tree in trees]
+    command = f"python launch.py {shlex.join(arguments)}".strip()
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
-        if code := launch(each, console):
+        if code := launch(each, console, command):
             return code
     return 0
 
@@ -169,6 +172,7 @@ def check(tree: dict) -> plan.Plan:
     c = with_whole_paths(configuration.from_dict(tree))
     envs.check(c.env)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
+    trackers.check(c.observe)
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
@@ -267,7 +271,8 @@ def _say_still_there(c: Config, job: str, console: Console) -> int:
     return 0
 
 
-def launch(made: plan.Plan, console: Console) -> int:
+def launch(made: plan.Plan, console: Console, command: str) -> int:
+    """Start, submit or show one run; its exit code. `command` is kept with it."""
     c = made.config
     if c.why_not_borrowed:
         say(console, c.why_not_borrowed, label="[yellow]warning:[/]")
@@ -295,6 +300,7 @@ def launch(made: plan.Plan, console: Console) -> int:
         if c.model != made.config.model:
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
+        write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if c.cluster.kind == "slurm":
             check_formats(c)
             slurm.submit(c, made.ranks, console)

@@ -16,6 +16,7 @@ CPU_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 for name, value in CPU_VARIABLES.items():
     os.environ.setdefault(name, value)

@@ -58,3 +58,12 @@ def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():
         if cpu[package] != gpu[package]
     }
     assert differ.keys() <= {"apache-tvm-ffi"}, differ  # vLLM for CUDA asks for an older one
+
+
+def test_what_tests_add_changes_no_version_of_a_run():
+    assert not lock("test.txt").keys() & lock("cpu.txt").keys()
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for tracker in ("wandb", "mlflow"):
+        assert named(extras[tracker][0]) in lock("test.txt")

@@ -178,6 +178,8 @@ class Trainer(Section):
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count
     checkpoint_keep: Count
+    export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
+    export_keep: Count  # of these folders, the newest
     threads: Count | None
 
 
@@ -392,12 +394,31 @@ class Cluster(Section):
         }
 
 
+class Wandb(Section):
+    """Weights & Biases, off without a project."""
+
+    project: str | None
+    entity: str | None  # null: the account's own
+    mode: Literal["online", "offline"]  # offline: into the run's folder, for `wandb sync`
+    group: str | None
+    tags: list[str]
+
+
+class Mlflow(Section):
+    """MLflow, off without a URI."""
+
+    uri: str | None  # of the tracking server, as http://host:5000, or a folder, as file:///runs
+    experiment: str
+
+
 class Observe(Section):
     tensorboard: bool
     trace: bool
     report: bool
     terminal: bool
     save_trajectories: bool
+    wandb: Wandb
+    mlflow: Mlflow
 
 
 class Config(Section):

@@ -23,6 +23,7 @@ from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
@@ -38,6 +39,7 @@ from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
 from rose.launch import resume
 from rose.launch.layout import layout
+from rose.observe import trackers
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
@@ -76,7 +78,8 @@ class Coordinator:
         if state:
             scheduler.restore(state["scheduler"])
         self.scheduler = scheduler
-        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard)
+        watching = trackers.start(config, self.run_dir)
+        self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, watching)
         self.metrics.truncate(after_step=self.step if resume_from else -1)
         self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
         self.live = LiveStatus(run_dir)
@@ -92,6 +95,7 @@ class Coordinator:
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
         )
+        self.exports = Exports(config, self.run_dir, self._fault)
         # role -> index -> rank
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}
         self.rollouts = Rollouts(
@@ -145,12 +149,14 @@ class Coordinator:
         finally:
             if self._committing is not None:
                 self._committing.cancel()
+            await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
             close_all(self.journal, self.live, self.metrics)
 
     async def _steps(self) -> None:
         await self._bring_up()
+        self.exports.resume(self.step, self.trainers[0].store)
         while True:
             if self.step >= self.config.trainer.steps:
                 self.rollouts.end()
@@ -166,6 +172,7 @@ class Coordinator:
             if self.device.shared and self._checkpoint_due(self.step + 1):
                 await self._save(self.step + 1, self.config.trainer.step_timeout_s)
             await self._sync(done)
+            self.exports.offer(self.step, done[0].store)
             self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
             if self._checkpoint_due(self.step):
                 await self._checkpoint(self.config.trainer.step_timeout_s)
@@ -173,6 +180,8 @@ class Coordinator:
                 await self._committed()
         self.live.update(phase="saving", waiting_for="the last checkpoint")
         await self._committed()
+        self.live.update(waiting_for="the last export")
+        await self.exports.finish()
         self.live.update(phase="done", waiting_for="")
 
     async def _bring_up(self) -> None:

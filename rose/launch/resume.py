@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "trainer.steps",
     "trainer.threads",
     "trainer.checkpoint_*",
+    "trainer.export_*",
     "observe.*",
     "cluster.*",
     "eval.episodes",

@@ -1,4 +1,5 @@
-"""The run's numbers: a JSON line per step, evaluation, fault or borrowed rank; and TensorBoard.
+"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the
+same for TensorBoard and trackers (trackers.py).
 
 A row has `kind` ("step", "eval", "fault" or "worker"), `step`, `time` (wall clock, seconds) and its
 values. metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a view of
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ import msgspec
 
 from rose.files import write_whole
 from rose.observe.recorder import read_lines
+from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
 EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and `detail`
 
 
 class MetricsWriter:
-    """Appends rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`.
-    Opening an existing file drops a last line that a crash tore. Only the coordinator writes."""
+    """Appends rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`,
+    and hands them to `trackers`, what befalls which becomes a row of its own.
 
-    def __init__(self, run_dir: Path | str, tensorboard: bool):
+    Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
+    """
+
+    def __init__(self, run_dir: Path | str, tensorboard: bool, trackers: Sequence[Background] = ()):
+        self._trackers, self._step = trackers, 0
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._board = TensorBoard(self.path.parent / "tensorboard") if tensorboard else None
@@ -38,11 +44,26 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """One row, on disk on return. `values` may have `kind` and `time`; NaN becomes null."""
         row = {"kind": "step", "step": step, "time": time.time(), **values}
+        self._append(row)
+        self._step = step
+        if self._board:
+            self._board.write(row)
+        for tracker in self._trackers:
+            if numbers := scalars(row):
+                tracker.write(step, row["time"], numbers)
+            self._note_faults(tracker, step)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
         self._file.write(_encode(row))
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._board:
-            self._board.write(row)
+
+    def _note_faults(self, tracker: Background, step: int) -> None:
+        while not tracker.faults.empty():
+            detail = tracker.faults.get()
+            print(f"tracker failed: {detail}", flush=True)
+            fault = {"kind": "fault", "what": "tracker failed", "detail": detail}
+            self._append({"step": step, "time": time.time(), **fault})
 
     def truncate(self, after_step: int) -> None:
         """Forget steps and evaluations later than `after_step`, which a resumed run makes again;
@@ -56,9 +77,24 @@ class MetricsWriter:
             self._board.restart(after_step + 1)
 
     def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+            self._note_faults(tracker, self._step)
         self._file.close()
         if self._board:
             self._board.close()
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """A row's numbers as dashboards name them: `train/loss`, `eval/success`; none of an event."""
+    if row["kind"] in EVENTS:
+        return {}
+    prefix = "train" if row["kind"] == "step" else row["kind"]
+    return {
+        f"{prefix}/{key.removeprefix('eval_')}": float(number)
+        for key, number in row.items()
+        if key not in ("step", "time") and _is_number(number)
+    }
 
 
 class TensorBoard:
@@ -75,14 +111,9 @@ class TensorBoard:
     def write(self, row: Mapping[str, Any]) -> None:
         if row["kind"] in EVENTS:
             return
-        prefix = "train" if row["kind"] == "step" else row["kind"]
         value = self._summary.Summary.Value
-        scalars = [
-            value(tag=f"{prefix}/{key.removeprefix('eval_')}", simple_value=float(number))
-            for key, number in row.items()
-            if key not in ("step", "time") and _is_number(number)
-        ]
-        summary = self._summary.Summary(value=scalars)
+        named = [value(tag=tag, simple_value=number) for tag, number in scalars(row).items()]
+        summary = self._summary.Summary(value=named)
         self._add(step=row["step"], wall_time=row["time"], summary=summary)
 
     def restart(self, step: int) -> None:

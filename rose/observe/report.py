@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.config import Observe
 from rose.files import write_whole
-from rose.observe import lenders, members, series, shell
+from rose.observe import conversations, lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.series import difference_interval
 from rose.observe.shell import figure, figures, section, table
@@ -62,6 +62,7 @@ def build_report(run_dir: Path | str) -> Path:
         "Learning": figures("success", "reward"),
         "Where the time goes": times,
         "Responses": figures("lengths", "tokens"),
+        "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
         **_rewards(steps),
         "Borrowed ranks": _borrowed(borrowed, steps) + lenders.html(run_dir),

@@ -5,6 +5,7 @@ Follows metrics.jsonl and live.json, so it may start late, die and start again u
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -214,7 +215,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after, success over the steps, and where the report is."""
+    """Held-out success before and after, success over the steps, where the report is, and how to
+    get the model."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
@@ -230,6 +232,9 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     path = Path(run_dir) / report.FILE
     if path.exists():
         say(console, f"\nReport: {path}")
+    if steps:
+        run = shlex.quote(str(run_dir))
+        say(console, f"Take the model home: python -m rose.export {run} --out my-model")
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:

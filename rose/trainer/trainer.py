@@ -170,8 +170,10 @@ class Trainer:
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder; see `DeepSpeedEngine.save`."""
+        """Checkpoint into an existing folder, with the hashes of the version that was published
+        last; see `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
+            self._publisher.write_hashes(Path(folder))
             self.engine.save(Path(folder))
 
     def load(self, folder: Path) -> None:

@@ -33,6 +33,10 @@ class Tensor(msgspec.Struct, frozen=True):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * {"bfloat16": 2, "float32": 4}[self.dtype]
+
 
 class Rectangle(NamedTuple):
     """Rows first_row <= r < last_row and columns first_column <= c < last_column of a tensor's

@@ -36,6 +36,7 @@ from rose.transfer.store import (
     create,
     edge_name,
 )
+from rose.transfer.versions import write_hashes
 
 Part = tuple[np.ndarray, bytes, bytes]  # of an edge: a block's payload, its digests before, after
 
@@ -140,6 +141,12 @@ class Publisher:
         if self._full is None:  # nobody rolls out yet; later ones are made by `tidy`
             self.write_full()
         return Published(version, nbytes, encoded - start, written)
+
+    def write_hashes(self, folder: Path) -> None:
+        """Those of the last version that was published, as a checkpoint of it keeps them. Raises
+        `TransferError`."""
+        digests = {block: digest for block, (_, digest) in self._previous.items()}
+        write_hashes(folder, self.peers.rank, self.plan, self._version, digests)
 
     def full_due(self) -> bool:
         """At first, each `full_every` versions, and when the deltas since the last outweigh it (as

@@ -174,6 +174,13 @@ def test_a_key_that_the_launcher_alone_sets_is_not_proposed_for_itself(launch):
     )
 
 
+def test_a_tracker_that_is_not_installed_is_refused(launch, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as find_spec sees a package that isn't there
+    code, out, err = launch("observe.wandb.project=lakes")
+    assert code == 2 and not out and not list(tmp_path.iterdir())
+    assert "observe.wandb.project='lakes': the package wandb is not installed" in err
+
+
 def test_an_affinity_names_members_of_the_mixture(launch):
     code, out, err = launch(
         "env=mixture",
@@ -290,7 +297,7 @@ def test_a_run_whose_job_nobody_can_tell_of_is_not_launched_a_second_time(make_c
     monkeypatch.setattr(front.state, "submitted", lambda run_dir: "7")
     monkeypatch.setattr(front.state, "is_active", unknown)
     with pytest.raises(ConfigError, match="can't be told: squeue failed.*try again"):
-        front.launch(SimpleNamespace(config=c), Console())
+        front.launch(SimpleNamespace(config=c), Console(), "python launch.py")
 
 
 @pytest.mark.slow

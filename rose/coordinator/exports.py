@@ -1,0 +1,135 @@
+"""Writes the policy of some steps as Hugging Face folders, exports/step_N, beside the run: a
+process of low priority reads the version from the weight store, of which it gets a copy made of
+hard links, as the trainer goes on removing old versions.
+
+One is written at a time; a step that comes meanwhile waits, and of several the newest is written.
+What fails is told and costs the run nothing. Left out: what is written (rose/export).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rose.comm import mpi_process
+from rose.config import Config
+from rose.processes import die_with_parent
+from rose.transfer import versions
+
+LOWEST = 19  # of Unix priorities: rollouts and training come first
+WORDS = 2000  # characters of what a failed process said last
+
+
+class Exports:
+    """`on_fault(what, detail)` is told of what was not written."""
+
+    def __init__(self, config: Config, run_dir: Path, on_fault: Callable[[str, str], None]) -> None:
+        self._every, self._last = config.trainer.export_every, config.trainer.steps
+        self._keep, self._deadline_s = config.trainer.export_keep, config.trainer.step_timeout_s
+        self._run_dir, self._folder = Path(run_dir), Path(run_dir) / "exports"
+        self._on_fault = on_fault
+        self._tasks: set[asyncio.Task] = set()
+        self._one_at_a_time = asyncio.Lock()
+        self._newest = 0  # step that was offered
+        for left in self._folder.glob(".step_*"):  # by an attempt that was killed
+            _remove(left)
+
+    def resume(self, step: int, store: str) -> None:
+        """A run continues at `step`, whose export may have been interrupted."""
+        if not self._out(step).exists():
+            self.offer(step, store)
+
+    def offer(self, step: int, store: str) -> None:
+        """The weights of `step` are in the store. If they are to be written, that begins."""
+        if not step or not self._every or (step % self._every and step != self._last):
+            return
+        self._newest = step
+        task = asyncio.create_task(self._export(step, Path(store)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self) -> None:
+        """Wait for all that was offered; each has `trainer.step_timeout_s`."""
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """End what is being written."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _out(self, step: int) -> Path:
+        return self._folder / f"step_{step}"
+
+    async def _export(self, step: int, store: Path) -> None:
+        links = self._folder / f".step_{step}.store"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            kept = await asyncio.to_thread(versions.linked, store, links)
+            async with self._one_at_a_time:
+                if step != self._newest:
+                    why = f"step {step}: step {self._newest} was there before it was begun"
+                    self._on_fault("export left out", why)
+                    return
+                await self._write(step, kept)
+        except Exception as error:  # whatever it was: the run goes on without this folder
+            self._on_fault("export failed", f"step {step}: {type(error).__name__}: {error}")
+        finally:
+            _remove(links)
+
+    async def _write(self, step: int, store: Path) -> None:
+        out = self._out(step)
+        _remove(out)  # of an attempt that lost the step and made it anew
+        command = [sys.executable, "-m", "rose.export", str(self._run_dir)]
+        command += ["--step", str(step), "--store", str(store), "--out", str(out)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=mpi_process.environment({"OMP_NUM_THREADS": "1"}),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            preexec_fn=_step_back,
+        )
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                words, _ = await process.communicate()
+        except TimeoutError:
+            why = f"step {step}: not written within {self._deadline_s:g} s (trainer.step_timeout_s)"
+            self._on_fault("export failed", why)
+            return
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        said = words.decode(errors="replace").strip()[-WORDS:]
+        if process.returncode:
+            self._on_fault("export failed", f"step {step}: {said}")
+            return
+        print(said, flush=True)
+        written = sorted(self._folder.glob("step_*"), key=_step_of)
+        for old in written[: -self._keep]:
+            _remove(old)
+
+
+def _step_back() -> None:
+    """Of the process that exports, before it begins."""
+    die_with_parent()
+    os.nice(LOWEST)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _remove(path: Path) -> None:
+    """Under a hidden name, as half a model is none."""
+    if path.is_dir():
+        hidden = path.with_name(f".{path.name.removeprefix('.')}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(path.rename(hidden), ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,5 @@
+"""Policy out: a Hugging Face folder of a run's weights, equal bit for bit to what the engines had
+at that step. `weights` finds and reads them, `folder` writes, `card` tells where they come from.
+
+May import config, models, transfer, trainer.checkpoint and observe; knows no MPI, no vLLM, no GPU.
+"""

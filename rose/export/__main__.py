@@ -1,0 +1,87 @@
+"""Write a run's policy as a Hugging Face folder, which transformers and vLLM load, and from which
+another run may start.
+
+    python -m rose.export outputs/NAME --out DIR              the newest step that can be had
+    python -m rose.export outputs/NAME --step 40 --out DIR
+
+While the run goes on or after it, on a machine without GPUs; memory is for one shard. The weights
+come from the run's weight store, which has the last versions, or from a checkpoint; which of them
+is printed. They are compared, block by block, with the hashes of what the engines had. DIR is there
+once it is complete.
+
+    0 written   1 can't be had, or is damaged   2 bad arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from rose.config import ConfigError
+from rose.files import advice
+
+SHARD_GIB = 4.0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rose.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder, as outputs/NAME")
+    add("--out", metavar="DIR", type=Path, required=True, help="a new or an empty folder")
+    add("--step", metavar="N", type=int, help="default: the newest that can be had")
+    add(
+        "--shard-gib",
+        metavar="GIB",
+        type=float,
+        default=SHARD_GIB,
+        help=f"of a weights file, and of memory; default {SHARD_GIB:g}",
+    )
+    add("--store", metavar="DIR", type=Path, help="a weight store to read rather than the run's")
+    add(
+        "--base",
+        metavar="DIR",
+        type=Path,
+        help="the base model's folder, if the run's own can't be seen from here",
+    )
+    args = parser.parse_args(arguments)
+    if not args.shard_gib > 0:
+        parser.error(f"--shard-gib {args.shard_gib:g}: must be greater than 0")
+    if args.step is not None and args.step < 0:
+        parser.error(f"--step {args.step}: must not be negative")
+    try:
+        return _export(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _export(args: argparse.Namespace) -> int:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed's classes are read, no GPU is used
+    from rose.export.folder import export  # imports torch
+    from rose.transfer.errors import TransferError
+
+    began = time.monotonic()
+    try:
+        done = export(
+            args.run, args.step, args.out, int(args.shard_gib * 2**30), args.store, args.base
+        )
+    except (TransferError, OSError) as error:
+        print(*filter(None, (error, advice(None, str(error)))), sep="\n", file=sys.stderr)
+        return 1
+    print(
+        f"{done.out}: step {done.step} from {done.where}; {done.nbytes / 2**30:.3g} GiB in "
+        f"{done.shards} file{'s' * (done.shards > 1)}; all {done.blocks} blocks have the hashes of "
+        f"what the engines had; {time.monotonic() - began:.1f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,125 @@
+"""The model card of an exported folder: what it is, what it was made of, what it can do, and the
+commands that use it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rose.config import Config
+from rose.observe import series
+from rose.observe.metrics import read_metrics, rows_of
+
+
+class Exported(NamedTuple):
+    """What a folder was made of."""
+
+    out: Path
+    step: int
+    where: str  # the weights came from
+    shards: int
+    blocks: int  # that were compared
+    nbytes: int  # of the weights
+
+
+def text(config: Config, run_dir: Path, done: Exported) -> str:
+    """README.md, with the hub's header."""
+    rows = [row for row in read_metrics(run_dir) if row["step"] <= done.step]
+    out = shlex.quote(str(done.out))
+    sections = (
+        f"# {config.name}, step {done.step}\n\n{base_of(config)} trained by reinforcement learning "
+        f"({config.algorithm.name}) on {' + '.join(config.env.members)} with ROSE.",
+        "## Results\n\n" + _results(rows),
+        "## Made of\n\n" + _table(_facts(config, run_dir, done), ("", "")),
+        f"## Use\n\n```sh\nvllm serve {out}\n"
+        f"python launch.py model.source=folder model.path={out} name=NAME   # train on from it\n"
+        "```",
+        f"## Trained by\n\n```sh\n{_command(run_dir)}\n```\n\n"
+        "The run's folder has its whole configuration in `config.yaml`.",
+    )
+    return f"---\n{yaml.safe_dump(_header(config), sort_keys=False)}---\n" + "\n\n".join(
+        (*sections, "")
+    )
+
+
+def base_of(config: Config) -> str:
+    """The model that the run began with, as a reader can find it again."""
+    model = config.model
+    if model.source == "hub":
+        commit = Path(model.snapshot).name[:12] if model.snapshot else model.revision
+        return f"{model.path} (commit {commit})"
+    return model.path if model.source == "folder" else f"{model.name} (recipe {model.source})"
+
+
+def _command(run_dir: Path) -> str:
+    """That started the run, as its launcher noted it."""
+    path = run_dir / "command.txt"
+    return path.read_text().strip() if path.is_file() else "python launch.py"
+
+
+def _header(config: Config) -> dict[str, Any]:
+    base = {"base_model": config.model.path} if config.model.source == "hub" else {}
+    return base | {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["reinforcement-learning", "agent", "rose", config.algorithm.name],
+    }
+
+
+def _results(rows: list[dict[str, Any]]) -> str:
+    """Held-out success before training and at the last evaluation up to the step."""
+    found = series.evaluations(rows_of(rows, "eval"))
+    if not found:
+        return "No held-out evaluation had finished by this step."
+    chosen = [found[0], found[-1]] if len(found) > 1 else found
+    return _table(
+        [
+            (
+                f"step {e['step']}",
+                f"{e['rate']:.1%}",
+                f"{e['low']:.1%} to {e['high']:.1%}",
+                f"{e['successes']} of {e['n']}",
+                "" if e["reward"] is None else f"{e['reward']:.3f}",
+            )
+            for e in chosen
+        ],
+        ("held-out tasks", "success", "95% interval", "solved", "mean reward"),
+    )
+
+
+def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str]]:
+    return [
+        ("run", str(run_dir.resolve())),
+        ("step", str(done.step)),
+        ("base model", base_of(config)),
+        ("weights from", done.where),
+        ("dtype", config.model.dtype),
+        (
+            "checked",
+            f"the xxh3-128 of all {done.blocks} blocks are those of what the engines had at this "
+            "step",
+        ),
+        ("longest context in training", f"{config.model.max_context} tokens"),
+        (
+            "sampled at",
+            f"temperature {config.rollout.temperature:g}, top_p {config.rollout.top_p:g}",
+        ),
+        *(
+            [("chat template arguments", str(config.model.chat_template_args))]
+            if config.model.chat_template_args
+            else []
+        ),
+        ("export", f"python -m rose.export {run_dir} --step {done.step} --out {done.out}"),
+    ]
+
+
+def _table(rows: list[tuple], titles: tuple[str, ...]) -> str:
+    lines = [titles, ("---",) * len(titles), *rows]
+    return "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+
+
+def _cell(value: str) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,202 @@
+"""Write a model's folder as Hugging Face has them: complete, or not there.
+
+Shards are made one after the other, each read back and compared, block by block, with the hashes
+of what the engines had; memory is for one shard and some blocks. Everything is written beside the
+folder, and gets its name last.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rose import config as configuration
+from rose import files, models
+from rose.config import Config, ConfigError
+from rose.export.card import Exported, text
+from rose.export.weights import Weights, places
+from rose.transfer import versions
+from rose.transfer.blocks import Tensor
+from rose.transfer.errors import Corrupted, TransferError
+from rose.transfer.store import sync
+
+# Of the base model's folder: what isn't weights.
+KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
+TEMPLATES = "additional_chat_templates"  # a folder of transformers'
+PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
+INDEX = "model.safetensors.index.json"
+
+
+def export(
+    run_dir: Path,
+    step: int | None,
+    out: Path,
+    shard_bytes: int,
+    store: Path | None = None,
+    base: Path | None = None,
+) -> Exported:
+    """Write the weights of `step` (null: the newest) into the new folder `out`. `store`: take them
+    from this weight store rather than from the run's; `base`: the model's folder, where the run's
+    own can't be seen.
+
+    Raises `ConfigError` for a folder that is no run or is not empty, `TransferError` when the step
+    can't be had or none of its places is sound, `OSError`.
+    """
+    check_free(out)
+    config = read_config(run_dir)
+    source = models.check_folder(base) if base else models.resolve(config.model)
+    step, found = places(run_dir, step, store)
+    with whole_folder(out) as part:
+        weights, shards, blocks = _first_sound(found, part, shard_bytes)
+        copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
+        done = Exported(
+            out, step, weights.where, shards, blocks, sum(t.nbytes for t in weights.tensors)
+        )
+        (part / "README.md").write_text(text(config, run_dir, done))
+    return done
+
+
+def check_free(out: Path) -> None:
+    """Raises `ConfigError` unless `out` can become the new folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise ConfigError(
+            f"--out {out}: exists and is no empty folder; give another name, or remove it first"
+        )
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: no folder {out.parent}; make it first")
+
+
+def read_config(run_dir: Path) -> Config:
+    """Raises `ConfigError` for a folder that is no run's."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir}: no {path.name} there; give a run's folder, as outputs/NAME")
+    return configuration.load(path)
+
+
+def _first_sound(
+    found: Sequence[Weights], part: Path, shard_bytes: int
+) -> tuple[Weights, int, int]:
+    """(the weights, shards, blocks compared) from the first place whose files are whole."""
+    wrong: list[str] = []
+    for weights in found:
+        try:
+            return weights, *write_shards(weights, part, shard_bytes)
+        except TransferError as error:
+            wrong.append(f"{weights.where}: {error}")
+            print(wrong[-1], file=sys.stderr, flush=True)
+            for path in part.iterdir():
+                path.unlink()
+    raise Corrupted("; ".join(wrong))
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` at the block's end; a failure leaves nothing. What a
+    killed export left is removed. Raises `ConfigError` while another one writes `out`."""
+    part, lock = (out.with_name(f".{out.name}.{kind}") for kind in ("part", "lock"))
+    with lock.open("w") as file:
+        try:
+            files.lock_now(file)
+        except BlockingIOError:
+            raise ConfigError(f"--out {out}: another export is writing it") from None
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            part.mkdir()
+            yield part
+            for path in (*part.rglob("*"), part):
+                sync(path)
+            os.rename(part, out)
+            sync(out.parent)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int, int]:
+    """(shards, blocks compared); one shard has no index. Raises `TransferError`."""
+    shards = divide(weights.tensors, shard_bytes)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(names) == 1:
+        names = ["model.safetensors"]
+    compared = 0
+    for name, tensors in zip(names, shards, strict=True):
+        compared += _write_shard(weights, tensors, folder / name)
+    if len(names) > 1:
+        shard_of = {t.name: name for name, ts in zip(names, shards, strict=True) for t in ts}
+        total = {"total_size": sum(t.nbytes for t in weights.tensors)}
+        index = {"metadata": total, "weight_map": shard_of}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return len(shards), compared
+
+
+def divide(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
+    """In order, each shard as full as it can be; a tensor that is larger has one of its own."""
+    shards: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    return shards
+
+
+def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path) -> int:
+    values, digests = weights.read(tensors)
+    save_file(values, path, metadata={"format": "pt"})
+    path.chmod(0o666 & ~_umask())  # safetensors makes it the user's alone
+    del values
+    with safe_open(path, "pt") as written:
+        for tensor in tensors:
+            patterns = written.get_tensor(tensor.name).reshape(-1).view(PATTERNS[tensor.dtype])
+            bad = versions.differing(patterns.numpy(), tensor, digests[tensor.name])
+            if bad is not None:
+                raise Corrupted(
+                    f"{weights.culprit(bad)}: {tensor.name}, values {bad.start} to {bad.stop}, are "
+                    "not those that the engines had: their xxh3-128 differs; the file is damaged"
+                )
+    return sum(map(len, digests.values()))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def copy_rest(source: Path, folder: Path, dtype: str) -> None:
+    """Configuration, tokenizer, chat template and licence of the base model; `dtype` is that of
+    the weights now."""
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, name) for name in KEPT)
+        if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):
+            shutil.copyfile(path, folder / path.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
+    config = json.loads((source / "config.json").read_text())
+    named = [key for key in ("dtype", "torch_dtype") if key in config]
+    config |= dict.fromkeys(named or ["dtype"], dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if not (folder / "generation_config.json").exists():
+        _make_generation_config(folder)
+
+
+def _make_generation_config(folder: Path) -> None:
+    from transformers import AutoConfig, GenerationConfig
+
+    GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)

@@ -1,0 +1,235 @@
+"""Where a step's weights can be had, and how to read a few tensors of them at a time.
+
+Two places have them: the run's weight store (the last versions), and its DeepSpeed checkpoints. Of
+both the hashes of what the engines held are known, block by block. Left out: the initial weights,
+which are the model's own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rose.processes import usable_threads
+from rose.trainer import checkpoint
+from rose.transfer import versions
+from rose.transfer.blocks import Block, Tensor
+from rose.transfer.edge import read_plan
+from rose.transfer.errors import Corrupted, Missing, TransferError
+from rose.transfer.receive import Receiver, whole
+from rose.transfer.source import Folder
+from rose.transfer.stage import Live
+from rose.transfer.versions import Digests
+
+READ_S = 3600.0  # for a few GiB of a version; a file system that hangs is told of then
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+STATES = "deepspeed"  # DeepSpeed's files within a checkpoint (rose/trainer/deepspeed_engine.py)
+PREFIX = "hf."  # of the model's parameters in them
+
+
+class Weights(Protocol):
+    """One step's weights, as the engines had them."""
+
+    where: str  # in words, for the reader
+    tensors: list[Tensor]  # in the model's order, tied ones once
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
+        """Values by name, contiguous in host memory, and the digests that they must have. Raises
+        `TransferError` that names the damaged or missing file."""
+
+    def culprit(self, block: Block) -> str:
+        """The file that the block's values come from."""
+
+
+class StoreWeights:
+    """Of a weight store's folder. Raises `TransferError`."""
+
+    def __init__(self, store: Path, step: int):
+        self.store, self.step = Path(store), step
+        self.where = f"the weight store {store}"
+        self.tensors = list(read_plan(Folder(store))[0].tensors)
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
+        values = {t.name: torch.zeros(t.shape, dtype=DTYPES[t.dtype]) for t in tensors}
+        live = Live(values)
+        plan, _ = read_plan(Folder(self.store))
+        receiver = Receiver(str(self.store), None, None, _these, live, f"export-{os.getpid()}")
+        try:
+            # Nothing is kept whole beside the values: a block is decoded to be compared with its
+            # hash, and once more to be put in place.
+            staged = receiver.stage(None, self.step, usable_threads(), 0, READ_S)
+            staged.flip()
+        finally:
+            receiver.close()
+        digests: dict[str, Digests] = {}
+        for number, digest in staged.digests.items():
+            block = plan.blocks[number]
+            digests.setdefault(plan.tensors[block.tensor].name, []).append((block, digest))
+        return values, digests
+
+    def culprit(self, block: Block) -> str:
+        return f"rank {block.owner}'s files in {self.store}"
+
+
+def _these(plan, live: Live):
+    """Places of the blocks whose tensors are among the live ones."""
+    found = whole(plan, live)
+    return {number: place for number, place in found.items() if place.parameter in live.matrices}
+
+
+class CheckpointWeights:
+    """Of a DeepSpeed checkpoint of any ZeRO stage and number of ranks. Raises `TransferError`."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.step = Path(folder), checkpoint.step_of(folder)
+        self.where = f"the checkpoint {folder}"
+        path = self.folder / "trainer.json"
+        try:
+            state = json.loads(path.read_bytes())
+            self.ranks, self.stage = state["ranks"], state["zero_stage"]
+            self.dtype = DTYPES[state["dtype"]]
+        except (OSError, ValueError, KeyError) as error:
+            raise Corrupted(f"{path}: {type(error).__name__}: {error}") from None
+        self.tensors, self._digests = versions.read_hashes(self.folder, self.ranks, self.step)
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
+        wanted = {PREFIX + t.name: t for t in tensors}
+        found = self._split(wanted) if self.stage == 3 else self._whole(wanted)
+        values = {
+            # first as it is in the trainer's parameter, then as it was published
+            wanted[name].name: value.to(self.dtype).to(DTYPES[wanted[name].dtype]).contiguous()
+            for name, value in found
+        }
+        return values, {t.name: self._digests[t.name] for t in tensors}
+
+    def culprit(self, block: Block) -> str:
+        return str(self._states(block.owner) if self.stage == 3 else self._model(0))
+
+    def _whole(self, wanted: dict[str, Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Below stage 3 every rank has all parameters, and the first has saved them. The caller
+        gets copies: the file's mapping ends with the loop."""
+        module = _load(self._model(0))["module"]
+        for name in wanted:
+            if name not in module:
+                raise Corrupted(f"{self._model(0)}: has no {name}")
+            yield name, module[name].clone()
+
+    def _split(self, wanted: dict[str, Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stage 3: of every parameter each rank has an equal part, the last one padded, in float32,
+        in the order of `param_shapes`, within one or several flat tensors that follow each
+        other."""
+        shapes = {
+            name: shape
+            for group in _load(self._model(0))["param_shapes"]
+            for name, shape in group.items()
+        }
+        flats = [_flats(self._states(rank)) for rank in range(self.ranks)]
+        at = 0
+        for name, shape in shapes.items():
+            part = -(-shape.numel() // self.ranks)
+            if name in wanted:
+                pieces = [piece for flat in flats for piece in _run(flat, at, part)]
+                yield name, torch.cat(pieces)[: shape.numel()].view(shape)
+            at += part
+        if missing := wanted.keys() - shapes.keys():
+            raise Corrupted(f"{self._model(0)}: has no {min(missing)}")
+
+    def _model(self, rank: int) -> Path:
+        name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+        return self.folder / STATES / f"{name}_model_states.pt"
+
+    def _states(self, rank: int) -> Path:
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        path = self.folder / STATES / name
+        return path if path.exists() else path.with_name(f"bf16_{name}")
+
+
+def _load(path: Path) -> dict:
+    """A file of DeepSpeed's, mapped: what is not looked at is not read."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise Missing(f"{path}: not there") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise Corrupted(f"{path}: unreadable: {str(error).splitlines()[0]}") from None
+
+
+def _flats(path: Path) -> list[torch.Tensor]:
+    """The float32 values of one rank's optimizer."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds, and stage 3 only
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+        return _load(path)["optimizer_state_dict"]["fp32_flat_groups"]
+
+
+def _run(flats: list[torch.Tensor], start: int, count: int) -> Iterator[torch.Tensor]:
+    """The `count` values from `start` on of tensors that follow each other."""
+    for flat in flats:
+        low, high = max(0, start), min(flat.numel(), start + count)
+        if low < high:
+            yield flat[low:high]
+        start -= flat.numel()
+
+
+def stores(run_dir: Path) -> list[Path]:
+    """The run's weight stores, the newest attempt's first."""
+    return sorted((Path(run_dir) / "weights").glob("attempt-*"), reverse=True)
+
+
+def steps(run_dir: Path, store: Path | None = None) -> dict[str, list[int]]:
+    """Which steps can be had from where, in words, for messages."""
+    found: dict[str, list[int]] = {}
+    for folder in [store] if store else stores(run_dir):
+        found[f"the weight store {folder}"] = versions.readable(folder)
+    if store is None:
+        found[f"the checkpoints in {Path(run_dir) / 'checkpoints'}"] = [
+            checkpoint.step_of(folder) for folder in checkpoint.complete(run_dir)
+        ]
+    return {where: numbers for where, numbers in found.items() if numbers}
+
+
+def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[int, list[Weights]]:
+    """(the step: the newest if none is given; where its weights are, the store first).
+
+    Raises `TransferError` that names the steps that can be had, or what is wrong with all places.
+    """
+    there = steps(run_dir, store)
+    if not there:
+        raise Missing(
+            f"{store or run_dir}: no version of the weights: neither a store in weights/ nor a "
+            "checkpoint in checkpoints/; a run has one once it has begun to train"
+        )
+    step = max(max(numbers) for numbers in there.values()) if step is None else step
+    listed = "; ".join(f"{where}: {ranges(numbers)}" for where, numbers in there.items())
+    found: list[Weights] = []
+    wrong: list[str] = []
+    for folder in [store] if store else stores(run_dir):
+        if step in versions.readable(folder):
+            found.append(StoreWeights(folder, step))
+    for folder in checkpoint.complete(run_dir) if store is None else []:
+        if checkpoint.step_of(folder) == step:
+            try:
+                found.append(CheckpointWeights(folder))
+            except TransferError as error:
+                wrong.append(str(error))
+    if not found:
+        raise Missing("; ".join(wrong) or f"step {step} can't be had; there are: {listed}")
+    return step, found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1 to 3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

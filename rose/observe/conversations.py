@@ -1,0 +1,87 @@
+"""The report's section of trajectories: of some steps the best, the worst, the longest and a failed
+one, as conversations. Of bounded size, however long the run and its trajectories are."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps, telling
+
+MAX_STEPS = 24  # evenly thinned, the first and the last among them
+MAX_CHARACTERS = 4000  # of a trajectory: some 400 kB for the most steps
+MAX_PARTS = 40  # of a trajectory
+
+
+def html(run_dir: Path) -> str:
+    steps = saved_steps(run_dir)
+    if not steps:
+        return (
+            '<p class="empty">No trajectories were saved (observe.save_trajectories); of those '
+            "that are, some are shown here.</p>"
+        )
+    texts = Texts(run_dir)
+    chosen = np.unique(np.linspace(0, len(steps) - 1, min(MAX_STEPS, len(steps))).round())
+    body = "".join(_step(run_dir, steps[int(at)], texts) for at in chosen)
+    note = f" ({escape(texts.missing)})" if texts.missing else ""
+    return (
+        f"<p class=muted>What the policy made stands on a coloured ground. {len(chosen)} of "
+        f"{len(steps)} steps; python -m rose.show RUN [TRAJECTORY] prints any of them in "
+        f"full{note}.</p>{body}"
+    )
+
+
+def _step(run_dir: Path, step: int, texts: Texts) -> str:
+    try:
+        trajectories = read(run_dir, step)
+    except (OSError, ValueError) as error:
+        return f"<p class=muted>Step {step}: {escape(str(error))}</p>"
+    shown = "".join(_trajectory(why, each, texts) for why, each in telling(trajectories))
+    rewards = [each.reward for each in trajectories]
+    mean = f", mean reward {np.mean(rewards):.3f}" if rewards else ""
+    return (
+        f"<details><summary>Step {step}: {len(trajectories)} trajectories{mean}</summary>"
+        f"{shown}</details>"
+    )
+
+
+def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
+    domain = shown.told.get("domain")
+    words = (
+        f"{why}: {shown.id}{f', {domain}' if domain else ''}; reward {shown.reward:g}, "
+        f"{shown.outcome}; {shown.told.get('turns', '?')} turns, {shown.made} of {shown.length} "
+        "tokens made"
+    )
+    left = MAX_CHARACTERS
+    lines = []
+    for number, sample in enumerate(shown.samples, 1):
+        if len(shown.samples) > 1:
+            lines.append(f"<p class=muted>sample {number} of {len(shown.samples)}</p>")
+        for at, part in enumerate(sample.parts()):
+            if left <= 0 or at == MAX_PARTS:
+                lines.append("<p class=muted>The rest is left out here.</p>")
+                break
+            text = cut(texts.of(part.tokens), left)
+            left -= len(text)
+            lines.append(_part(part, text))
+        if left <= 0:
+            break
+    return f"<h3>{escape(words)}</h3><div class=talk>{''.join(lines)}</div>"
+
+
+def _part(part: Part, text: str) -> str:
+    told = f"{len(part.tokens)} tokens"
+    if part.made:
+        told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.2f}"
+    kind = "made" if part.made else "given"
+    return f"<div class={kind}><span class=muted>{told}</span><pre>{escape(text)}</pre></div>"
+
+
+def cut(text: str, most: int) -> str:
+    """`text`, or its beginning and end with the count of what is left out between them."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[len(text) - half :]}"

@@ -1,0 +1,220 @@
+"""The run's numbers also to Weights & Biases and MLflow, where they are asked for (observe.wandb,
+observe.mlflow) and installed.
+
+Each tracker has a thread of its own, which takes rows from a queue: a server that is slow or away
+costs the run nothing, and what it misses is told once. A resumed run continues the tracker's own
+run, whose id is in trackers.json. Left out: files and media; keys and passwords, which both
+packages take from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rose.config import Config, ConfigError, Observe, to_dict
+from rose.files import write_whole
+
+FILE = "trackers.json"  # name of the tracker -> the id of its run
+WAITING_ROWS = 10_000  # for a tracker that doesn't answer; later ones are lost to it
+CLOSE_SHARE = 1 / 3  # of cluster.stop_timeout_s: for what is waiting when the run ends
+# What the packages would send to their makers.
+QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+LONGEST_PARAMETER = 500  # characters that every MLflow server takes
+PARAMETERS_AT_ONCE = 100  # MLflow's limit
+
+
+class Tracker(Protocol):
+    """Made, used and closed in one thread; whatever it raises is told, and ends nothing."""
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbTracker:
+    """`step` is a metric of its own, as W&B's takes no smaller one than it had, and a resumed run
+    makes some again."""
+
+    def __init__(self, config: Config, run_dir: Path):
+        import wandb
+
+        wanted = config.observe.wandb
+        self._run = wandb.init(
+            project=wanted.project,
+            entity=wanted.entity,
+            mode=wanted.mode,
+            group=wanted.group,
+            tags=wanted.tags,
+            name=config.name,
+            id=run_id(run_dir, "wandb", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+            dir=str(run_dir),
+            config=to_dict(config),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    def __init__(self, config: Config, run_dir: Path):
+        # a folder of runs, which MLflow 3 takes when it is told so only
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        wanted = config.observe.mlflow
+        self._metric, self._client = Metric, MlflowClient(tracking_uri=wanted.uri)
+        self.id = run_id(run_dir, "mlflow", lambda: self._new(wanted.experiment, config.name))
+        self._client.update_run(self.id, status="RUNNING")
+        told = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in _flat(to_dict(config))]
+        known = self._client.get_run(self.id).data.params  # which can't be changed
+        new = [param for param in told if param.key not in known]
+        for at in range(0, len(new), PARAMETERS_AT_ONCE):
+            self._client.log_batch(self.id, params=new[at : at + PARAMETERS_AT_ONCE])
+
+    def _new(self, experiment: str, name: str) -> str:
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        return self._client.create_run(number, run_name=name).info.run_id
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        metrics = [
+            self._metric(_metric_name(name), value, int(1000 * time_s), step)
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+def _metric_name(name: str) -> str:
+    """With one "/": a folder of runs can't have train/x as a file and as a folder."""
+    first, slash, rest = re.sub(r"[^\w./ -]", "_", name).partition("/")
+    return first + slash + rest.replace("/", ".")
+
+
+def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [
+        leaf
+        for name, branch in tree.items()
+        for leaf in _flat(branch, f"{prefix}.{name}" if prefix else name)
+    ]
+
+
+KINDS: dict[str, tuple[str, Callable[[Config, Path], Tracker]]] = {
+    "wandb": ("project", WandbTracker),
+    "mlflow": ("uri", MlflowTracker),
+}  # name of the package and of its section -> (the key that turns it on, its writer)
+
+
+def asked_for(observe: Observe) -> list[str]:
+    return [name for name, (key, _) in KINDS.items() if getattr(getattr(observe, name), key)]
+
+
+def check(observe: Observe) -> None:
+    """Raises `ConfigError` for a tracker that isn't installed."""
+    for name in asked_for(observe):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder that W&B wrote here is no package
+            key, value = KINDS[name][0], getattr(getattr(observe, name), KINDS[name][0])
+            raise ConfigError(
+                f"observe.{name}.{key}={value!r}: the package {name} is not installed; pip install "
+                f"'rose[{name}]', or observe.{name}.{key}=null"
+            )
+
+
+def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
+    """Of the tracker's run: as it was when this run began, else a new one."""
+    path = Path(run_dir) / FILE
+    ids = json.loads(path.read_bytes()) if path.exists() else {}
+    if name not in ids:
+        ids[name] = new()
+        write_whole(path, json.dumps(ids).encode() + b"\n")
+    return ids[name]
+
+
+class Background:
+    """A tracker behind a queue. `faults` are what went wrong and has not been told yet."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], close_s: float):
+        self.name, self._close_s = name, close_s
+        self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._rows: queue.Queue[tuple | None] = queue.Queue(WAITING_ROWS)
+        self._lost = False
+        self._thread = threading.Thread(target=self._run, args=(make,), name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Never waits."""
+        try:
+            self._rows.put_nowait((step, time_s, dict(values)))
+        except queue.Full:
+            self._tell(f"it takes no rows: {WAITING_ROWS} are waiting")
+
+    def close(self) -> None:
+        """Give it `close_s` seconds for what is waiting."""
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            self._tell(f"it has not taken all rows {self._close_s:g} s after the run's end")
+
+    def _run(self, make: Callable[[], Tracker]) -> None:
+        # A tracker may raise anything, SystemExit included.
+        try:
+            tracker = make()
+        except BaseException as error:
+            self._tell(f"it did not start: {type(error).__name__}: {error}")
+            return
+        while (row := self._rows.get()) is not None:
+            try:
+                tracker.write(*row)
+            except BaseException as error:
+                self._tell(
+                    f"rows are missing from step {row[0]} on: {type(error).__name__}: {error}"
+                )
+        try:
+            tracker.close()
+        except BaseException as error:
+            self._tell(f"it did not end in order: {type(error).__name__}: {error}")
+
+    def _tell(self, what: str) -> None:
+        """Once: a server that is away says the same of each row."""
+        if not self._lost:
+            self._lost = True
+            self.faults.put(f"{self.name}: {what}"[:1000])
+
+
+def start(config: Config, run_dir: Path) -> list[Background]:
+    """Those that the run asks for."""
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
+    return [
+        Background(
+            name,
+            lambda make=KINDS[name][1]: make(config, Path(run_dir)),
+            CLOSE_SHARE * config.cluster.stop_timeout_s,
+        )
+        for name in asked_for(config.observe)
+    ]

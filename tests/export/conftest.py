@@ -1,0 +1,62 @@
+"""A run's folder with a weight store, as a trainer of two ranks left it, and its base model."""
+
+import pytest
+
+from rose import config as configuration
+from rose.export import folder
+from rose.observe.metrics import MetricsWriter
+from tests.transfer.worlds import World
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The model's folder that the run began with, with what hubs have beside the weights."""
+    model = tmp_path / "model"
+    (model / folder.TEMPLATES).mkdir(parents=True)
+    files = {
+        "config.json": '{"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "float32"}',
+        "generation_config.json": '{"eos_token_id": 2}',
+        "tokenizer_config.json": "{}",
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        f"{folder.TEMPLATES}/tools.jinja": "{{ tools }}",
+        "LICENSE": "free",
+        "README.md": "of the base model",
+        "recipe.json": "{}",
+        "model.safetensors.index.json": "{}",
+        "model-00001-of-00002.safetensors": "old",
+        "training.bin": "old",
+    }
+    for name, text in files.items():
+        (model / name).write_text(text)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path, base, make_config):
+    """A run's folder with its store, whose trainer is `run.world`; weights of versions 0 to 3."""
+    lakes = tmp_path / "out" / "lakes"
+    lakes.mkdir(parents=True)
+    config = make_config(
+        f"output_dir={tmp_path / 'out'}",
+        "name=lakes",
+        "model.source=folder",
+        f"model.path={base}",
+        "model.dtype=bfloat16",
+    )
+    configuration.save(config, lakes / "config.json")
+    (lakes / "command.txt").write_text("python launch.py name=lakes 'env=games'\n")
+    metrics = MetricsWriter(lakes, tensorboard=False)
+    for step, wins in ((0, 4), (2, 12), (3, 16)):
+        row = {"kind": "eval", "eval_n": 16, "eval_successes": wins, "eval_reward": wins / 16}
+        metrics.write(step, row)
+    metrics.close()
+    world = World(lakes / "weights" / "attempt-002")
+    world.weights_of = {}
+    for version in range(4):
+        if version:
+            world.step()
+        world.publish(version)
+        world.weights_of[version] = dict(world.weights)
+    world.run = lakes
+    return world

@@ -1,0 +1,247 @@
+"""A model's folder out of a run: bit for bit what the engines had, whole or not there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rose import config as configuration
+from rose.export import __main__ as command
+from rose.export import folder
+from rose.export.folder import divide, export
+from rose.export.weights import ranges
+from rose.transfer import versions
+from rose.transfer.blocks import Tensor
+from rose.transfer.errors import Corrupted, Missing
+from rose.transfer.receive import materialise
+from tests.transfer.worlds import World, same
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+
+def loaded(out: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in out.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def main(capsys, *arguments) -> tuple[int, str, str]:
+    code = command.main([str(a) for a in arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp_path, capsys):
+    out = tmp_path / "home"
+    code, said, _ = main(capsys, run.run, "--step", 2, "--out", out, "--shard-gib", 700 / 2**30)
+    assert code == 0 and f"{out}: step 2 from the weight store {run.store}" in said, said
+    assert same(loaded(out), run.weights_of[2])
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+    assert names == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index = json.loads((out / folder.INDEX).read_text())
+    assert index["weight_map"].keys() == run.weights.keys()
+    assert set(index["weight_map"].values()) == set(names)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in run.weights.values())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".home")] == []
+
+
+def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_path):
+    done = export(run.run, None, tmp_path / "home", MIB)
+    assert done.step == 3 and same(loaded(done.out), run.weights_of[3])
+    assert (done.out / "model.safetensors").is_file() and not (done.out / folder.INDEX).exists()
+    assert done.blocks == len(run.plan.blocks)
+
+
+def test_beside_the_weights_is_what_the_base_model_has(run, base, tmp_path):
+    out = export(run.run, 3, tmp_path / "home", MIB).out
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert found == {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        f"{folder.TEMPLATES}/tools.jinja",
+        "LICENSE",
+        "README.md",
+    }
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_the_card_says_what_it_is_and_what_it_can_by_that_step(run, base, tmp_path):
+    card = (export(run.run, 2, tmp_path / "home", MIB).out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "# lakes, step 2\n" in card
+    assert "| step 0 | 25.0% | 10.2% to 49.5% | 4 of 16 | 0.250 |" in card
+    assert "| step 2 | 75.0% | 50.5% to 89.8% | 12 of 16 | 0.750 |" in card and "step 3" not in card
+    assert f"| base model | {base} |" in card and f"vllm serve {tmp_path / 'home'}\n" in card
+    assert "```sh\npython launch.py name=lakes 'env=games'\n```" in card
+    assert f"python -m rose.export {run.run} --step 2 --out" in card
+
+
+def test_a_hub_model_is_named_by_its_commit(make_config, base):
+    from rose.export.card import _header, base_of
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    config = make_config(
+        "model.source=hub", "model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
+    )
+    assert base_of(config) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
+    assert _header(config)["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):
+    code, _, err = main(capsys, run.run, "--step", 7, "--out", tmp_path / "home")
+    assert (
+        code == 1 and f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
+    )
+    assert not (tmp_path / "home").exists()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_bytes((run.run / "config.json").read_bytes())
+    code, _, err = main(capsys, empty, "--out", tmp_path / "home")
+    assert code == 1 and "no version of the weights" in err
+    assert ranges([7, 1, 2, 3, 9, 10]) == "1 to 3, 7, 9 to 10"
+
+
+def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, tmp_path, capsys):
+    out = tmp_path / "home"
+    out.mkdir()
+    (out / "mine").touch()
+    code, _, err = main(capsys, run.run, "--out", out)
+    assert code == 2 and f"--out {out}: exists and is no empty folder" in err
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    (out / "mine").unlink()
+    assert main(capsys, run.run, "--out", out)[0] == 0 and (out / "model.safetensors").is_file()
+    code, _, err = main(capsys, run.run, "--out", tmp_path / "no" / "home")
+    assert code == 2 and f"no folder {tmp_path / 'no'}" in err
+    code, _, err = main(capsys, tmp_path, "--out", tmp_path / "new")
+    assert code == 2 and f"{tmp_path}: no config.json there; give a run's folder" in err
+
+
+def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
+    path = run.store / "v000000" / "full" / "rank-00001.h5"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    code, _, err = main(capsys, run.run, "--step", 1, "--out", tmp_path / "home")
+    assert code == 1 and "v000000/full/rank-00001.h5: its HDF5 structure is damaged" in err, err
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
+
+
+def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
+    run, tmp_path, monkeypatch
+):
+    part = tmp_path / ".home.part"
+    part.mkdir()
+    (part / "model.safetensors").write_text("half")
+
+    def broken(*_):
+        raise OSError(28, "No space left on device", str(part / "config.json"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "copy_rest", broken)
+        with pytest.raises(OSError, match="No space left"):
+            export(run.run, 3, tmp_path / "home", MIB)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
+    assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
+
+
+def test_two_exports_to_one_folder_do_not_mix(run, tmp_path):
+    with (
+        folder.whole_folder(tmp_path / "home"),
+        pytest.raises(configuration.ConfigError, match="another export is writing it"),
+    ):
+        export(run.run, 3, tmp_path / "home", MIB)
+
+
+def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypatch):
+    save = folder.save_file
+
+    def careless(values, path, metadata):
+        values["norm"].view(torch.int16)[3] ^= 1
+        save(values, path, metadata)
+
+    monkeypatch.setattr(folder, "save_file", careless)
+    with pytest.raises(Corrupted, match="norm, values 0 to 6, are not those that the engines had"):
+        export(run.run, 3, tmp_path / "home", MIB)
+
+
+def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(run, tmp_path):
+    kept = versions.linked(run.store, tmp_path / "kept")
+    assert kept == tmp_path / "kept" and versions.readable(kept) == [0, 1, 2, 3]
+    for version in range(4, 20):
+        run.step()
+        run.publish(version)
+        run.tidy()
+    assert 1 not in versions.readable(run.store) and 19 in versions.readable(run.store)
+    with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
+        export(run.run, 1, tmp_path / "home", MIB)
+    done = export(run.run, 1, tmp_path / "home", MIB, store=kept)
+    assert same(loaded(done.out), run.weights_of[1])
+    for version in versions.readable(run.store):
+        materialise(run.store, version)  # what is said to be readable is
+
+
+def test_without_links_the_store_itself_is_read(run, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert versions.linked(run.store, tmp_path / "kept") == run.store
+
+
+def test_shards_are_full_and_a_large_tensor_has_its_own():
+    sizes = [3, 3, 3, 20, 1, 1]
+    tensors = [Tensor(str(n), (size,), "bfloat16") for n, size in enumerate(sizes)]
+    assert [[t.size for t in shard] for shard in divide(tensors, 12)] == [[3, 3], [3], [20], [1, 1]]
+
+
+@pytest.mark.slow
+def test_memory_is_for_a_shard_and_not_for_the_model(tmp_path):
+    """The process may have 192 MiB more than it has after its imports; the model has 384 MiB."""
+    weights = {f"layer.{n}": torch.full((8 * MIB,), n / 8, dtype=torch.bfloat16) for n in range(24)}
+    world = World(tmp_path / "store", weights, cuts={}, largest=MIB // 2)
+    world.publish(0)
+    program = f"""
+import resource, sys
+from pathlib import Path
+from rose.export.folder import write_shards
+from rose.export.weights import StoreWeights
+import rose.transfer.codec as codec
+codec.compile_all()
+taken = int([l for l in open("/proc/self/status") if l.startswith("VmData")][0].split()[1]) * 1024
+limit = taken + 192 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+size = (16 if sys.argv[2] == "shard" else 400) * 2**20
+Path(sys.argv[1]).mkdir()
+print(write_shards(StoreWeights(Path({str(tmp_path / "store")!r}), 0), Path(sys.argv[1]), size))
+"""
+    done = {
+        size: subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / size), size],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        for size in ("shard", "model")
+    }
+    assert done["shard"].returncode == 0 and done["shard"].stdout.startswith("(24, "), done
+    assert done["model"].returncode != 0, "the limit would stop one that holds the model"
+    assert re.search("alloc|memory", done["model"].stderr), done["model"].stderr
+    found = load_file(tmp_path / "shard" / "model-00024-of-00024.safetensors")
+    assert torch.equal(found["layer.23"], weights["layer.23"])

