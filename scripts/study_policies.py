@@ -403,6 +403,9 @@ def words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if not all("=" in argument for argument in arguments):
+        print(__doc__)
+        return 0 if "--help" in arguments else 2
     given = dict(argument.split("=", 1) for argument in arguments)
     out = Path(given.pop("out", RESULTS))
     settings = [given.pop("only")] if "only" in given else list(SETTINGS)

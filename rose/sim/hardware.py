@@ -2,8 +2,8 @@
 capacity, weight transfer.
 
 A roofline (Williams et al., 2009) with stated efficiencies: what the peaks don't say is in
-`Efficiency`, one set for all devices, models and policies. Numbers with "ours" as their source have
-a row in the sensitivity table.
+`Efficiency`, one set for all devices, models and policies. The larger ones with "ours" as their
+source have a row in the sensitivity table.
 """
 
 from __future__ import annotations

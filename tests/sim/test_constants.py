@@ -79,10 +79,12 @@ def numbers(node: ast.AST, named: bool, places: tuple[int, ...]):
 
 def under_a_name(node: ast.AST, field: str, named: bool) -> bool:
     """Of what stands in this field of a node that is, or isn't, under a name itself: assignments of
-    modules and classes, defaults and keyword arguments name their numbers; bodies of functions
-    don't."""
+    modules and classes, defaults, keyword arguments and variables that are a number and nothing
+    more name their numbers; other bodies of functions don't."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         return field in ("args", "decorator_list")
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+        return True
     return named or isinstance(node, (ast.Module, ast.ClassDef, ast.keyword))
 
 
@@ -118,6 +120,7 @@ def test_the_simulator_was_looked_at():
         "class Gate:\n    pace: float = 0.5",
         "def rates(busy):\n    return 0.9 * (1 - busy)",
         "def late(at):\n    return at > 8",
+        "def late(at):\n    pace = 0.5\n    return at > pace",
         "def start(pool):\n    pool.wake(seconds=0.5)",
         "def floor(c, at):\n    return c[at * 7]",
         "call = lambda at: at + 3",
