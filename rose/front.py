@@ -127,6 +127,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     Raises `ConfigError` for a sweep without points."""
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
+    errors.searched(arguments)
 
     def collect(composed) -> None:
         tree = errors.to_tree(composed)

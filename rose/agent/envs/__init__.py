@@ -1,9 +1,9 @@
 """The tasks that agents learn on, one file each, behind the protocol in `base`.
 
 An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. May import `rose.config`;
-must know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are
-shared helpers.
+``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. Others' are entry points
+of the group `rose.environments`, or named package.module:Class. May import `rose.config`; must know
+nothing of models, tokens, MPI or how it is run. Files with a leading underscore are shared helpers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pkgutil
 
 from rose import config
 from rose.agent.envs.base import Environment
-from rose.config import ConfigError
+from rose.config import ConfigError, outside
 
 
 def names() -> list[str]:
@@ -33,16 +33,29 @@ def build(env: config.Env) -> Environment:
     """
     cls = _find(env.name)
     known = inspect.signature(cls).parameters
+    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key, value in env.args.items():
-        if key not in known:
+        if key not in known and not free:
             raise ConfigError(
                 f"env.args.{key}={value!r}: {env.name} takes no such argument; "
                 f"it knows {', '.join(known) or 'none'}"
             )
     for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in env.args:
+        wanted = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if wanted and parameter.default is parameter.empty and key not in env.args:
             raise ConfigError(f"env.args.{key}: missing; {env.name} needs it")
-    return cls(**env.args)
+    try:
+        made = cls(**env.args)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class that isn't ours
+        raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
+    if lacks := outside.lacking(made, Environment):
+        raise ConfigError(
+            f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, it "
+            f"lacks {', '.join(lacks)} (rose/agent/envs/base.py)"
+        )
+    return made
 
 
 def check(env: config.Env | config.Mixture) -> None:
@@ -60,8 +73,8 @@ def check(env: config.Env | config.Mixture) -> None:
 
 
 def _find(name: str) -> type:
-    if name not in names():
-        raise ConfigError(f"env.name={name!r}: no such environment; there are {', '.join(names())}")
+    if name not in (ours := names()):
+        return outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
