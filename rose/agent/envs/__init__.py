@@ -11,10 +11,31 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import sys
 
 from rose import config
 from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
+
+
+# What an environment needs that ROSE itself does without; pyproject.toml has the same as extras.
+PACKAGES = {
+    "reasoning_gym": "reasoning-gym>=0.1.25",
+    "textarena": "textarena>=0.7.4",
+    "math_verify": "math-verify[antlr4-9-3]>=0.9",
+    "mcp": "mcp>=2.0",
+    "pyarrow": "pyarrow",
+    "datasets": "datasets",
+}
+
+
+def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
+    """`key` needs a package that is not installed: its name, and how it is."""
+    package = (error.name or "").partition(".")[0]
+    return ConfigError(
+        f"{key}: needs the Python package {package!r}, which is not installed; "
+        f"{sys.executable} -m pip install '{PACKAGES.get(package, package)}'"
+    )
 
 
 def names() -> list[str]:
@@ -78,9 +99,7 @@ def _find(name: str) -> type:
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"env.name={name!r}: needs the Python package {error.name!r}, which is not installed"
-        ) from error
+        raise missing(f"env.name={name!r}", error) from error
     cls = name.title().replace("_", "")
     try:
         return getattr(module, cls)
