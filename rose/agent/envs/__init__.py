@@ -17,7 +17,6 @@ from rose import config
 from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
 
-
 # What an environment needs that ROSE itself does without; pyproject.toml has the same as extras.
 PACKAGES = {
     "reasoning_gym": "reasoning-gym>=0.1.25",

@@ -26,6 +26,7 @@ from rose.config import ConfigError
 
 MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
 SAID = 2000  # characters of a function's error that are kept
+BEGUN = b"begun\n"
 _own = threading.local()  # a thread of the pool has one process, `worker`
 
 
@@ -66,16 +67,23 @@ def _from_file(path: str) -> Any:
     return module
 
 
-async def call(spec: str, **arguments: Any) -> Any:
-    """What the function returns, computed in a worker process. Raises `FunctionFailed`. Cancelling
-    this kills the process, if the call has begun."""
+class FunctionTooSlow(FunctionFailed):
+    """It computed longer than its limit, and its process was killed."""
+
+
+async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any:
+    """What the function returns, computed in a worker process. `limit_s` bounds its own time,
+    without its turn's wait and the import of what it needs. Raises `FunctionFailed`,
+    `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
     line = json.dumps([spec, arguments]).encode() + b"\n"
-    turn = _Turn()
+    turn = _Turn(limit_s)
     try:
         answer = await asyncio.wrap_future(_pool().submit(turn.run, line))
     except asyncio.CancelledError:
         turn.cancel()
         raise
+    if answer.get("too_slow"):
+        raise FunctionTooSlow(f"{spec}: did not return within {limit_s:g} s")
     if "error" in answer:
         raise FunctionFailed(f"{spec}: {answer['error']}")
     return answer["value"]
@@ -89,7 +97,8 @@ def _pool() -> ThreadPoolExecutor:
 class _Turn:
     """One call, which a thread of the pool makes and the event loop may cancel."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._cancelled = False
@@ -99,20 +108,29 @@ class _Turn:
             if self._cancelled:
                 return {"error": "cancelled before it began"}
             self._process = process = _worker()
+        slow = threading.Event()
+        limit = threading.Timer(self._limit_s or 0, lambda: (slow.set(), process.kill()))
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = process.stdout.readline()
+            answer = process.stdout.readline()  # it has imported the function and begins
+            if self._limit_s is not None and answer == BEGUN:
+                limit.start()
+            answer = process.stdout.readline() if answer == BEGUN else answer
         except OSError:
             answer = b""
         with self._lock:
             self._process = None
+        limit.cancel()
         if answer:
             return json.loads(answer)
         process.kill()
         code = process.wait()
         _own.worker = None
-        return {"error": f"its process ended with code {code} before it answered"}
+        return {
+            "too_slow": slow.is_set(),
+            "error": f"its process ended with code {code} before it answered",
+        }
 
     def cancel(self) -> None:
         with self._lock:
@@ -145,7 +163,9 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         spec, arguments = json.loads(line)
         try:
-            text = json.dumps({"value": load("function", spec)(**arguments)})
+            function = load("function", spec)
+            answers.write(BEGUN)
+            text = json.dumps({"value": function(**arguments)})
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")

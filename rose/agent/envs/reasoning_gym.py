@@ -22,6 +22,7 @@ from rose.config import ConfigError
 EXCEPT = ("composite",)
 OURS = ("size", "seed")  # arguments of every task that the run's seed decides
 SEEDS = 2**31 - 1  # numpy, which some tasks draw with, takes no larger ones
+JUDGE_S = 60.0  # the slowest task is made again in 10 s; more is of what the policy wrote
 SYSTEM = (
     "Think step by step. Then give the final answer, and nothing else, between <answer> and "
     "</answer>."
@@ -66,9 +67,12 @@ class ReasoningGym:
     async def step(self, action: Action) -> Step:
         name, arguments, seed = self._drawn
         text = action.text.encode("utf-8", "replace").decode()
-        score = await _workers.call(
-            f"{__name__}:score", name=name, arguments=arguments, seed=seed, text=text
-        )
+        try:
+            score = await _workers.call(
+                f"{__name__}:score", JUDGE_S, name=name, arguments=arguments, seed=seed, text=text
+            )
+        except _workers.FunctionTooSlow:
+            score = 0.0
         return Step(observation=f"Score {score:g}.", reward=score, done=True, success=score >= 0.99)
 
     async def close(self) -> None:

@@ -25,11 +25,19 @@ from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 
+# ask a language model over the network, or can't be copied for the random opponent in any good time
+EXCEPT = ("MarketEntryGame", "PublicGoodsGame", "SettlersOfCatan")
 RAW = "-raw"  # without the package's own ways to show the whole history again
 MOST_PLAYERS = 7
 TRIES = 400  # moves that the random opponent tries on a copy of the game before it gives up
 TOKEN = re.compile(r"\[[^\[\]\n]{1,30}\]")
 PART = re.compile(r"\d|\b[A-Za-z]\b|(?<=\b)[A-Ia-i](?=\d)")
+
+
+def games() -> list[str]:
+    """Ids of all that may be tried."""
+    ids = (name.removesuffix(RAW) for name in ENV_REGISTRY if name.endswith(RAW))
+    return sorted(name for name in ids if not name.startswith(EXCEPT))
 
 
 class Textarena:
@@ -51,10 +59,9 @@ class Textarena:
         seat: int | None = None,
         options: dict[str, Any] | None = None,
     ):
-        if game + RAW not in ENV_REGISTRY:
-            known = sorted(n.removesuffix(RAW) for n in ENV_REGISTRY if n.endswith(RAW))
+        if game not in games():
             raise ConfigError(
-                f"env.args.game={game!r}: no such game; there are {', '.join(map(str, known))}"
+                f"env.args.game={game!r}: no such game; there are {', '.join(games())}"
             )
         self.options = options or {}
         self.players = _players(game, players, tuple(sorted(self.options.items())))
@@ -91,7 +98,9 @@ class Textarena:
         if not done:
             return Step(observation=self._heard.strip() or "Your turn.", invalid=invalid)
         rewards, _ = self._game.close()
-        reward = float((rewards or {}).get(self.seat, 0.0))
+        reward = (rewards or {}).get(self.seat, 0.0)
+        # some games put the reason of the last invalid move where its reward belongs
+        reward = float(reward) if isinstance(reward, int | float) else -1.0
         return Step(
             observation="The game is over.",
             reward=reward,
