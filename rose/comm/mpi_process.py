@@ -34,8 +34,7 @@ def environment(mpi: dict[str, str]) -> dict[str, str]:
     """This process's variables without those of a launcher, and with those of cluster.mpi.env."""
     without = launchers()
     kept = {name: value for name, value in os.environ.items() if name not in without}
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path} | mpi
+    return kept | {"PYTHONPATH": places.python_path()} | mpi
 
 
 def unname(world: MPI.Comm) -> list[str]:

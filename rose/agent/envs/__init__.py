@@ -11,7 +11,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
+from pathlib import Path
+
+import msgspec
 
 from rose import config
 from rose.agent.envs.base import Environment
@@ -90,6 +94,20 @@ def check(env: config.Env | config.Mixture) -> None:
             raise ConfigError(
                 f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
             ) from error.__cause__
+
+
+def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
+    """With the arguments that a class calls its `paths` from the root: ranks may start in another
+    folder. What follows a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call it after `check`."""
+    if isinstance(env, config.Mixture):
+        members = {name: with_whole_paths(member) for name, member in env.members.items()}
+        return msgspec.structs.replace(env, members=members)
+    args = dict(env.args)
+    for key in getattr(_find(env.name), "paths", ()):
+        place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
+        if isinstance(args.get(key), str) and Path(place).exists():
+            args[key] = f"{Path(place).resolve()}{mark}{rest}"
+    return msgspec.structs.replace(env, args=args)
 
 
 def _find(name: str) -> type:

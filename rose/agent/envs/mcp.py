@@ -110,7 +110,7 @@ class Mcp:
                 "utf-8", "replace"
             ).decode(), True
         # lone surrogates, of JSON that the policy wrote, can't be sent
-        clean = json.loads(json.dumps(arguments).encode("utf-8", "replace"))
+        clean = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
         answer: asyncio.Future = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((name, clean, answer))
         try:
