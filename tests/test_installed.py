@@ -99,7 +99,7 @@ def test_modules_are_commands(rose, tmp_path):
 def test_rose_simulate_simulates_and_writes_below_the_current_folder(rose, tmp_path):
     done = rose(
         "simulate", "+experiment=rose_8b", "name=sim", "sim.steps=2", "sim.warmup=1",
-        "sim.seeds=[1]", "sim.processes=1", "~sim.systems",
+        "sim.seeds=[1]", "sim.processes=1", "sim/systems=[roll_grpo]",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "outputs" / "sim" / "report.html").read_text()

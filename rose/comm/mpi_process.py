@@ -13,15 +13,15 @@ some MiB on the node. Without a name the kernel frees it with the last process t
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rose import places
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")
 LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
-REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = "/dev/shm/mpich_"
 
 

@@ -2,7 +2,7 @@
 of the job. Pure.
 
 A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE
-itself is mounted from this checkout, and where it is installed, the image has the same version. What
+itself is mounted from this checkout; where it is installed, the image has the same version. What
 submits and watches stays outside, since it needs Slurm's commands. Left out: one machine without
 Slurm, where launch.py as a whole runs in the container.
 """

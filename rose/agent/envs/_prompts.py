@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ class Prompts:
         system: str | None,
         reward: str,
     ):
-        rows = _rows("env.args.data", data, prompt_field)
+        here = os.getcwd()  # in which paths are relative
+        rows = _rows("env.args.data", data, prompt_field, here)
         if isinstance(held_out, str):
-            self.train, self.held_out = rows, _rows("env.args.held_out", held_out, prompt_field)
+            self.train, self.held_out = (
+                rows,
+                _rows("env.args.held_out", held_out, prompt_field, here),
+            )
         elif isinstance(held_out, float) and 0 < held_out < 1:
-            self.train, self.held_out = _split("env.args.data", data, prompt_field, held_out)
+            self.train, self.held_out = _split(data, prompt_field, held_out, here)
         else:
             raise ConfigError(
                 f"env.args.held_out={held_out!r}: {FORMATS}, or a share of the rows above 0 and "
@@ -52,7 +57,7 @@ class Prompts:
         if reward == "math":
             _check_answers(data, rows, answer_field)
         self.reward = MATH if reward == "math" else reward
-        self._function, self._takes = _function(self.reward)
+        self._function, self._takes = _function(self.reward, here)
 
     def row(self, seed: int) -> dict[str, Any]:
         """That of this seed: a held-out one if it is odd."""
@@ -86,7 +91,7 @@ class Prompts:
 
 
 @functools.cache
-def _function(spec: str) -> tuple[Any, tuple[str, ...]]:
+def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
     """The function, and what it takes of `PASSED`."""
     try:
         found = _workers.load("env.args.reward", spec)
@@ -109,7 +114,7 @@ def _function(spec: str) -> tuple[Any, tuple[str, ...]]:
 
 
 @functools.cache
-def _rows(key: str, place: str, field: str) -> list[dict[str, Any]]:
+def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
     path, _, split = place.partition("#")
     try:
         rows = _read(key, Path(path), split)
@@ -177,11 +182,11 @@ def _saved(place: str, path: Path, split: str) -> list[Any]:
 
 
 @functools.cache
-def _split(key: str, place: str, field: str, share: float) -> tuple[list, list]:
+def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]:
     """(train, held out): a row's side follows from its prompt's text alone, so equal prompts are on
     one side, and rows that are added or reordered change no other's."""
     sides: tuple[list, list] = ([], [])
-    for row in _rows(key, place, field):
+    for row in _rows("env.args.data", place, field, here):
         digest = hashlib.sha256(json.dumps(row[field], sort_keys=True).encode()).digest()
         sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(row)
     if not all(sides):

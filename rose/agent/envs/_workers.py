@@ -75,7 +75,9 @@ async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any
     """What the function returns, computed in a worker process. `limit_s` bounds its own time,
     without its turn's wait and the import of what it needs. Raises `FunctionFailed`,
     `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
-    line = json.dumps([spec, arguments]).encode() + b"\n"
+    place, _, name = spec.rpartition(":")
+    whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
+    line = json.dumps([whole, arguments]).encode() + b"\n"
     turn = _Turn(limit_s)
     try:
         answer = await asyncio.wrap_future(_pool().submit(turn.run, line))

@@ -1,6 +1,10 @@
 """What holds for every environment, and how one is named in the configuration."""
 
 import asyncio
+import functools
+import json
+import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -32,9 +36,26 @@ ODD_ARGUMENTS = [
 ]
 
 
+SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
+GIVEN = {
+    "prompts": {"data": "FOLDER"},
+    "mcp": {"data": "FOLDER", "command": [sys.executable, str(SERVER)]},
+}
+
+
 def read(name: str, **args) -> config.Env:
     raw = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    return config.Env(**(raw | {"args": raw["args"] | args}))
+    given = {k: PROMPTS() if v == "FOLDER" else v for k, v in GIVEN.get(name, {}).items()}
+    return config.Env(**(raw | {"args": raw["args"] | given | args}))
+
+
+@functools.cache
+def PROMPTS() -> str:
+    """A file of prompts."""
+    path = Path(tempfile.mkdtemp()) / "sums.jsonl"
+    rows = [{"prompt": f"What is {n} + 1?", "answer": n + 1} for n in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 ALONE = sorted(
