@@ -9,6 +9,7 @@ openenv-core 0.3 (Meta and Hugging Face), spoken here without the package.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
