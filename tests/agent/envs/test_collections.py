@@ -252,17 +252,13 @@ def test_every_kind_of_file_has_the_same_rows_and_odd_seeds_are_held_out(folder)
     }
 
 
-def test_math_takes_any_form_of_the_answer_and_an_endless_one_is_wrong(folder, monkeypatch):
-    from rose.agent.envs import _prompts
-
+def test_math_takes_any_form_of_the_answer(folder):
     (folder / "one.jsonl").write_text('{"prompt": "a half?", "answer": "1/2"}\n')
     env = env_of("prompts", data="one.jsonl", held_out="one.jsonl")
     texts = [r"so \boxed{\frac{1}{2}}", "it is 0.5", r"<think>\boxed{1/2}</think> 3", "no idea", ""]
     steps = play(env, 0, *map(Action, texts))[1:]
     assert [step.reward for step in steps] == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert [step.success for step in steps] == [True, True, False, False, False]
-    monkeypatch.setattr(_prompts, "JUDGE_S", 0.01)  # nothing is judged within it
-    assert play(env, 0, Action(texts[0]))[1].reward in (0.0, 1.0)
 
 
 def test_a_function_of_the_users_rewards_async_or_not(folder):
@@ -295,6 +291,8 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
 
     with pytest.raises(TimeoutError):
         asyncio.run(hang())
+    with pytest.raises(_workers.FunctionTooSlow, match=r"did not return within 0.5 s"):
+        asyncio.run(_workers.call("rewards.py:hangs", 0.5, text="x"))
     for _ in range(_workers.MOST + 1):  # and the next calls have processes again
         assert play(env("length"), 2, Action("x"))[1].reward > 0
 
