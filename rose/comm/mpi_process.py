@@ -13,6 +13,7 @@ some MiB on the node. Without a name the kernel frees it with the last process t
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose import places
