@@ -324,7 +324,12 @@ def test_bad_prompts_and_rewards_are_refused(folder, args, words):
 def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     from rose import front
 
-    c = make_config("env=prompts", "env.args.data=sums.jsonl", "env.args.reward=rewards.py:length")
+    c = make_config(
+        "env=prompts",
+        "env.max_new_tokens=8",
+        "env.args.data=sums.jsonl",
+        "env.args.reward=rewards.py:length",
+    )
     args = front.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
