@@ -65,12 +65,13 @@ INSTEAD_OF_RUNNING = frozenset(
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
 
 
-def main(conf: Path, arguments: list[str]) -> int:
-    """Run the command line `arguments` on the Hydra folder `conf`; the process's exit code."""
+def main(conf: Path, arguments: list[str], program: str = "python launch.py") -> int:
+    """Run the command line `arguments` of `program` on the Hydra folder `conf`; the process's exit
+    code."""
     complaints = Console(stderr=True)
     try:
         with _signals_raise():
-            return _main(conf, arguments, Console())
+            return _main(conf, arguments, Console(), program)
     except errors.COMPLAINTS as error:
         return _refuse(complaints, errors.explain(error, conf, arguments))
     except ConfigError as error:
@@ -99,7 +100,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _main(conf: Path, arguments: list[str], console: Console) -> int:
+def _main(conf: Path, arguments: list[str], console: Console, program: str) -> int:
     trees = compose(conf, arguments)
     names = [str(tree["name"]) for tree in trees]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -113,10 +114,10 @@ def _main(conf: Path, arguments: list[str], console: Console) -> int:
         return study.main(
             [model.known(configuration.from_dict(tree)) for tree in trees],
             console,
-            study.command_of(arguments),
+            study.command_of(program, arguments),
         )
     plans = [check(tree) for tree in trees]
-    command = f"python launch.py {shlex.join(arguments)}".strip()
+    command = f"{program} {shlex.join(arguments)}".strip()
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
@@ -130,6 +131,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     Raises `ConfigError` for a sweep without points."""
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
+    errors.searched(arguments)
 
     def collect(composed) -> None:
         tree = errors.to_tree(composed)
@@ -169,10 +171,11 @@ def check(tree: dict) -> plan.Plan:
     # imports torch (2 s): worth the wait for the algorithm's own checks, here only
     from rose.trainer import algorithms
 
-    c = with_whole_paths(configuration.from_dict(tree))
+    c = configuration.from_dict(tree)
     envs.check(c.env)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
     trackers.check(c.observe)
+    c = with_whole_paths(c)
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
@@ -202,6 +205,7 @@ def with_whole_paths(c: Config) -> Config:
     )
     return msgspec.structs.replace(
         c,
+        env=envs.with_whole_paths(c.env),
         rollout=msgspec.structs.replace(c.rollout, replay=replayed),
         transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
         reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),

@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose import files, hub, processes
+from rose import files, hub, places, processes
 from rose.config import ConfigError, Model
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the download of 93 MB
 
 # What a recipe's output depends on besides its arguments; a change of any of them makes a new
@@ -98,15 +97,19 @@ def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
     it."""
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for name in RECIPES[source]:
-        digest.update((REPOSITORY / name).read_bytes())
+        digest.update(_file(name).read_bytes())
     return cache_dir() / "models" / f"{source}-{digest.hexdigest()[:16]}"
+
+
+def _file(name: str) -> Path:
+    return (places.FILES if name.startswith("scripts/") else places.REPOSITORY) / name
 
 
 def check_recipe(source: str, recipe: dict[str, Any]) -> None:
     """Raises `ConfigError` for a key that the recipe's script has no option for. Read from its
     text: the script itself would import torch."""
     script = RECIPES[source][0]
-    options = re.findall(r"""add_argument\(["']--([\w-]+)["']""", (REPOSITORY / script).read_text())
+    options = re.findall(r"""add_argument\(["']--([\w-]+)["']""", _file(script).read_text())
     known = [name.replace("-", "_") for name in options if name != "out"]
     for key, value in recipe.items():
         if key.replace("-", "_") not in known:
@@ -133,19 +136,12 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
             for key, value in recipe.items()
             for part in (f"--{key.replace('_', '-')}", str(value))
         ]
-        command = [
-            sys.executable,
-            str(REPOSITORY / RECIPES[source][0]),
-            *options,
-            "--out",
-            str(folder),
-        ]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, str(_file(RECIPES[source][0])), *options, "--out", str(folder)]
         launcher = os.getpid()
         try:
             done = subprocess.run(
                 command,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": places.python_path()},
                 stdout=sys.stderr,
                 timeout=BUILD_DEADLINE_S,
                 start_new_session=True,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from rose import processes
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
-from rose.agent.envs import build
+from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
@@ -153,6 +153,7 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator says `Shutdown`."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
+    check(config.env)  # what this machine lacks is found now, and imports take seconds
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,

@@ -16,12 +16,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rose import places
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")
 LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
-REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = "/dev/shm/mpich_"
 
 
@@ -34,8 +35,7 @@ def environment(mpi: dict[str, str]) -> dict[str, str]:
     """This process's variables without those of a launcher, and with those of cluster.mpi.env."""
     without = launchers()
     kept = {name: value for name, value in os.environ.items() if name not in without}
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path} | mpi
+    return kept | {"PYTHONPATH": places.python_path()} | mpi
 
 
 def unname(world: MPI.Comm) -> list[str]:

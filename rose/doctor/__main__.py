@@ -24,9 +24,7 @@ from rose.config import Config, ConfigError, from_dict
 from rose.doctor import join, machine, slurm
 from rose.doctor.finding import Finding
 from rose.launch import container, errors
-from rose.models import REPOSITORY
-
-CONF = REPOSITORY / "conf"
+from rose.places import CONF
 
 
 def main() -> int:

@@ -2,8 +2,9 @@
 of the job. Pure.
 
 A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE
-itself is mounted from this checkout. What submits and watches stays outside, since it needs Slurm's
-commands. Left out: one machine without Slurm, where launch.py as a whole runs in the container.
+itself is mounted from this checkout; where it is installed, the image has the same version. What
+submits and watches stays outside, since it needs Slurm's commands. Left out: one machine without
+Slurm, where launch.py as a whole runs in the container.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.config import Config, ConfigError, Container
-from rose.models import REPOSITORY
+from rose.places import CHECKOUT
 
 
 def command(c: Config, folders: Sequence[Path]) -> list[str]:
@@ -67,7 +68,8 @@ def _box(c: Config) -> Container | None:
 
 def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
     """Each once, without those within another."""
-    wanted = {REPOSITORY: "this checkout"} | {folder.absolute(): "output_dir" for folder in folders}
+    wanted = {} if CHECKOUT is None else {CHECKOUT: "this checkout"}
+    wanted |= {folder.absolute(): "output_dir" for folder in folders}
     model = c.model.snapshot if c.model.source == "hub" else c.model.path  # a hub's path is its id
     if model is not None and Path(model).is_absolute():
         wanted[_whole(Path(model))] = "the model's folder"

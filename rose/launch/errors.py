@@ -6,6 +6,7 @@ Left out: what is wrong with a composed configuration; rose/config/ says that.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from bisect import bisect_left
 from pathlib import Path
@@ -46,10 +47,31 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
         swept = [override for override in overrides if override.is_sweep_override()]
         if swept and not set(SWEEP) & set(arguments):
             return _several_values(swept[0].input_line)
-        if (found := _first_refused(overrides, conf)) is not None:
+        if (found := _first_refused(overrides, conf, searched(arguments))) is not None:
             return _bad_override(*found, conf)
     key = getattr(error, "full_key", None)
     return f"{key}: {_first_line(error)}" if key else _first_line(error)
+
+
+def searched(arguments: list[str]) -> list[str]:
+    """Where options are looked for besides conf/, as Hydra writes it: what --config-dir DIR and
+    hydra.searchpath=[...] name. Raises `ConfigError` for a folder that isn't there, of which Hydra
+    only warns."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    given = parser.parse_known_args(arguments)[0].config_dir
+    found = [] if given is None else [f"file://{Path(given).resolve()}"]
+    for override in _parsed([a for a in arguments if a.startswith("hydra.searchpath=")]):
+        value = override.value()
+        for place in value if isinstance(value, list) else [value]:
+            folder = str(place).removeprefix("file://")
+            if not str(place).startswith("pkg://") and not Path(folder).is_dir():
+                raise configuration.ConfigError(
+                    f"{override.input_line}: {folder} is no folder; write file:// and its path "
+                    "from the root, or pkg:// and a package"
+                )
+            found.append(str(place))
+    return found
 
 
 def _parsed(arguments: list[str]) -> list[Override]:
@@ -60,21 +82,25 @@ def _parsed(arguments: list[str]) -> list[Override]:
 
 
 def _first_refused(
-    overrides: list[Override], conf: Path
+    overrides: list[Override], conf: Path, places: list[str]
 ) -> tuple[str, Override, DictConfig] | None:
     """The first override with which `conf` composes no more, as text (of a sweep its first point),
     and the configuration before it. Hydra's exceptions don't name it, so it is searched for, in
     Hydra's order: first the options of groups, then keys."""
     texts = {}
+    base = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
+    overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     for override in sorted(overrides, key=lambda o: not (conf / o.key_or_group).is_dir()):
         if (text := _text(override)) is not None:
             texts[text] = override
     words = list(texts)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        good = bisect_left(range(1, len(words) + 1), True, key=lambda n: not _composes(words[:n]))
+        good = bisect_left(
+            range(1, len(words) + 1), True, key=lambda n: not _composes(base + words[:n])
+        )
         if good == len(words):
             return None  # none is refused by itself: of an interpolation, for example
-        return words[good], texts[words[good]], compose("config", words[:good])
+        return words[good], texts[words[good]], compose("config", base + words[:good])
 
 
 def _composes(overrides: list[str]) -> bool:

@@ -22,11 +22,10 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import files, hub, processes
+from rose import files, hub, places, processes
 from rose.config import Config, ConfigError
 from rose.launch import gpus, logs
 from rose.launch.layout import Rank
-from rose.models import REPOSITORY
 
 RANK_COMMAND = (sys.executable, "-m", "rose.main")
 # Ours decides what a dead rank means, on this host only, even when started inside a Slurm
@@ -83,12 +82,11 @@ def find_mpiexec() -> str:
 def environment(c: Config) -> dict[str, str]:
     """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which
     win."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # NumPy loads before a rank knows its own share of the cores
     threads = {"OPENBLAS_NUM_THREADS": "1"}
     return (
         os.environ
-        | {"PYTHONPATH": path}
+        | {"PYTHONPATH": places.python_path()}
         | threads
         | hub.OFFLINE
         | c.cluster.of_interface

@@ -18,7 +18,7 @@ from submitit.slurm import slurm as submitit_slurm
 from rose.config import Component, Config, cpus_of
 from rose.launch import container
 from rose.launch.layout import Rank
-from rose.models import REPOSITORY
+from rose.places import CHECKOUT
 
 # exec: Slurm's signals of --signal=B: go to the script's own process
 SUBMITIT = ("-u", "-m", "submitit.core._submit")
@@ -114,7 +114,9 @@ def srun_argv(
 
 
 def _setup(c: Config) -> list[str]:
-    path = shlex.quote(str(REPOSITORY))
+    if CHECKOUT is None:
+        return ["", *c.cluster.slurm.setup]
+    path = shlex.quote(str(CHECKOUT))
     return ["", f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *c.cluster.slurm.setup]
 
 

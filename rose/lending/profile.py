@@ -28,7 +28,7 @@ import msgspec
 import psutil
 
 from rose import config as configuration
-from rose import models
+from rose import models, places
 from rose.config import Config, ConfigError
 from rose.engine import plugin, start
 from rose.engine.start import EngineError
@@ -131,7 +131,7 @@ def _composed(overrides: list[str]) -> Config:
 
     from rose.launch import errors
 
-    conf = models.REPOSITORY / "conf"
+    conf = places.CONF
     try:
         with initialize_config_dir(str(conf), version_base="1.3"):
             return configuration.from_dict(errors.to_tree(compose("config", overrides)))

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from rose import config as configuration
+from rose import places
 from rose.config import Config, ConfigError, Serving
 
-DEFAULTS = Path(__file__).resolve().parents[2] / "conf" / "serving" / "borrow.yaml"
+DEFAULTS = places.CONF / "serving" / "borrow.yaml"
 
 # What an engine elsewhere may do differently; all else is the run's, or the tokens would be another
 # policy's.

@@ -1,4 +1,5 @@
-"""Policies by the names of their Hydra options."""
+"""Policies by the names of their Hydra options. Others' are entry points KIND.NAME of the group
+`rose.policies`, or named package.module:Class."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from rose import config as cfg
+from rose.config import outside
 from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
@@ -23,6 +25,7 @@ from rose.policies.seer import LongestFirst, Seer
 from rose.policies.serverless import Serverless
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler.core import Scheduler
+from rose.scheduler.policies import Batching, Order, Provisioning, Routing
 
 POLICIES: dict[str, dict[str, type]] = {
     "provisioning": {
@@ -58,6 +61,14 @@ POLICIES: dict[str, dict[str, type]] = {
 }
 
 
+PROTOCOLS: dict[str, type] = {
+    "provisioning": Provisioning,
+    "routing": Routing,
+    "order": Order,
+    "batching": Batching,
+}
+
+
 def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
     """Raises `rose.config.ConfigError` naming the key for an unknown policy or a bad argument."""
     return Scheduler(
@@ -71,31 +82,37 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
 
 
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
-    known = POLICIES[kind]
-    if chosen.name not in known:
-        raise cfg.ConfigError(
-            f"scheduler.{kind}.name={chosen.name!r}: unknown policy; "
-            f"one of {', '.join(sorted(known))}"
-        )
-    policy = known[chosen.name]
-    takes = list(inspect.signature(policy).parameters)
+    policy = POLICIES[kind].get(chosen.name) or outside.find(
+        f"scheduler.{kind}.name",
+        chosen.name,
+        f"{kind} policy",
+        tuple(sorted(POLICIES[kind])),
+        "rose.policies",
+        f"{kind}.",
+    )
+    takes = inspect.signature(policy).parameters
+    needed = [k for k, p in takes.items() if p.default is p.empty]
     for key in [k for k in chosen.args if k not in takes] + [
-        k for k in takes if k not in chosen.args
+        k for k in needed if k not in chosen.args
     ]:
         raise cfg.ConfigError(
             f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
             f"{', '.join(takes) or 'no arguments'}"
         )
     types = get_type_hints(policy.__init__)
-    for key in takes:
+    for key, value in chosen.args.items():
         try:
-            msgspec.convert(chosen.args[key], types[key])
+            msgspec.convert(value, types.get(key, Any))
         except msgspec.ValidationError as error:
             said = str(error)[0].lower() + str(error)[1:]
-            raise cfg.ConfigError(
-                f"scheduler.{kind}.args.{key}={chosen.args[key]!r}: {said}"
-            ) from None
+            raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={value!r}: {said}") from None
     try:
-        return policy(**chosen.args)
+        made = policy(**chosen.args)
     except (TypeError, ValueError) as error:
         raise cfg.ConfigError(f"scheduler.{kind}.args={chosen.args}: {error}") from None
+    if lacks := outside.lacking(made, PROTOCOLS[kind]):
+        raise cfg.ConfigError(
+            f"scheduler.{kind}.name={chosen.name!r}: {policy.__qualname__} is no {kind} policy, it "
+            f"lacks {', '.join(lacks)} (rose/scheduler/policies.py)"
+        )
+    return made

@@ -11,7 +11,7 @@ import pytest
 from rose.config import ConfigError, from_dict
 from rose.launch import plan, sbatch
 from rose.launch.layout import layout
-from rose.models import REPOSITORY
+from rose.places import REPOSITORY
 from rose.protocol import Role
 
 SEVEN_B = (

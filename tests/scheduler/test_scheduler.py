@@ -536,7 +536,7 @@ def test_the_stream_goes_on_after_a_restore():
     [
         (
             dict(routing=Policy(name="fastest", args={})),
-            "scheduler.routing.name='fastest': unknown policy; one of cache_affine",
+            "scheduler.routing.name='fastest': no such routing policy; there are cache_affine",
         ),
         (dict(batching=Policy(name="synchronous", args={"max_admitted": 0.5})), "max_admitted=0.5"),
         (dict(order=Policy(name="fifo", args={"x": 1})), "scheduler.order.args"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rose import models
+from rose import models, places
 from rose.agent.chat import ChatFormat
 from rose.config import read_shape
 from rose.engine.start import stop_tokens
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def recipe():
     spec = importlib.util.spec_from_file_location(
-        "make_smollm2", models.REPOSITORY / "scripts/make_smollm2.py"
+        "make_smollm2", places.REPOSITORY / "scripts/make_smollm2.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -64,7 +64,7 @@ def settings(job: dict[str, Any]):
     from omegaconf import OmegaConf
 
     from rose import config as configuration
-    from rose.models import REPOSITORY
+    from rose.places import REPOSITORY
 
     keys = [
         "model=qwen3_8b",

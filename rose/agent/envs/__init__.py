@@ -1,9 +1,9 @@
 """The tasks that agents learn on, one file each, behind the protocol in `base`.
 
 An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. May import `rose.config`;
-must know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are
-shared helpers.
+``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. Others' are entry points
+of the group `rose.environments`, or named package.module:Class. May import `rose.config`; must know
+nothing of models, tokens, MPI or how it is run. Files with a leading underscore are shared helpers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,34 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import msgspec
 
 from rose import config
 from rose.agent.envs.base import Environment
-from rose.config import ConfigError
+from rose.config import ConfigError, outside
+
+# What an environment needs that ROSE itself does without; pyproject.toml has the same as extras.
+PACKAGES = {
+    "reasoning_gym": "reasoning-gym>=0.1.25",
+    "textarena": "textarena>=0.7.4",
+    "math_verify": "math-verify[antlr4-9-3]>=0.9",
+    "mcp": "mcp>=2.0",
+    "pyarrow": "pyarrow",
+    "datasets": "datasets",
+}
+
+
+def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
+    """`key` needs a package that is not installed: its name, and how it is."""
+    package = (error.name or "").partition(".")[0]
+    return ConfigError(
+        f"{key}: needs the Python package {package!r}, which is not installed; "
+        f"{sys.executable} -m pip install '{PACKAGES.get(package, package)}'"
+    )
 
 
 def names() -> list[str]:
@@ -33,16 +57,29 @@ def build(env: config.Env) -> Environment:
     """
     cls = _find(env.name)
     known = inspect.signature(cls).parameters
+    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key, value in env.args.items():
-        if key not in known:
+        if key not in known and not free:
             raise ConfigError(
                 f"env.args.{key}={value!r}: {env.name} takes no such argument; "
                 f"it knows {', '.join(known) or 'none'}"
             )
     for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in env.args:
+        wanted = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if wanted and parameter.default is parameter.empty and key not in env.args:
             raise ConfigError(f"env.args.{key}: missing; {env.name} needs it")
-    return cls(**env.args)
+    try:
+        made = cls(**env.args)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class that isn't ours
+        raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
+    if lacks := outside.lacking(made, Environment):
+        raise ConfigError(
+            f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, it "
+            f"lacks {', '.join(lacks)} (rose/agent/envs/base.py)"
+        )
+    return made
 
 
 def check(env: config.Env | config.Mixture) -> None:
@@ -59,15 +96,27 @@ def check(env: config.Env | config.Mixture) -> None:
             ) from error.__cause__
 
 
+def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
+    """With the arguments that a class calls its `paths` from the root: ranks may start in another
+    folder. What follows a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call it after `check`."""
+    if isinstance(env, config.Mixture):
+        members = {name: with_whole_paths(member) for name, member in env.members.items()}
+        return msgspec.structs.replace(env, members=members)
+    args = dict(env.args)
+    for key in getattr(_find(env.name), "paths", ()):
+        place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
+        if isinstance(args.get(key), str) and Path(place).exists():
+            args[key] = f"{Path(place).resolve()}{mark}{rest}"
+    return msgspec.structs.replace(env, args=args)
+
+
 def _find(name: str) -> type:
-    if name not in names():
-        raise ConfigError(f"env.name={name!r}: no such environment; there are {', '.join(names())}")
+    if name not in (ours := names()):
+        return outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"env.name={name!r}: needs the Python package {error.name!r}, which is not installed"
-        ) from error
+        raise missing(f"env.name={name!r}", error) from error
     cls = name.title().replace("_", "")
     try:
         return getattr(module, cls)

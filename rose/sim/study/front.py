@@ -100,6 +100,6 @@ def compare(configs: Sequence[Config], outcomes: Sequence[Outcome], command: str
     return path
 
 
-def command_of(arguments: Sequence[str]) -> str:
+def command_of(program: str, arguments: Sequence[str]) -> str:
     """As it could be typed again."""
-    return f"python launch.py {shlex.join(arguments)}"
+    return f"{program} {shlex.join(arguments)}"

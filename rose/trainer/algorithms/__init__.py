@@ -3,16 +3,17 @@ name.
 
 May import torch and `rose.config`; knows nothing of ranks, engines or DeepSpeed. A new algorithm is
 a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
+Others' are entry points of the group `rose.algorithms`, or named package.module:Class.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import msgspec
 
-from rose.config import ConfigError
+from rose.config import ConfigError, outside
 from rose.trainer.algorithms.base import Algorithm
 from rose.trainer.algorithms.dapo import Dapo
 from rose.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -34,27 +35,41 @@ ALGORITHMS: dict[str, type] = {
 def build(name: str, args: dict[str, Any]) -> Algorithm:
     """The algorithm of `algorithm.name` with `algorithm.args`. Raises `ConfigError` for an unknown
     name, an unknown or missing argument, or an impossible value."""
-    if name not in ALGORITHMS:
-        raise ConfigError(
-            f"algorithm.name={name!r}: no such algorithm; there are {', '.join(ALGORITHMS)}"
-        )
-    algorithm = ALGORITHMS[name]
-    known = [field.name for field in fields(algorithm)]
+    algorithm = ALGORITHMS.get(name) or _outside(name)
+    known = {field.name: field for field in fields(algorithm) if field.init}
     for key, value in args.items():
         if key not in known:
             raise ConfigError(
                 f"algorithm.args.{key}={value!r}: {name} has no such argument; it has "
                 f"{', '.join(known)}"
             )
-    for key in known:
-        if key not in args:
+    for key, field in known.items():
+        if key not in args and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(
                 f"algorithm.args.{key}: missing; conf/algorithm/{name}.yaml has its default"
+                if name in ALGORITHMS
+                else f"algorithm.args.{key}: missing; {name} needs it"
             )
     try:
-        return msgspec.convert(args, algorithm)
+        made = msgspec.convert(args, algorithm)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), args)) from None
+    if lacks := outside.lacking(made, Algorithm):
+        raise ConfigError(
+            f"algorithm.name={name!r}: {algorithm.__qualname__} is no algorithm, it lacks "
+            f"{', '.join(lacks)} (rose/trainer/algorithms/base.py)"
+        )
+    return made
+
+
+def _outside(name: str) -> type:
+    found = outside.find("algorithm.name", name, "algorithm", tuple(ALGORITHMS), "rose.algorithms")
+    if not is_dataclass(found):
+        raise ConfigError(
+            f"algorithm.name={name!r}: {found.__qualname__} must be a dataclass, whose fields are "
+            "algorithm.args"
+        )
+    return found
 
 
 def _explain(message: str, args: dict[str, Any]) -> str:

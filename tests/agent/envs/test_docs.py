@@ -3,7 +3,6 @@ stands."""
 
 import asyncio
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,28 @@ from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 
-TEXT = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text()
+REPOSITORY = Path(__file__).resolve().parents[3]
+TEXT = (REPOSITORY / "docs" / "environments.md").read_text()
+PACKAGE = REPOSITORY / "tests" / "outside" / "rose_guess"
 
 
 @pytest.fixture
-def example(monkeypatch, tmp_path):
-    """The example's files, added to rose.agent.envs; gives its configuration."""
-    (tmp_path / "guess_number.py").write_text(re.search(r"```python\n(.*?)```", TEXT, re.S)[1])
-    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    yield config.Env(**yaml.safe_load(re.search(r"```yaml\n(.*?)```", TEXT, re.S)[1]))
-    sys.modules.pop("rose.agent.envs.guess_number", None)
+def example(monkeypatch):
+    """The example's configuration; its package is on the path."""
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    raw = yaml.safe_load(block("yaml"))
+    yield config.Env(**(raw | {"name": "rose_guess.game:GuessNumber"}))
+
+
+def block(language: str) -> str:
+    return re.search(rf"```{language}\n(.*?)```", TEXT, re.S)[1]
+
+
+def test_the_example_is_the_package_that_the_tests_install():
+    assert block("toml") == (PACKAGE / "pyproject.toml").read_text()
+    assert block("python") == (PACKAGE / "rose_guess" / "game.py").read_text()
+    conf = PACKAGE / "rose_guess" / "conf"
+    assert block("yaml") == (conf / "env" / "guess_number.yaml").read_text()
 
 
 def test_the_example_is_found_checked_and_played(example):

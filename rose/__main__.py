@@ -1,0 +1,81 @@
+"""The command `rose`: what `python launch.py` and the modules do, from any folder.
+
+    rose train [KEY=VALUE ...]       train, as python launch.py does
+    rose simulate [KEY=VALUE ...]    ... with mode=simulate: the same on a simulated cluster
+    rose plan [KEY=VALUE ...]        ... with mode=plan: how many GPUs it needs
+    rose serve name=RUN [...]        lend this process's share of a serving node to a run
+    rose export RUN [...]            a model folder of a run
+    rose show RUN [...]              trajectories of a run as conversations
+    rose state RUN                   what became of a run's Slurm job
+    rose doctor [KEY=VALUE ...]      what works on this machine or cluster
+
+`rose COMMAND --help` says more. Completion in bash: eval "$(rose -sc install=bash)".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+
+MODES = ("train", "simulate", "plan")
+MODULES = {
+    "serve": "rose.serving",
+    "export": "rose.export",
+    "show": "rose.show",
+    "state": "rose.launch.state",
+    "doctor": "rose.doctor",
+}
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(__doc__)
+        return 0
+    if name == "-sc":
+        return _complete(arguments)
+    if name in MODES:
+        return _front(name, arguments)
+    if name not in MODULES:
+        print(
+            f"rose: no command {name!r}; there are {', '.join([*MODES, *MODULES])}", file=sys.stderr
+        )
+        return 2
+    if importlib.util.find_spec(MODULES[name]) is None:
+        print(f"rose {name}: this version has no {MODULES[name]}", file=sys.stderr)
+        return 2
+    sys.argv = [f"rose {name}", *arguments]
+    runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _complete(arguments: list[str]) -> int:
+    """What Hydra's shell function calls, as `rose -sc query=bash` with the line in COMP_LINE: the
+    first word is a command of ours, the rest is Hydra's."""
+    words = os.environ.get("COMP_LINE", "").split()
+    if arguments[:1] == ["query=bash"] and not set(words[1:2]) & {*MODES, "doctor"}:
+        print(*MODES, *MODULES)
+        return 0
+    os.environ["COMP_LINE"] = " ".join(words[:1] + words[2:]) + " " * (words[2:] == [])
+    return _front("train", ["-sc", *arguments])
+
+
+def _front(name: str, arguments: list[str]) -> int:
+    """What launch.py does, with the mode of this command's name."""
+    try:
+        from rose import front
+        from rose.places import CONF
+    except KeyboardInterrupt:  # importing takes seconds
+        return 130
+    mode = [] if name == "train" else [f"mode={name}"]
+    if name != "train" and any(a.startswith("mode=") for a in arguments):
+        print(f"rose {name}: mode={name} is said by the command; leave mode= out", file=sys.stderr)
+        return 2
+    sys.argv = [sys.argv[0], *arguments]
+    return front.main(CONF, [*mode, *arguments], "rose train")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

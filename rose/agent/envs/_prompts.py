@@ -1,0 +1,206 @@
+"""Prompts from files, and the reward of what answers them: what `prompts` and `mcp` share.
+
+A file is jsonl, json (a list), parquet, or a folder that the package datasets saved
+(`FOLDER#SPLIT` for one with several splits). Which row a trajectory gets follows from its seed: any
+row is as likely as another. Rows are read once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from rose.agent.envs import _workers
+from rose.agent.envs.base import Start
+from rose.config import ConfigError
+
+MATH = "rose.agent.envs._math:reward"
+FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
+JUDGE_S = 20.0  # of a rule that takes milliseconds, on a machine that is busy
+PASSED = ("text", "row", "messages")  # what a reward function may ask for, by name
+
+
+class Prompts:
+    """Rows and their reward. Raises `ConfigError` for what can't be read or is not as named."""
+
+    def __init__(
+        self,
+        data: str,
+        held_out: str | float,
+        prompt_field: str,
+        answer_field: str,
+        system: str | None,
+        reward: str,
+    ):
+        here = os.getcwd()  # in which paths are relative
+        rows = _rows("env.args.data", data, prompt_field, here)
+        if isinstance(held_out, str):
+            self.train, self.held_out = (
+                rows,
+                _rows("env.args.held_out", held_out, prompt_field, here),
+            )
+        elif isinstance(held_out, float) and 0 < held_out < 1:
+            self.train, self.held_out = _split(data, prompt_field, held_out, here)
+        else:
+            raise ConfigError(
+                f"env.args.held_out={held_out!r}: {FORMATS}, or a share of the rows above 0 and "
+                "below 1"
+            )
+        self.prompt_field, self.answer_field, self.system = prompt_field, answer_field, system
+        if reward == "math":
+            _check_answers(data, rows, answer_field)
+        self.reward = MATH if reward == "math" else reward
+        self._function, self._takes = _function(self.reward, here)
+
+    def row(self, seed: int) -> dict[str, Any]:
+        """That of this seed: a held-out one if it is odd."""
+        rows = self.held_out if seed % 2 else self.train
+        return rows[random.Random(seed).randrange(len(rows))]
+
+    def start(self, row: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Start:
+        prompt = row[self.prompt_field]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Start(messages=[*system, *asked], tools=tools or [])
+
+    async def score(self, text: str, row: dict[str, Any], messages: list[dict[str, Any]]) -> float:
+        """What the function returns, as a number. A function that raises, or returns none, raises
+        here: the trajectory fails. Cancelling this ends the function's process."""
+        if self.reward == MATH:
+            answer = {"answer": row[self.answer_field]}
+            try:
+                return await _workers.call(MATH, JUDGE_S, text=text, row=answer)
+            except _workers.FunctionTooSlow:  # 9**9**9: of what the policy wrote
+                return 0.0
+        offered = {"text": text, "row": row, "messages": messages}
+        given = {name: offered[name] for name in self._takes}
+        if inspect.iscoroutinefunction(self._function):
+            value = await self._function(**given)
+        else:
+            value = await _workers.call(self.reward, **given)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise TypeError(f"{self.reward} returned {value!r:.80}, not a finite number")
+        return float(value)
+
+
+@functools.cache
+def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
+    """The function, and what it takes of `PASSED`."""
+    try:
+        found = _workers.load("env.args.reward", spec)
+    except ConfigError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and spec == MATH:
+            from rose.agent.envs import missing
+
+            raise missing("env.args.reward='math'", error.__cause__) from error
+        raise
+    parameters = inspect.signature(found).parameters
+    unknown = [
+        name for name, p in parameters.items() if name not in PASSED and p.default is p.empty
+    ]
+    if unknown:
+        raise ConfigError(
+            f"env.args.reward={spec!r}: it takes {', '.join(unknown)}; a reward function takes "
+            f"some of {', '.join(PASSED)}"
+        )
+    return found, tuple(name for name in PASSED if name in parameters)
+
+
+@functools.cache
+def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
+    path, _, split = place.partition("#")
+    try:
+        rows = _read(key, Path(path), split)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a reader says of a damaged file
+        raise ConfigError(f"{key}={place!r}: can't be read: {error}") from error
+    if not rows:
+        raise ConfigError(f"{key}={place!r}: no rows there")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not _is_prompt(row.get(field)):
+            fields = ", ".join(row) if isinstance(row, dict) else repr(row)[:80]
+            raise ConfigError(
+                f"env.args.prompt_field={field!r}: row {number} of {place} has no text there, nor "
+                f"a list of messages with role and content; it has {fields}"
+            )
+    return rows
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(
+            isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value
+        )
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _read(key: str, path: Path, split: str) -> list[Any]:
+    place = f"{key}={str(path)!r}"
+    if not path.exists():
+        raise ConfigError(f"{place}: no such file or folder: {path.absolute()}; give {FORMATS}")
+    try:
+        if path.is_dir():
+            return _saved(place, path, split)
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(path).to_pylist()
+    except ModuleNotFoundError as error:
+        from rose.agent.envs import missing
+
+        raise missing(place, error) from error
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"{place}: must be {FORMATS}")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ConfigError(f"{place}: line {number} is no JSON ({error})") from None
+    return rows
+
+
+def _saved(place: str, path: Path, split: str) -> list[Any]:
+    import datasets
+
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(f"{place}: write {path}#SPLIT, one of {', '.join(found)}")
+        found = found[split]
+    return found.to_list()
+
+
+@functools.cache
+def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]:
+    """(train, held out): a row's side follows from its prompt's text alone, so equal prompts are on
+    one side, and rows that are added or reordered change no other's."""
+    sides: tuple[list, list] = ([], [])
+    for row in _rows("env.args.data", place, field, here):
+        digest = hashlib.sha256(json.dumps(row[field], sort_keys=True).encode()).digest()
+        sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(row)
+    if not all(sides):
+        raise ConfigError(
+            f"env.args.held_out={share!r}: of {len(sides[0]) + len(sides[1])} rows of {place}, "
+            f"{len(sides[1])} are held out; both sides need some"
+        )
+    return sides
+
+
+def _check_answers(place: str, rows: list[dict[str, Any]], field: str) -> None:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(field), str | int | float):
+            raise ConfigError(
+                f"env.args.answer_field={field!r}: row {number} of {place} has no answer there; "
+                f"it has {', '.join(row)}"
+            )

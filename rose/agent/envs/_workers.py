@@ -1,0 +1,177 @@
+"""Functions of others, in processes of their own: what blocks, hangs, or runs on the policy's text.
+
+A worker process does one call at a time. A call whose deadline ends it (the agent loop cancels it)
+kills its process; the next call starts another. Arguments and results are JSON, a line each.
+Processes end with the environment host. Left out: isolation, as the functions are the user's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rose import processes
+from rose.config import ConfigError
+
+MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
+SAID = 2000  # characters of a function's error that are kept
+BEGUN = b"begun\n"
+_own = threading.local()  # a thread of the pool has one process, `worker`
+
+
+class FunctionFailed(RuntimeError):
+    """The function raised, or its process ended; the text is its error's last lines."""
+
+
+def load(key: str, spec: str) -> Callable:
+    """The function `file.py:name` or `package.module:name`. Raises `ConfigError` naming `key`."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not name.isidentifier() or not place:
+        raise ConfigError(
+            f"{key}={spec!r}: write file.py:function, or package.module:function of what is "
+            "installed"
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"{key}={spec!r}: no file {Path(place).absolute()}")
+    try:
+        module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever a user's file does as it is imported
+        raise ConfigError(
+            f"{key}={spec!r}: importing {place} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found := getattr(module, name, None)):
+        raise ConfigError(f"{key}={spec!r}: {module.__file__} has no function {name}")
+    return found
+
+
+@functools.cache
+def _from_file(path: str) -> Any:
+    """The module in a file, with the file's folder on the path for what it imports."""
+    whole = Path(path).resolve()
+    if str(whole.parent) not in sys.path:
+        sys.path.append(str(whole.parent))
+    spec = importlib.util.spec_from_file_location(f"_rose_{whole.stem}", whole)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FunctionTooSlow(FunctionFailed):
+    """It computed longer than its limit, and its process was killed."""
+
+
+async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any:
+    """What the function returns, computed in a worker process. `limit_s` bounds its own time,
+    without its turn's wait and the import of what it needs. Raises `FunctionFailed`,
+    `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
+    place, _, name = spec.rpartition(":")
+    whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
+    line = json.dumps([whole, arguments]).encode() + b"\n"
+    turn = _Turn(limit_s)
+    try:
+        answer = await asyncio.wrap_future(_pool().submit(turn.run, line))
+    except asyncio.CancelledError:
+        turn.cancel()
+        raise
+    if answer.get("too_slow"):
+        raise FunctionTooSlow(f"{spec}: did not return within {limit_s:g} s")
+    if "error" in answer:
+        raise FunctionFailed(f"{spec}: {answer['error']}")
+    return answer["value"]
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST, processes.usable_threads()), "worker-process")
+
+
+class _Turn:
+    """One call, which a thread of the pool makes and the event loop may cancel."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._cancelled = False
+
+    def run(self, line: bytes) -> dict[str, Any]:
+        with self._lock:
+            if self._cancelled:
+                return {"error": "cancelled before it began"}
+            self._process = process = _worker()
+        slow = threading.Event()
+        limit = threading.Timer(self._limit_s or 0, lambda: (slow.set(), process.kill()))
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()  # it has imported the function and begins
+            if self._limit_s is not None and answer == BEGUN:
+                limit.start()
+            answer = process.stdout.readline() if answer == BEGUN else answer
+        except OSError:
+            answer = b""
+        with self._lock:
+            self._process = None
+        limit.cancel()
+        if answer:
+            return json.loads(answer)
+        process.kill()
+        code = process.wait()
+        _own.worker = None
+        return {
+            "too_slow": slow.is_set(),
+            "error": f"its process ended with code {code} before it answered",
+        }
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _worker() -> subprocess.Popen:
+    """This thread's process, started anew if it has none that lives."""
+    process = getattr(_own, "worker", None)
+    if process is None or process.poll() is not None:
+        path = os.pathsep.join(filter(None, sys.path))
+        process = _own.worker = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # sets have the same order in all of them, on every host: questions follow from the seed
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+        )
+    return process
+
+
+def serve() -> None:
+    """The worker process: answers calls until nobody asks any more. What functions print goes to
+    stderr, the host's log."""
+    processes.die_with_parent()
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        spec, arguments = json.loads(line)
+        try:
+            function = load("function", spec)
+            answers.write(BEGUN)
+            text = json.dumps({"value": function(**arguments)})
+        except BaseException as error:
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
+        answers.write(text.encode() + b"\n")
+
+
+if __name__ == "__main__":
+    serve()

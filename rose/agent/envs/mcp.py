@@ -1,0 +1,214 @@
+"""Prompts that the policy answers with the tools of an MCP server; a turn without a call is the
+answer, which a function rewards as in `prompts`.
+
+Every trajectory has a server process of its own (`command`, over stdio) or a session of its own
+with a server that runs (`url`, streamable HTTP). What a tool answers is text to the policy; an
+error of the tool is too, and counts as an invalid call. A server that ends or hangs is a failed
+trajectory. Left out: resources, prompts and images of the server. Package: mcp, the official SDK.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from mcp import MCPError, StdioServerParameters
+from mcp.client import Client
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CONNECTION_CLOSED, CallToolResult
+
+from rose.agent.envs import _prompts
+from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.prompts import check_success
+from rose.config import ConfigError
+
+CLOSE_S = 5.0  # for a server to end; then its process is killed
+
+
+class Mcp:
+    """`command`: the server's, a list; `env`: its variables besides PATH and the like. Or `url`,
+    and `token_file` with a bearer token. `tools`: which of its tools the policy gets; null: all.
+    `most_characters` of a tool's answer are shown. The rest is as in `prompts`. Raises
+    `ConfigError`."""
+
+    requires_tool = False
+    paths = ("data", "held_out", "reward", "token_file")
+
+    def __init__(
+        self,
+        data: str,
+        command: list[str] | None = None,
+        url: str | None = None,
+        env: dict[str, str] | None = None,
+        token_file: str | None = None,
+        tools: list[str] | None = None,
+        most_characters: int = 4000,
+        held_out: str | float = 0.1,
+        reward: str = "math",
+        prompt_field: str = "prompt",
+        answer_field: str = "answer",
+        system: str | None = None,
+        success_at: float = 1.0,
+    ):
+        _check_server(command, url, token_file)
+        check_success(success_at)
+        if type(most_characters) is not int or most_characters < 1:
+            raise ConfigError(f"env.args.most_characters={most_characters!r}: an integer from 1")
+        self.command, self.url, self.env, self.token_file = command, url, env, token_file
+        self.tools, self.most, self.success_at = tools, most_characters, success_at
+        self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
+        self._calls: asyncio.Queue = asyncio.Queue()
+        self._session: asyncio.Task | None = None
+
+    async def reset(self, seed: int) -> Start:
+        self._row = self.source.row(seed)
+        ready: asyncio.Future = asyncio.get_running_loop().create_future()
+        # the SDK wants a session opened, used and closed by one task; the loop has one per call
+        self._session = asyncio.create_task(self._run(ready))
+        schemas = await self._answered(ready)
+        self._names = [schema["function"]["name"] for schema in schemas]
+        start = self.source.start(self._row, schemas)
+        self._messages = list(start.messages)
+        return start
+
+    async def step(self, action: Action) -> Step:
+        text = action.text.encode("utf-8", "replace").decode()
+        self._messages.append({"role": "assistant", "content": text})
+        if action.call is None:
+            reward = await self.source.score(text, self._row, self._messages)
+            return Step(
+                observation=f"Reward {reward:g}.",
+                reward=reward,
+                done=True,
+                success=reward >= self.success_at,
+            )
+        said, failed = await self._use(action.call.name, action.call.arguments)
+        self._messages.append({"role": "tool", "content": said})
+        return Step(observation=said, invalid=failed)
+
+    async def close(self) -> None:
+        if self._session is None:
+            return
+        self._calls.put_nowait(None)
+        await asyncio.wait({self._session}, timeout=CLOSE_S)
+        self._session.cancel()
+        await asyncio.wait({self._session}, timeout=CLOSE_S)
+        if not self._session.cancelled():
+            self._session.exception()  # what went wrong was told to whoever waited for it
+
+    async def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """(the tool's answer, whether it is an error that the policy may mend)."""
+        if name not in self._names:
+            known = ", ".join(self._names)
+            return f"There is no tool {name[:40]!r}; there are {known}.".encode(
+                "utf-8", "replace"
+            ).decode(), True
+        # lone surrogates, of JSON that the policy wrote, can't be sent
+        clean = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
+        answer: asyncio.Future = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((name, clean, answer))
+        try:
+            result = await self._answered(answer)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise
+            return f"Error: {error}"[: self.most], True
+        return _text(result)[: self.most] or "(no text)", bool(result.is_error)
+
+    async def _answered(self, future: asyncio.Future) -> Any:
+        """What the session answers. Raises what ended it instead."""
+        await asyncio.wait({future, self._session}, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            error = None if self._session.cancelled() else self._session.exception()
+            raise ConnectionError(f"the MCP server {self._place} ended: {error!r}") from error
+        return future.result()
+
+    async def _run(self, ready: asyncio.Future) -> None:
+        async with AsyncExitStack() as stack:
+            # the handshake of old: a session on the server, which the newest protocol has no more
+            client = await stack.enter_async_context(
+                Client(await self._transport(stack), mode="legacy")
+            )
+            ready.set_result(await self._schemas(client))
+            while (call := await self._calls.get()) is not None:
+                name, arguments, answer = call
+                try:
+                    result = await client.call_tool(name, arguments)
+                except Exception as error:  # to whoever waits, who tells them apart
+                    if not answer.done():
+                        answer.set_exception(error)
+                else:
+                    if not answer.done():
+                        answer.set_result(result)
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        if self.command is not None:
+            program, *arguments = self.command
+            return stdio_client(
+                StdioServerParameters(command=program, args=arguments, env=self.env)
+            )
+        headers = {}
+        if self.token_file is not None:
+            headers["Authorization"] = f"Bearer {Path(self.token_file).read_text().strip()}"
+        http = httpx2.AsyncClient(headers=headers, timeout=None)  # deadlines are the loop's
+        return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+
+    async def _schemas(self, client: Client) -> list[dict[str, Any]]:
+        """OpenAI function schemas of the tools wanted. Raises `ConfigError` for one that the server
+        doesn't have."""
+        found, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        names = [tool.name for tool in found]
+        if lacks := set(self.tools or ()) - set(names):
+            raise ConfigError(
+                f"env.args.tools={self.tools!r}: {self._place} has no {', '.join(sorted(lacks))}; "
+                f"it has {', '.join(names)}"
+            )
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or tool.name,
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in found
+            if self.tools is None or tool.name in self.tools
+        ]
+
+    @property
+    def _place(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+def _text(result: CallToolResult) -> str:
+    return "\n".join(part.text for part in result.content if part.type == "text")
+
+
+def _check_server(command: Any, url: Any, token_file: Any) -> None:
+    if (command is None) == (url is None):
+        raise ConfigError(
+            f"env.args.command={command!r}: either it, a list as [python, server.py], or "
+            "env.args.url, http://host:port/mcp, of a server that runs"
+        )
+    if command is not None:
+        if not isinstance(command, list) or not command or not all(map(str, command)):
+            raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
+        if shutil.which(command[0]) is None:
+            raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")
+    elif not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ConfigError(f"env.args.url={url!r}: http://host:port/mcp")
+    if token_file is not None and not Path(token_file).is_file():
+        raise ConfigError(f"env.args.token_file={token_file!r}: no such file")

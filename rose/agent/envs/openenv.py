@@ -1,0 +1,184 @@
+"""Any environment that an OpenEnv server offers, over its WebSocket: a session per trajectory.
+
+An action is a call of the tool `act`, whose parameters are the environment's own action schema (of
+its /schema), or of the environment's tools where its actions are tool calls (MCP). Observations are
+shown as JSON, or the one text field that they have. The seed goes with the reset. The server, with
+its packages, runs in an environment of its own. Left out: starting it, and images. Protocol:
+openenv-core 0.3 (Meta and Hugging Face), spoken here without the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+SEEDS = 2**31 - 1
+ASK_S = 20.0  # for the server's schema, at the launch
+MOST_BYTES = 64 * 2**20  # of a message
+HIDDEN = ("metadata",)  # of every action, and for the environment's authors
+
+
+class Openenv:
+    """`url` of the server, http://host:port; `prompt` stands before the first observation.
+    `token_file`: of a bearer token. Success from the episode's reward `success_at`. Raises
+    `ConfigError`."""
+
+    requires_tool = True
+    paths = ("token_file",)
+
+    def __init__(
+        self,
+        url: str,
+        prompt: str = "",
+        reset: dict[str, Any] | None = None,
+        success_at: float = 1.0,
+        token_file: str | None = None,
+    ):
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ConfigError(f"env.args.url={url!r}: http://host:port of an OpenEnv server")
+        if isinstance(success_at, bool) or not isinstance(success_at, int | float):
+            raise ConfigError(f"env.args.success_at={success_at!r}: a number")
+        self.url, self.prompt, self.options = url.rstrip("/"), prompt, reset or {}
+        self.success_at = success_at
+        self.headers = {}
+        if token_file is not None:
+            if not Path(token_file).is_file():
+                raise ConfigError(f"env.args.token_file={token_file!r}: no such file")
+            token = Path(token_file).read_text().strip()
+            self.headers["Authorization"] = f"Bearer {token}"
+        self.schema = _schema(self.url, tuple(self.headers.items()))
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._total = 0.0
+
+    async def reset(self, seed: int) -> Start:
+        timeout = aiohttp.ClientTimeout(total=None)  # deadlines are the agent loop's
+        self._http = aiohttp.ClientSession(headers=self.headers, timeout=timeout)
+        self._socket = await self._http.ws_connect(
+            f"ws{self.url.removeprefix('http')}/ws", max_msg_size=MOST_BYTES
+        )
+        self._total = 0.0
+        # as even or odd as the run's seed, which tells training from held-out episodes
+        first = await self._ask("reset", {**self.options, "seed": seed & SEEDS})
+        tools = await self._tools()
+        self._names = [tool["function"]["name"] for tool in tools]
+        shown = "\n\n".join(filter(None, [self.prompt, _text(first.get("observation"))]))
+        return Start(messages=[{"role": "user", "content": shown or "Begin."}], tools=tools)
+
+    async def step(self, action: Action) -> Step:
+        call = action.call
+        if call is None or call.name not in self._names:
+            return Step(observation=f"Call one of {', '.join(self._names)}.", invalid=True)
+        # lone surrogates, of JSON that the policy wrote, can't be sent
+        text = json.dumps(call.arguments, ensure_ascii=False).encode("utf-8", "replace")
+        data = json.loads(text)
+        if self._by_tools:
+            data = {"type": "call_tool", "tool_name": call.name, "arguments": data}
+        try:
+            answer = await self._ask("step", data)
+        except Refused as error:
+            return Step(observation=f"Error: {error}"[:1000], invalid=True)
+        reward = answer.get("reward") or 0.0
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"{self.url} gave the reward {reward!r:.80}")
+        self._total += reward
+        done = bool(answer.get("done"))
+        return Step(
+            observation=_text(answer.get("observation")) or "(nothing)",
+            reward=float(reward),
+            done=done,
+            success=done and self._total >= self.success_at,
+        )
+
+    async def close(self) -> None:
+        socket, http = self._socket, self._http
+        self._socket = self._http = None
+        if socket is not None and not socket.closed:
+            with contextlib.suppress(ConnectionError):  # it has gone first
+                await socket.send_str(json.dumps({"type": "close"}))
+            await socket.close()
+        if http is not None:
+            await http.close()
+
+    @property
+    def _by_tools(self) -> bool:
+        return "tool_name" in self.schema.get("properties", {})
+
+    async def _tools(self) -> list[dict[str, Any]]:
+        if not self._by_tools:
+            hidden = dict(self.schema.get("properties", {}))
+            for name in HIDDEN:
+                hidden.pop(name, None)
+            return [_tool("act", self.schema.get("description") or "Act.", self.schema, hidden)]
+        listed = await self._ask("step", {"type": "list_tools"})
+        return [
+            _tool(
+                t["name"], t.get("description") or t["name"], schema, schema.get("properties", {})
+            )
+            for t in listed["observation"]["tools"]
+            if (schema := t.get("input_schema") or t.get("inputSchema") or {}) is not None
+        ]
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """The answer's data. Raises `Refused` for an action that is none, `ConnectionError` and
+        `RuntimeError` otherwise."""
+        await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise ConnectionError(f"{self.url} ended the session during {kind} ({message.type!r})")
+        answer = json.loads(message.data)
+        data = answer.get("data") or {}
+        if answer.get("type") != "error":
+            return data
+        said = f"{data.get('message')} {data.get('errors') or ''}".strip()
+        if data.get("code") == "VALIDATION_ERROR":
+            raise Refused(said)
+        raise RuntimeError(f"{self.url}: {kind} failed: {said} ({data.get('code')})")
+
+
+class Refused(Exception):
+    """The server calls the action malformed; the text is fit for the policy."""
+
+
+def _tool(name: str, description: str, schema: dict, properties: dict) -> dict[str, Any]:
+    required = [key for key in schema.get("required", []) if key in properties]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _text(observation: Any) -> str:
+    """The one text field that an observation has, or all of it as JSON."""
+    if isinstance(observation, dict):
+        kept = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
+        if len(kept) == 1 and isinstance(value := next(iter(kept.values())), str):
+            return value
+        return json.dumps(kept, ensure_ascii=False) if kept else ""
+    return "" if observation is None else str(observation)
+
+
+@functools.cache
+def _schema(url: str, headers: tuple) -> dict[str, Any]:
+    """The JSON schema of the environment's actions. Raises `ConfigError` if no server answers."""
+    request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+            return json.loads(answer.read(MOST_BYTES))["action"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"env.args.url={url!r}: no OpenEnv server answers GET {url}/schema ({error}); start "
+            "it, on a host that all environment hosts reach"
+        ) from error

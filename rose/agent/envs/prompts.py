@@ -1,0 +1,66 @@
+r"""Prompts from a file, one answer each, and a reward from a function of the user's.
+
+The function is `file.py:function` or `package.module:function` with some of the parameters text
+(the answer as written), row (the prompt's row) and messages (the conversation), and returns a
+number; `math` is math-verify against the row's answer. A plain function runs in a worker process,
+an async one in the environment host. One that raises, or takes longer than env.step_timeout_s, is a
+failed trajectory, which is replaced, and not one with reward 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose.agent.envs import _prompts
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+
+class Prompts:
+    """`data` and `held_out`: files; `held_out` may be the share of `data` that is held out.
+    `prompt_field` holds text or chat messages. Success from the reward `success_at`. Raises
+    `ConfigError`."""
+
+    requires_tool = False
+    paths = ("data", "held_out", "reward")
+
+    def __init__(
+        self,
+        data: str,
+        held_out: str | float = 0.1,
+        reward: str = "math",
+        prompt_field: str = "prompt",
+        answer_field: str = "answer",
+        system: str | None = None,
+        success_at: float = 1.0,
+    ):
+        check_success(success_at)
+        self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
+        self.success_at = success_at
+        self._row: dict[str, Any] = {}
+        self._messages: list[dict[str, Any]] = []
+
+    async def reset(self, seed: int) -> Start:
+        self._row = self.source.row(seed)
+        start = self.source.start(self._row)
+        self._messages = list(start.messages)
+        return start
+
+    async def step(self, action: Action) -> Step:
+        text = action.text.encode("utf-8", "replace").decode()
+        said = [*self._messages, {"role": "assistant", "content": text}]
+        reward = await self.source.score(text, self._row, said)
+        return Step(
+            observation=f"Reward {reward:g}.",
+            reward=reward,
+            done=True,
+            success=reward >= self.success_at,
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def check_success(success_at: Any) -> None:
+    if isinstance(success_at, bool) or not isinstance(success_at, int | float):
+        raise ConfigError(f"env.args.success_at={success_at!r}: a number")

@@ -1,0 +1,216 @@
+r"""Games of TextArena: alone, or the policy against a random or scripted opponent.
+
+A turn's text is the move, as the game's rules say; the policy reads what the game tells its player
+since the last turn. TextArena draws from Python's global generators, so each game keeps a state of
+them of its own. Left out: games that need a download, an API key or a newer Python (refused before
+the start), and several policies in one game. Package: textarena (Guertler et al., 2025,
+arXiv:2504.11442).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import textarena as ta
+from textarena.envs.registration import ENV_REGISTRY
+
+from rose.agent.envs import _workers
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+
+# ask a language model over the network, or can't be copied for the random opponent in any good time
+EXCEPT = ("MarketEntryGame", "PublicGoodsGame", "SettlersOfCatan")
+RAW = "-raw"  # without the package's own ways to show the whole history again
+MOST_PLAYERS = 7
+TRIES = 400  # moves that the random opponent tries on a copy of the game before it gives up
+TOKEN = re.compile(r"\[[^\[\]\n]{1,30}\]")
+PART = re.compile(r"\d|\b[A-Za-z]\b|(?<=\b)[A-Ia-i](?=\d)")
+
+
+def games() -> list[str]:
+    """Ids of all that may be tried."""
+    ids = (name.removesuffix(RAW) for name in ENV_REGISTRY if name.endswith(RAW))
+    return sorted(name for name in ids if not name.startswith(EXCEPT))
+
+
+class Textarena:
+    """`game` is an id of TextArena, `options` its constructor's arguments. `players`: null for the
+    fewest that it takes. `opponent`: random, or file.py:function, called with observation (the
+    text since its last turn), player and seed; it returns a move. `seat`: the policy's; null draws.
+
+    Reward: the game's for the policy, -1 to 1 (1 for a win); success from 1. Raises `ConfigError`.
+    """
+
+    requires_tool = False
+    paths = ("opponent",)
+
+    def __init__(
+        self,
+        game: str = "TicTacToe-v0",
+        opponent: str = "random",
+        players: int | None = None,
+        seat: int | None = None,
+        options: dict[str, Any] | None = None,
+    ):
+        if game not in games():
+            raise ConfigError(
+                f"env.args.game={game!r}: no such game; there are {', '.join(games())}"
+            )
+        self.options = options or {}
+        self.players = _players(game, players, tuple(sorted(self.options.items())))
+        if seat is not None and (type(seat) is not int or not 0 <= seat < self.players):
+            raise ConfigError(f"env.args.seat={seat!r}: null, or from 0 to {self.players - 1}")
+        if opponent != "random":
+            _workers.load("env.args.opponent", opponent)
+        self.game, self.opponent, self.fixed_seat = game, opponent, seat
+        self._game: ta.Env | None = None
+        self._generators: tuple = ()
+        self._rng = random.Random()
+
+    async def reset(self, seed: int) -> Start:
+        self._rng = random.Random(seed)
+        self._seed, self._heard = seed, ""
+        self.seat = (
+            self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
+        )
+        self._generators = _seeded(seed)
+        with self._own_generators():
+            self._game = _make(self.game, self.options)
+            self._game.reset(num_players=self.players, seed=seed % 2**32)
+        if await self._others_play():
+            raise RuntimeError(f"{self.game} ended before the policy's first turn")
+        return Start(messages=[{"role": "user", "content": self._heard.strip()}])
+
+    async def step(self, action: Action) -> Step:
+        said = action.text.rpartition("</think>")[2].strip()
+        move = said.encode("utf-8", "replace").decode()
+        with self._own_generators():
+            done, _ = self._game.step(move)
+        invalid = self._refused(self.seat)
+        done = done or await self._others_play()
+        if not done:
+            return Step(observation=self._heard.strip() or "Your turn.", invalid=invalid)
+        rewards, _ = self._game.close()
+        reward = (rewards or {}).get(self.seat, 0.0)
+        # some games put the reason of the last invalid move where its reward belongs
+        reward = float(reward) if isinstance(reward, int | float) else -1.0
+        return Step(
+            observation="The game is over.",
+            reward=reward,
+            done=True,
+            success=reward >= 1,
+            invalid=invalid,
+        )
+
+    async def close(self) -> None:
+        self._game = None
+
+    async def _others_play(self) -> bool:
+        """Until it is the policy's turn, whose news are then in `_heard`; True if the game ends."""
+        while True:
+            player, news = self._game.get_observation()
+            text = "\n".join(str(said) for sender, said, _ in news or () if sender != player)
+            if player == self.seat:
+                self._heard = text
+                return False
+            move = await self._opponents_move(player, text)
+            with self._own_generators():
+                done, _ = self._game.step(move)
+            if self._refused(player):
+                raise RuntimeError(f"{self.game} refused {move!r} of the opponent {self.opponent}")
+            if done:
+                return True
+
+    async def _opponents_move(self, player: int, text: str) -> str:
+        if self.opponent != "random":
+            return await _workers.call(
+                self.opponent, observation=text, player=player, seed=self._rng.getrandbits(31)
+            )
+        told = [*(str(said) for _, said in self._game.state.logs), text]
+        shown = list(dict.fromkeys(token for m in told[-20:] for token in TOKEN.findall(m)))
+        for move in _moves(shown, self._rng):
+            trial = copy.deepcopy(self._game)
+            with self._own_generators(keep=False):
+                trial.step(move)
+            if not _refused(trial, player):
+                return move
+        raise RuntimeError(
+            f"{self.game}: none of {TRIES} moves like those that its text shows is legal; give "
+            "env.args.opponent=file.py:function"
+        )
+
+    def _refused(self, player: int) -> bool:
+        return _refused(self._game, player)
+
+    @contextmanager
+    def _own_generators(self, keep: bool = True) -> Iterator[None]:
+        """Python's and NumPy's global generators are this game's meanwhile."""
+        others = random.getstate(), np.random.get_state()
+        random.setstate(self._generators[0])
+        np.random.set_state(self._generators[1])
+        try:
+            yield
+        finally:
+            if keep:
+                self._generators = random.getstate(), np.random.get_state()
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
+
+def _refused(game: ta.Env, player: int) -> bool:
+    """Whether the last move of `player` was against the rules."""
+    state = game.state
+    again = state.current_player_id == player and getattr(state, "error_count", 0) > 0
+    return again or bool(state.game_info[player].get("invalid_move"))
+
+
+def _moves(shown: list[str], rng: random.Random) -> Iterator[str]:
+    """What the text shows in brackets, and the like with other digits and letters, by chance."""
+    for _ in range(TRIES if shown else 0):
+        like = rng.choice(shown)
+        yield like if rng.random() < 0.5 else PART.sub(lambda part: _other(part[0], rng), like)
+
+
+def _other(part: str, rng: random.Random) -> str:
+    if part.isdigit():
+        return str(rng.randrange(10))
+    first = "A" if part.isupper() else "a"
+    return chr(ord(first) + rng.randrange(8))
+
+
+def _seeded(seed: int) -> tuple:
+    return random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+
+
+def _make(game: str, options: dict[str, Any]) -> ta.Env:
+    return ta.make(game + RAW, **options)
+
+
+@functools.cache
+def _players(game: str, players: int | None, options: tuple) -> int:
+    """How many play, tried once. Raises `ConfigError` where the game can't be played here."""
+    error: BaseException = RuntimeError("no number of players")
+    before = random.getstate(), np.random.get_state()
+    for count in range(1, MOST_PLAYERS + 1) if players is None else [players]:
+        try:
+            _make(game, dict(options)).reset(num_players=count, seed=1)
+            return count
+        except Exception as raised:  # asserts of games, missing files, downloads, syntax
+            if not isinstance(error, SyntaxError | LookupError | OSError | ImportError):
+                error = raised
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+    lines = [line.strip(" *") for line in str(error).splitlines() if line.strip(" *")]
+    said = f"{type(error).__name__}: {' '.join(lines)[:300]}"
+    raise ConfigError(
+        f"env.args.game={game!r}: can't be played here with {players or 'any number of'} players "
+        f"and env.args.options={dict(options)} ({said})"
+    )

@@ -1,0 +1,81 @@
+"""Classes that a key names and ROSE doesn't have: by an entry point of an installed package, or as
+package.module:Class.
+
+ROSE's own names always win, so installing a package never changes what a configuration means. The
+launcher and every rank look in the same way; what a package needs to be found is that the run's
+Python has it installed, or its folder in PYTHONPATH, which ranks inherit. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from rose.config.errors import ConfigError
+
+
+@functools.cache  # an environment host asks for each trajectory, and what is installed stays
+def find(
+    key: str, name: str, what: str, ours: tuple[str, ...], group: str, prefix: str = ""
+) -> type:
+    """The class that `key`=`name` means, which is none of `ours`. Entry points of `group` count
+    whose names begin with `prefix`. Raises `ConfigError` with all that was looked at."""
+    where = f"{key}={name!r}"
+    found = [p for p in entry_points(group=group) if p.name.startswith(prefix)]
+    mine = [point for point in found if point.name == prefix + name]
+    if len({point.value for point in mine}) > 1:
+        raise ConfigError(
+            f"{where}: two packages have an entry point of this name in {group}: "
+            f"{', '.join(map(_origin, mine))}; uninstall one, or write one of {what}s as "
+            "package.module:Class"
+        )
+    value = mine[0].value if mine else name
+    module, colon, path = value.partition(":")
+    if not mine and not (colon and path and module.replace(".", "").isidentifier()):
+        others = ", ".join(f"{p.name.removeprefix(prefix)} of {_origin(p)}" for p in found)
+        raise ConfigError(
+            f"{where}: no such {what}; there are {', '.join(ours)}; installed packages' "
+            f"(entry points {group}{f', {prefix}NAME' if prefix else ''}): {others or 'none'}; "
+            "another one is written package.module:Class"
+        )
+    return _attribute(_imported(module, where, mine), path, where)
+
+
+def lacking(made: Any, protocol: type) -> list[str]:
+    """Methods and attributes of a Protocol that an object doesn't have."""
+    wanted = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
+    return [name for name in dict.fromkeys(wanted) if not hasattr(made, name)]
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name if point.dist else 'an unknown package'} ({point.value})"
+
+
+def _imported(module: str, where: str, mine: list[EntryPoint]) -> Any:
+    by = f" (entry point of {_origin(mine[0])})" if mine else ""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever a foreign module does as it is imported
+        said = f"{where}{by}: importing {module} failed: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "."):
+            folders = ", ".join(folder or "the current folder" for folder in sys.path)
+            said += (
+                f"; install its package into {sys.executable}, or put its folder into PYTHONPATH; "
+                f"looked in {folders}"
+            )
+        raise ConfigError(said) from error
+
+
+def _attribute(module: Any, path: str, where: str) -> type:
+    found = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
+        raise ConfigError(
+            f"{where}: {module.__file__} has no class {path}; it has {', '.join(classes) or 'none'}"
+        )
+    return found

@@ -1,0 +1,155 @@
+"""An environment, an algorithm and a policy of a package that ROSE knows nothing of."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose import config, front
+from rose.config import ConfigError, outside
+from rose.coordinator import replay
+from rose.observe.metrics import read_metrics, rows_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).parent / "rose_guess"
+OPTIONS = ("hydra.searchpath=[pkg://rose_guess.conf]", "algorithm=plain", "scheduler/routing=first")
+SMALL = (
+    "trainer.steps=1",
+    "trainer.batch_size=8",
+    "rollout.group_size=4",
+    "rollout.workers=1",
+    "rollout.kv_cache_gib=0.1",
+    "eval.episodes=4",
+    "env.members.lake.max_turns=3",
+    "env.members.guess.max_turns=3",
+    "observe.terminal=false",
+)
+MIXED = (
+    "env=mixture",
+    "+env@env.members.guess=guess_number",
+    "+env.members.guess.weight=1",
+    "+env@env.members.lake=frozen_lake",
+    "+env.members.lake.weight=1",
+)
+SECONDS = 600
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which pip has installed the package, as a user does it."""
+    folder = tmp_path_factory.mktemp("outside")
+    shutil.copytree(SOURCE, folder / "source")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    own = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([*pip, *own, str(folder / "source")], check=True, timeout=SECONDS)
+    return folder / "site"
+
+
+@pytest.fixture
+def launch(installed, tmp_path, monkeypatch, capsys):
+    """launch("a=b", ...) -> (exit code, what it said on stderr), in a folder that is neither ROSE's
+    nor the package's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        code = front.main(REPOSITORY / "conf", list(arguments))
+        return code, " ".join(capsys.readouterr().err.split())
+
+    return run
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_run_find_what_the_package_has(installed, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "launch.py"), *OPTIONS, *MIXED, *SMALL, "name=run"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{installed}"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "outputs" / "run"
+    (step,) = rows_of(read_metrics(run), "step")
+    assert step["version"] == 1 and step["invalid_calls"] >= 0
+    found = {t.domain for group in replay.load(run, 1) for t in group}
+    assert found == {"guess", "lake"}
+    again = config.load(run / "config.json")
+    assert (again.algorithm.name, again.scheduler.routing.name) == ("plain", "first")
+
+
+@pytest.mark.parametrize("as_flag", [True, False])
+def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_flag):
+    mine = tmp_path / "mine" / "env"
+    mine.mkdir(parents=True)
+    text = (SOURCE / "rose_guess" / "conf" / "env" / "guess_number.yaml").read_text()
+    (mine / "harder.yaml").write_text(
+        text.replace("guess_number", "rose_guess.game:GuessNumber").replace("100", "1000")
+    )
+    folder = str(mine.parent)
+    where = ["--config-dir", folder] if as_flag else [f"hydra.searchpath=[file://{folder}]"]
+    assert launch(*where, "env=harder", "cluster.dry_run=true")[0] == 0
+    code, said = launch(*where, "env=harder", "env.max_turn=3", "cluster.dry_run=true")
+    assert code == 2 and "env.max_turn=3: no such key; did you mean env.max_turns" in said
+    code, said = launch(*where, "env=hardr", "cluster.dry_run=true")
+    assert code == 2 and "env=hardr: no such option; did you mean harder" in said
+
+
+def test_a_folder_that_is_not_there_is_named(launch):
+    code, said = launch("hydra.searchpath=[file:///no/such/folder]", "cluster.dry_run=true")
+    assert code == 2 and "/no/such/folder is no folder" in said
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["env.name=guess_numbr"],
+            ["no such environment", "frozen_lake", "guess_number of rose-guess (rose_guess.game:"],
+        ),
+        (["env.name=rose_guess.game:Guess"], ["game.py has no class Guess", "GuessNumber"]),
+        (
+            ["env.name=rose_guess.gme:GuessNumber"],
+            ["importing rose_guess.gme failed: ModuleNotFoundError", "looked in"],
+        ),
+        (["env.name=rose_guess.plain:Plain"], ["largest=100: rose_guess.plain:Plain takes no"]),
+        (
+            ["env.name=rose_guess.plain:Plain", "~env.args.largest"],
+            ["is no environment, it lacks requires_tool, reset, step, close"],
+        ),
+        (["env.args.largest=1"], ["env.args.largest=1: an integer from 2"]),
+        (["algorithm.name=plane"], ["no such algorithm", "plain of rose-guess"]),
+        (["algorithm.name=rose_guess.first:First"], ["must be a dataclass"]),
+        (["+algorithm.args.scal=2"], ["plain has no such argument; it has scale"]),
+        (["algorithm.args.scale=x"], ["algorithm.args.scale='x': expected `float`"]),
+        (["scheduler.routing.name=last"], ["no such routing policy", "first of rose-guess"]),
+        (["scheduler.order.name=rose_guess.first:First"], ["is no order policy, it lacks key"]),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_was_looked_for_and_where(launch, overrides, words):
+    code, said = launch(*OPTIONS, "env=guess_number", *overrides)
+    assert code == 2 and all(word in said for word in words), said
+
+
+def test_an_import_error_is_told_in_its_own_words(launch, tmp_path, monkeypatch):
+    (tmp_path / "broken_game.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, said = launch("env.name=broken_game:Game")
+    assert code == 2 and "No module named 'a_library_that_is_not_there'" in said
+    assert "looked in" not in said
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
+    for package in ("one", "other"):
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[rose.environments]\nsame = {package}:Game\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"two packages .* one \(one:Game\), other \(other:Game"):
+        outside.find("env.name", "same", "environment", (), "rose.environments")
