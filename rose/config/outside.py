@@ -29,7 +29,7 @@ def find(
     if len({point.value for point in mine}) > 1:
         raise ConfigError(
             f"{where}: two packages have an entry point of this name in {group}: "
-            f"{', '.join(map(_origin, mine))}; uninstall one, or write one of {what}s as "
+            f"{', '.join(sorted(map(_origin, mine)))}; uninstall one, or write one of {what}s as "
             "package.module:Class"
         )
     value = mine[0].value if mine else name

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rose import config
+from rose.agent.envs.agent import Agent
 from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
 
@@ -74,7 +75,8 @@ def build(env: config.Env) -> Environment:
         raise
     except Exception as error:  # of a class that isn't ours
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
-    if lacks := outside.lacking(made, Environment):
+    # programs of their own (env=agent) are run by the gateway, and take no steps
+    if not isinstance(made, Agent) and (lacks := outside.lacking(made, Environment)):
         raise ConfigError(
             f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, it "
             f"lacks {', '.join(lacks)} (rose/agent/envs/base.py)"
