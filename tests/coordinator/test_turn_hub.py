@@ -304,6 +304,17 @@ def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
     )
 
 
+def test_a_worker_that_could_not_load_a_version_is_given_the_newer_one_that_is_there(world):
+    world.hub.publish(1, "store")
+    world.hub.publish(2, "store")
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "version 1 can't be reached"))
+    assert world.actions == []
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 2, "version 2 can't be reached"))
+    assert [type(action) for action in world.actions] == [ev.GiveUp]
+
+
 def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
     world.down("rollout-0", restarting=False)
     [action] = world.actions
