@@ -3,14 +3,15 @@ HTTP.
 
 `relay_client.open_source` makes one of a folder's path or a relay's URL.
 
-Paths are relative to the store's root and separated by "/"; names that begin with a dot are other
-people's temporary files, neither listed nor read. Files never change under their name while their
+Paths are relative to the store's root and separated by "/"; names that begin with a dot or end in
+".part" are temporary files, neither listed nor read. Files never change under their name while their
 version lives; one that was written anew after a resumed run has another `Stat.tag`. Errors are
 `TransferError`s that name the store and the path.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat as modes
@@ -20,7 +21,10 @@ from typing import NamedTuple, Protocol
 from rose.transfer.errors import Missing, TransferError
 
 _MAX_PATH = 180  # characters: a relay makes one file name of a folder's path
-_NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*")  # of a file or folder
+# of a file or folder; not what `rose.files` renames when it is whole
+_NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*(?<!\.part)")
+# ESTALE is how NFS says that what was open, or looked up, is removed
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 
 
@@ -91,7 +95,7 @@ def checked(path: str, root_too: bool = False) -> str:
         return path
     raise Refused(
         f"path {path[:200]!r}: expected names of letters, digits and ._+=,- separated by /, none "
-        f"beginning with a dot, {_MAX_PATH} characters at most"
+        f"beginning with a dot or ending in .part, {_MAX_PATH} characters at most"
     )
 
 
@@ -113,17 +117,17 @@ class Folder:
                 for name in os.listdir(self._inside(path, root_too=True))
                 if _NAME.fullmatch(name)
             )
-        except (FileNotFoundError, NotADirectoryError):
-            return []
         except OSError as error:
+            if error.errno in _ABSENT:
+                return []
             raise TransferError(f"{self.root / path}: {error.strerror}") from error
 
     def stat(self, path: str) -> Stat | None:
         try:
             status = os.stat(self._inside(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
         except OSError as error:
+            if error.errno in _ABSENT:
+                return None
             raise TransferError(f"{self.root / path}: {error.strerror}") from error
         return _stat(status) if modes.S_ISREG(status.st_mode) else None
 
@@ -141,10 +145,9 @@ class Folder:
                 return self._read(descriptor, path, offset, length, fresh, tag)
             finally:
                 os.close(descriptor)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise Missing(f"{self.root / path}: {error.strerror}") from error
         except OSError as error:
-            raise TransferError(f"{self.root / path}: {error.strerror}") from error
+            kind = Missing if error.errno in _ABSENT else TransferError
+            raise kind(f"{self.root / path}: {error.strerror}") from error
 
     def _read(
         self,

@@ -1,5 +1,6 @@
 """A folder as the source of weight versions: exact bytes, and nothing outside of it."""
 
+import errno
 import os
 
 import pytest
@@ -19,6 +20,7 @@ def store(tmp_path):
     (root / EDGE / "rank-00000.h5").write_bytes(bytes(range(200)))
     (root / EDGE / "manifest.json").write_text("{}")
     (root / EDGE / ".rank-00001.h5.77").write_bytes(b"half")
+    (root / EDGE / "rank-00002.h5.part").write_bytes(b"half")
     (tmp_path / "secret").write_text("secret")
     return root
 
@@ -40,8 +42,27 @@ def test_a_range_that_the_file_has_not_is_refused_with_its_size(store, offset, l
 def test_temporary_files_are_neither_listed_nor_read(store):
     source = open_source(store)
     assert source.names(EDGE) == ["manifest.json", "rank-00000.h5"]
-    with pytest.raises(Refused, match="beginning"):
-        source.read(f"{EDGE}/.rank-00001.h5.77")
+    for half in (".rank-00001.h5.77", "rank-00002.h5.part"):
+        with pytest.raises(Refused, match="beginning with a dot or ending in .part"):
+            source.read(f"{EDGE}/{half}")
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_file_that_nfs_removed_under_its_reader_is_missing(store, monkeypatch, call):
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, call, stale)
+    with pytest.raises(Missing, match="rank-00000.h5: Stale file handle"):
+        open_source(store).read(f"{EDGE}/rank-00000.h5", 0, 10)
+
+
+def test_a_folder_that_nfs_removed_under_its_reader_is_empty(store, monkeypatch):
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "listdir", stale)
+    assert open_source(store).names(EDGE) == []
 
 
 def test_what_is_absent_is_told_apart_from_what_fails(store):
