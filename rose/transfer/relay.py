@@ -228,13 +228,21 @@ class Relay:
         return found
 
     def _fetch(self, chunk: Chunk, fresh: bool) -> asyncio.Task:
-        now = time.monotonic()
-        if fresh and now - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S:
-            if len(self._refreshed) > _REMEMBERED:
-                self._refreshed.clear()
-            self._refreshed[chunk] = now
-            return self._fly((chunk, "fresh"), lambda: self._pull(chunk, True))
+        anew = (chunk, "fresh")
+        due = time.monotonic() - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S
+        # one under way is for all: what is on the disk is taken for damaged until it has ended
+        if anew in self._flights or (fresh and due):
+            return self._fly(anew, lambda: self._pull_anew(chunk))
         return self._fly(chunk, lambda: self._read(chunk))
+
+    async def _pull_anew(self, chunk: Chunk) -> bytes:
+        if (plain := self._flights.get(chunk)) is not None:
+            await asyncio.wait([plain])  # both would write the chunk's temporary file
+        data = await self._pull(chunk, True)
+        if len(self._refreshed) > _REMEMBERED:
+            self._refreshed.clear()
+        self._refreshed[chunk] = time.monotonic()
+        return data
 
     async def _read(self, chunk: Chunk) -> bytes:
         data = await self._in(self._disk, self._cache.read, chunk)

@@ -4,9 +4,9 @@ HTTP.
 `relay_client.open_source` makes one of a folder's path or a relay's URL.
 
 Paths are relative to the store's root and separated by "/"; names that begin with a dot or end in
-".part" are temporary files, neither listed nor read. Files never change under their name while their
-version lives; one that was written anew after a resumed run has another `Stat.tag`. Errors are
-`TransferError`s that name the store and the path.
+".part" are temporary files, neither listed nor read. Files never change under their name while
+their version lives; one that was written anew after a resumed run has another `Stat.tag`. Errors
+are `TransferError`s that name the store and the path.
 """
 
 from __future__ import annotations

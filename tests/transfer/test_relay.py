@@ -256,6 +256,47 @@ def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_
     assert sorted(upstream.reads) == [(FILE, index) for index in (0, 0, 1, 1)]
 
 
+class Held(Upstream):
+    """A link whose reads wait until they are let go; how many of them were on it at once."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.entered, self.go = threading.Semaphore(0), threading.Event()
+        self.now = self.most = 0
+
+    def read(self, *args):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.entered.release()
+        assert self.go.wait(30)
+        self.now -= 1
+        return super().read(*args)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["fresh", "plain"])
+def test_who_wants_a_chunk_anew_shares_the_pull_of_it_that_is_under_way_or_waits_for_it(
+    start, store, tmp_path, first
+):
+    data = fill(store, 1)
+    running = start(upstream := Held(store), tmp_path / "cache")
+    if first:  # what lies there is damaged
+        upstream.go.set()
+        assert running.client().read(FILE) == data and upstream.entered.acquire(timeout=0)
+        upstream.go.clear()
+        [damaged] = (tmp_path / "cache").glob("chunks/*@000000")
+        damaged.write_bytes(bytes(CHUNK))
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            reads = [pool.submit(running.client(30).read, FILE, fresh=first)]
+            assert upstream.entered.acquire(timeout=20)
+            reads.append(pool.submit(running.client(30).read, FILE, fresh=True))
+            upstream.entered.acquire(timeout=1)  # as it must not
+        finally:
+            upstream.go.set()
+        assert [read.result(20) == data for read in reads] == [True, True]
+    assert upstream.most == 1
+
+
 def test_a_chunk_that_lost_bytes_on_the_disk_is_pulled_anew(start, store, tmp_path):
     data = fill(store, 2)
     running = start(upstream := Upstream(store), tmp_path / "cache")
