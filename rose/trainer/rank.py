@@ -99,6 +99,8 @@ def run(
             done = p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
             mailbox.send(COORDINATOR, done)
             mailbox.flush(FLUSH_S)
+            if broadcast is not None:
+                broadcast.catch_up()
             incoming, untidy = None, config.shares_devices
             if not untidy:
                 trainer.tidy()

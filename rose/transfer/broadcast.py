@@ -11,9 +11,9 @@ collectives of several communicators in one order at all ranks of a GPU.
 
 A trainer rank's `send` returns at once; a thread calls MPI until the file has left, as MPI moves
 large messages only when it is called. A receiver polls from its event loop. Whoever is late costs
-speed only: after `deadline_s` seconds without a piece the rank says so and takes no further part,
-and engines read the store's files. There is no hash of pieces: readers check those of the store's
-manifest, which also cover what may happen to the mirror.
+speed only: when a file takes more than `deadline_s` seconds the rank says so and takes no further
+part, and engines read the store's files. There is no hash of pieces: readers check those of the
+store's manifest, which also cover what may happen to the mirror.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _HEADER = struct.Struct("<4sQ116s")  # magic, bytes, name
 _MAGIC = b"RSB2"
 _GROUP_TAG = 77  # of MPI_Comm_create_group, and on for each trainer rank
 _FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
+# Pieces that were given up, with their memory, until the process ends: MPI can't cancel them, and
+# reads or writes them whenever a late rank joins in.
+_GIVEN_UP: list[tuple[Transit, np.ndarray]] = []
 
 
 class Transit(Protocol):
@@ -109,7 +112,8 @@ class Broadcast:
             where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
             self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
         self._pieces = None  # what carries files' pieces, if not MPI
-        self._sending: threading.Thread | None = None
+        self._before: threading.Thread | None = None  # of the file before the last
+        self._sending: threading.Thread | None = None  # of the last
         self._failed = ""
 
     def use_torch(self, device, interface: str | None = None) -> None:
@@ -126,32 +130,42 @@ class Broadcast:
 
     def send(self, name: str, data) -> None:
         """Begin to send the file `name`, a relative path, whose bytes `data` nobody changes any
-        more. Waits for the last one to have left, at most `deadline_s` seconds. Raises
-        `TransferError` on a name that can't be."""
+        more; it leaves after the ones before. Raises `TransferError` on a name that can't be."""
         if not _NAME.fullmatch(name) or len(name) > 116:
             raise TransferError(
                 f"a broadcast's name is {name!r}; it must be a relative path of letters, digits, "
                 "'_', '-' and '.', of 116 characters at most"
             )
-        self.flush()
         if self._failed:
             return
         buffer = np.frombuffer(data, np.uint8)
-        self._sending = threading.Thread(
-            target=self._send, args=(name, buffer), name=f"broadcast {name}", daemon=True
+        self._before, self._sending = (
+            self._sending,
+            threading.Thread(
+                target=self._send,
+                args=(self._sending, name, buffer),
+                name=f"broadcast {name}",
+                daemon=True,
+            ),
         )
         self._sending.start()
 
-    def flush(self) -> None:
-        """Until the last file has left, or its deadline has passed."""
-        if self._sending is not None:
-            self._sending.join()
+    def catch_up(self) -> None:
+        """Until the file before the last one has left, or its deadline has passed: files that wait
+        take memory."""
+        if self._before is not None:
+            self._before.join()
 
-    def _send(self, name: str, buffer: np.ndarray) -> None:
+    def _send(self, before: threading.Thread | None, name: str, buffer: np.ndarray) -> None:
+        if before is not None:
+            before.join()
+        if self._failed:
+            return
         try:
             header = np.frombuffer(_HEADER.pack(_MAGIC, buffer.size, name.encode()), np.uint8)
+            end = time.monotonic() + self.deadline_s
             for part in (header.copy(), buffer):
-                for _ in self._move(self.root, part, part.size, self.deadline_s, part is buffer):
+                for _ in self._move(self.root, part, part.size, end, part is buffer):
                     time.sleep(_FIRST_PAUSE_S)
         except Exception as error:  # MPI's or torch's too, whichever carries the pieces
             self._failed = str(error)
@@ -160,6 +174,7 @@ class Broadcast:
                 "version and later ones from the store's files",
                 flush=True,
             )
+            self._abort_pieces()
 
     # ----------------------------------------------------------------- a rollout rank's side
 
@@ -183,19 +198,21 @@ class Broadcast:
                     refused = buffer is None
                     if refused:  # it must pass through all the same
                         buffer = np.empty(min(nbytes, WINDOW * PIECE), np.uint8)
-                    await self._take(root, buffer, nbytes, self.deadline_s, True)
+                    end = time.monotonic() + self.deadline_s
+                    await self._take(root, buffer, nbytes, end, True)
                     if not refused:
                         self.mirror.finish(name)
-        except TransferError as error:
+        except Exception as error:  # as in `_send`; the rank and its engine go on
             why = f"broadcast of {name} by trainer rank {root}: {error}"
             print(f"{why}; engines of this node read the store's files", flush=True)
             self.mirror.give_up(why)
+            await asyncio.to_thread(self._abort_pieces)
 
     async def _take(
-        self, root: int, buffer: np.ndarray, nbytes: int, deadline_s: float, body: bool
+        self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> None:
         pause = _FIRST_PAUSE_S
-        for moved in self._move(root, buffer, nbytes, deadline_s, body):
+        for moved in self._move(root, buffer, nbytes, end, body):
             pause = _FIRST_PAUSE_S if moved else min(pause * 1.5, _IDLE_PAUSE_S)
             await asyncio.sleep(0 if moved else pause)
 
@@ -206,33 +223,45 @@ class Broadcast:
     # ----------------------------------------------------------------- how a buffer travels
 
     def _move(
-        self, root: int, buffer: np.ndarray, nbytes: int, deadline_s: float, body: bool
+        self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> Iterator[bool]:
         """Move `nbytes` from or into the buffer, again from its start where it is smaller; yields
-        between two looks whether something moved. Raises `TransferError` when for `deadline_s`
-        seconds nothing did."""
-        under_way: deque[Transit] = deque()
-        at, last = 0, time.monotonic()
-        while at < nbytes or under_way:
-            while at < nbytes and len(under_way) < WINDOW:
-                low = at % buffer.size
-                piece = buffer[low : low + min(PIECE, nbytes - at)]
-                under_way.append(
-                    self._pieces.start(root, piece, at // PIECE % WINDOW)
-                    if body and self._pieces is not None
-                    else self._comms[root].Ibcast([piece, MPI.BYTE], 0)
-                )
-                at += piece.size
-            moved = under_way[0].Test()
-            if moved:
-                under_way.popleft()
-                last = time.monotonic()
-            elif time.monotonic() - last > deadline_s:
-                raise TransferError(
-                    f"no piece of the last {WINDOW} arrived for {deadline_s:g} s, after {at} of "
-                    f"{nbytes} bytes had been started"
-                )
-            yield moved
+        between two looks whether something moved. Raises `TransferError` when it is not done at
+        the time `end`, of `time.monotonic()`."""
+        under_way: deque[tuple[Transit, np.ndarray]] = deque()
+        at = 0
+        try:
+            while at < nbytes or under_way:
+                while at < nbytes and len(under_way) < WINDOW:
+                    low = at % buffer.size
+                    piece = buffer[low : low + min(PIECE, nbytes - at)]
+                    under_way.append((self._start(root, piece, at // PIECE % WINDOW, body), piece))
+                    at += piece.size
+                moved = under_way[0][0].Test()
+                if moved:
+                    under_way.popleft()
+                elif time.monotonic() > end:
+                    raise TransferError(
+                        f"not done within {self.deadline_s:g} s (transfer.load_timeout_s): the "
+                        f"last {len(under_way)} pieces of {at} of {nbytes} bytes did not move"
+                    )
+                yield moved
+        finally:  # also when the caller was cancelled
+            _GIVEN_UP.extend(under_way)
+
+    def _start(self, root: int, piece: np.ndarray, slot: int, body: bool) -> Transit:
+        if body and self._pieces is not None:
+            return self._pieces.start(root, piece, slot)
+        return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
+
+    def _abort_pieces(self) -> None:
+        """This rank takes no further part. Torch would end the process for pieces that stay under
+        way."""
+        try:
+            if self._pieces is not None:
+                self._pieces.abort()
+        except Exception as error:
+            print(f"broadcast: its process groups were not aborted: {error}", flush=True)
 
 
 def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:

@@ -73,6 +73,12 @@ class TorchPieces:
     def start(self, root: int, piece: np.ndarray, slot: int) -> _Slot:
         return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
 
+    def abort(self) -> None:
+        """Nothing is started afterwards. NCCL's pieces that wait for a late rank would stay on the
+        device's queue, and torch's watchdog ends a process whose collective passes its timeout."""
+        for group in self._groups.values():
+            group.abort()
+
 
 class _Slot:
     """Room for a piece under way: `host`, pinned, and `staged` on the GPU (`host` itself without
