@@ -133,7 +133,7 @@ def deaf_receiver() -> None:
     broadcast = make(1, 2)
     away = world.Get_rank() == world.Get_size() - 1
     if broadcast.root is not None:
-        broadcast.send(name(1, 0), bytes(64 * PIECE))
+        broadcast.send(name(1, 0), b"x" * (64 * PIECE))
         broadcast.send(name(2, 0), b"waits, in its thread, for the first to be given up")
         assert not broadcast._failed, "the trainer goes on"
         broadcast.catch_up()
@@ -143,8 +143,22 @@ def deaf_receiver() -> None:
         broadcast.close()
     barrier()
     if away:
-        asyncio.run(give_up(broadcast))
+        broadcast.deadline_s = 60
+        asyncio.run(come_late(broadcast))
         broadcast.close()
+
+
+async def come_late(broadcast: Broadcast) -> None:
+    """The pieces that the trainer rank had posted arrive, with their bytes."""
+    task, end = asyncio.create_task(broadcast.receive()), time.monotonic() + 40
+    posted, found = b"x" * (WINDOW * PIECE), b""
+    while found != posted:
+        assert time.monotonic() < end, f"{found.count(b'x')} of {len(posted)} bytes came"
+        await asyncio.sleep(0.05)
+        for path in broadcast.mirror.path.glob("v*/*/.rank-*"):
+            found = path.read_bytes()[: len(posted)]
+    print("the late one has what was posted", flush=True)
+    task.cancel()
 
 
 async def give_up(broadcast: Broadcast) -> None:
