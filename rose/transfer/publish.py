@@ -82,7 +82,8 @@ class Publisher:
         self._mine = plan.owned(peers.rank)
         self._version = INITIAL
         self._full: int | None = None  # the last full version
-        self._chain: list[Step] = []  # the differences since then
+        self._chain: list[Step] = []  # from the model folder's weights to the last version
+        self._lacks_initial = False  # the full version has no edge from these weights beside it
         self._full_bytes, self._since_full = 0, 0
         if peers.rank == 0:
             create(self.store, msgspec.structs.replace(plan, lineage=uuid.uuid4().hex))
@@ -178,14 +179,16 @@ class Publisher:
         nobody anything else."""
         if self.full_due():
             self.write_full()
+        elif self._lacks_initial and self._version - self._full < self._keep:
+            self._write_initial()  # what it is made of is still there
         removed: list[Step] = []
         if self.peers.rank == 0:
             self._tried(lambda: removed.extend(collect(self.store, self._keep)))
         return removed
 
     def write_full(self) -> None:
-        """The last version once more, without a base, and, made of the differences since the full
-        version before, from the model folder's weights: most of a joiner's are on its own disk."""
+        """The last version once more, without a base, and, made of the differences since it was
+        last done, from the model folder's weights: most of a joiner's are on its own disk."""
 
         def whole(block: int) -> Part:
             values, digest = self._previous[block]
@@ -194,10 +197,16 @@ class Publisher:
         nbytes = self._edge(FULL, lambda: whole)
         if nbytes is None:
             return
-        steps = self._chain if self._full is None else [(self._full, INITIAL), *self._chain]
-        if len(steps) > 1:  # the first version's one difference is from these weights
-            self._edge(INITIAL, lambda: self._composed(steps))
-        self._full, self._chain, self._full_bytes, self._since_full = self._version, [], nbytes, 0
+        self._full, self._full_bytes, self._since_full = self._version, nbytes, 0
+        self._write_initial()
+
+    def _write_initial(self) -> None:
+        # the first version's one difference is from these weights
+        steps = self._chain
+        done = len(steps) == 1 or self._edge(INITIAL, lambda: self._composed(steps)) is not None
+        self._lacks_initial = not done
+        if done:
+            self._chain = [(self._version, INITIAL)]
 
     def _composed(self, steps: list[Step]) -> Callable[[int], Part]:
         """From a block of this rank to the sum of what its files of `steps` say of it. Raises
@@ -230,8 +239,13 @@ class Publisher:
             if self.peers.rank == 0:
                 commit(self.store, self.plan, self._version, base, self._timeout_s)
 
+        def removed() -> None:  # the collector would take it for one that is being written
+            if self.peers.rank == 0:
+                _remove(writer.path.parent)
+
         if self._together(write) and self._together(committed):
             return self.peers.sum(writer.nbytes)
+        self._together(removed)
         return None
 
     def _together(self, work: Callable[[], object]) -> bool:
@@ -268,7 +282,13 @@ def collect(store: Path, keep: int) -> list[Step]:
         if step in committed:
             (folder / MANIFEST).unlink(missing_ok=True)
             continue
-        shutil.rmtree(folder, ignore_errors=True)
-        if not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
+        _remove(folder)
     return sorted(committed.intersection(dead), key=lambda s: (s[0], s[1] is FULL, s[1] or 0))
+
+
+def _remove(edge: Path) -> None:
+    """Its manifest first: nobody opens what is half removed."""
+    (edge / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(edge, ignore_errors=True)
+    if edge.parent.is_dir() and not any(edge.parent.iterdir()):
+        edge.parent.rmdir()

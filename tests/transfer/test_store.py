@@ -431,6 +431,55 @@ def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
 
 
+@pytest.mark.parametrize("step", ["a rank's file", "manifest"])
+def test_what_was_written_of_an_edge_that_is_left_out_gives_its_room_back(
+    tmp_path, monkeypatch, capfd, step
+):
+    world, _ = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
+    finish = EdgeWriter.finish
+
+    def refuse(self) -> None:
+        if self.path.name == "rank-00000.h5":
+            raise TransferError(f"{self.path}: not written: No space left on device")
+        finish(self)
+
+    world.step()
+    world.together(lambda rank: world.publishers[rank].publish(2))
+    with monkeypatch.context() as patch:
+        if step == "manifest":
+            patch.setattr(publish, "commit", raises(TransferError("manifest.json: not written")))
+        else:
+            patch.setattr(EdgeWriter, "finish", refuse)
+        world.tidy()
+    assert "not written" in capfd.readouterr().out
+    assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
+
+
+def test_an_edge_from_the_model_folder_that_failed_is_made_with_the_next_version(
+    tmp_path, monkeypatch
+):
+    world, weights = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=2)
+    world.step()
+    world.together(lambda rank: world.publishers[rank].publish(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "compose", raises(ValueError("a moment's trouble")))
+        world.tidy()
+    assert edge_name(2, FULL) in names(world.store)
+    assert edge_name(2, INITIAL) not in names(world.store)
+    for version in (3, 4):
+        world.step()
+        world.together(lambda rank, v=version: world.publishers[rank].publish(v))
+        world.tidy()
+    assert {edge_name(3, INITIAL), edge_name(4, INITIAL)} <= set(names(world.store))
+    assert edge_name(3, FULL) not in names(world.store)
+    live = dict(weights[INITIAL])
+    receiver = Receiver(str(world.store), None, None, whole, Live(live))
+    staged = receiver.stage(INITIAL, 4, 1, 1 << 30, 30.0)
+    assert staged.route[0].endswith("from-initial")
+    staged.flip()
+    assert same(live, world.weights)
+
+
 def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path):
     world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
     full = [name for name in names(world.store) if name.endswith("full")]
