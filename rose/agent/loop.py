@@ -282,8 +282,10 @@ class _Episode:
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """The environment's answers, or the loop's own to an unusable call, and who says what."""
-        action = self.chat.parse(text, tools)
+        """The environment's answers, or the loop's own to an unusable call, and who says what. Where
+        nothing can be called, what looks like a call is text."""
+        reads = tools or self.env.requires_tool
+        action = self.chat.parse(text, tools) if reads else Action(text)
         if isinstance(action, tool_calls.BadCall):
             role = "tool" if self.env.requires_tool else "user"
             return [Step(observation=action.message, invalid=True)], [(role, action.message)]

@@ -261,6 +261,29 @@ def test_math_takes_any_form_of_the_answer(folder):
     assert [step.success for step in steps] == [True, True, False, False, False]
 
 
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        (r"2\sqrt{3}", r"2\sqrt{3}", "2"),
+        ("3x^2", "3x^2", "3"),
+        (r"\frac{1}{2}", "0.5", "1"),
+        ("(1, 2)", "(1, 2)", "2"),
+        ("-7", "-7", "7"),
+        ("1,000", "1000", "1"),
+        (r"thus $x = \frac{3}{4}$", "0.75", "3"),
+        (r"so \boxed{12}", "12", "1"),
+        ("3 + 4 = 7\n#### 7", "7", "3"),
+        ("42.", "42", "4"),
+        (12, "12", "2"),
+    ],
+)
+def test_math_reads_the_whole_answer_of_a_row(gold, right, wrong):
+    from rose.agent.envs._math import reward
+
+    assert reward(rf"so \boxed{{{right}}}", {"answer": gold}) == 1.0
+    assert reward(rf"so \boxed{{{wrong}}}", {"answer": gold}) == 0.0
+
+
 def test_a_function_of_the_users_rewards_async_or_not(folder):
     def step(reward, text="yes", **args):
         env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
