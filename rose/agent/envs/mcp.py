@@ -38,6 +38,7 @@ class Mcp:
     `ConfigError`."""
 
     requires_tool = False
+    several_calls = True
     paths = ("data", "held_out", "reward", "token_file")
 
     def __init__(
@@ -88,9 +89,14 @@ class Mcp:
                 done=True,
                 success=reward >= self.success_at,
             )
-        said, failed = await self._use(action.call.name, action.call.arguments)
-        self._messages.append({"role": "tool", "content": said})
-        return Step(observation=said, invalid=failed)
+        told = [await self._use(call.name, call.arguments) for call in action.calls]
+        said = tuple(text for text, _ in told)
+        self._messages += [{"role": "tool", "content": text} for text in said]
+        return Step(
+            observation="\n".join(said),
+            observations=said,
+            invalid=any(failed for _, failed in told),
+        )
 
     async def close(self) -> None:
         if self._session is None:
@@ -99,7 +105,7 @@ class Mcp:
         await asyncio.wait({self._session}, timeout=CLOSE_S)
         self._session.cancel()
         await asyncio.wait({self._session}, timeout=CLOSE_S)
-        if not self._session.cancelled():
+        if self._session.done() and not self._session.cancelled():
             self._session.exception()  # what went wrong was told to whoever waited for it
 
     async def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -204,7 +210,11 @@ def _check_server(command: Any, url: Any, token_file: Any) -> None:
             "env.args.url, http://host:port/mcp, of a server that runs"
         )
     if command is not None:
-        if not isinstance(command, list) or not command or not all(map(str, command)):
+        if (
+            not isinstance(command, list)
+            or not command
+            or not all(isinstance(word, str) and word for word in command)
+        ):
             raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
         if shutil.which(command[0]) is None:
             raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")

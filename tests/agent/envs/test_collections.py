@@ -31,6 +31,7 @@ def raises(text): raise OSError("the judge is away")
 def hangs(text): time.sleep(3600)
 def ends(text): os._exit(7)
 def nothing(): return None
+def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
 def wants(sentence): return 1
 """
 
@@ -413,6 +414,31 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
     assert not any("mcp_server" in " ".join(p.cmdline()) for p in children() if not http)
 
 
+def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
+    env = env_of(
+        "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
+    )
+    two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
+    bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
+    _, first, second, last = play(env, 2, two, bad, Action("8"))
+    assert first.observations == ("3", "7") and not first.invalid
+    assert second.observations[1] == "8" and second.invalid
+    assert last.reward == 1221221
+
+
+def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
+    from rose.agent.envs import mcp as ours
+
+    async def go():
+        made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+        await made.reset(2)
+        monkeypatch.setattr(ours, "CLOSE_S", 0.0)
+        await made.close()
+        await asyncio.wait({made._session})
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
 def children():
     return psutil.Process(os.getpid()).children()
 
@@ -444,6 +470,7 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
         ({}, "either it, a list as"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
         ({"command": "python x.py"}, "a list of words"),
+        ({"command": [sys.executable, 3]}, "a list of words"),
         ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
         ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
     ],
