@@ -16,8 +16,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,43 @@ MOST = 4  # processes of an environment host: each may hold a few hundred MB of 
 SAID = 2000  # characters of a function's error that are kept
 BEGUN = b"begun\n"
 _own = threading.local()  # a thread of the pool has one process, `worker`
+
+
+class Queueing:
+    """How long the calls made within `with Queueing() as queue:` have waited for a free process,
+    which no deadline of theirs should count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[object] = set()
+        self._since = self._past = 0.0
+
+    def __enter__(self) -> Queueing:
+        self._before = _queueing.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _queueing.reset(self._before)
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._past + (time.monotonic() - self._since if self._waiting else 0.0)
+
+    def join(self, call: object) -> None:
+        with self._lock:
+            self._since = self._since if self._waiting else time.monotonic()
+            self._waiting.add(call)
+
+    def leave(self, call: object) -> None:
+        """As often as one likes."""
+        with self._lock:
+            if self._waiting == {call}:
+                self._past += time.monotonic() - self._since
+            self._waiting.discard(call)
+
+
+_queueing: ContextVar[Queueing | None] = ContextVar("queueing", default=None)
 
 
 class FunctionFailed(RuntimeError):
@@ -101,11 +140,14 @@ class _Turn:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
+        self._queue = _queueing.get() or Queueing()
+        self._queue.join(self)
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._cancelled = False
 
     def run(self, line: bytes) -> dict[str, Any]:
+        self._queue.leave(self)
         with self._lock:
             if self._cancelled:
                 return {"error": "cancelled before it began"}
@@ -135,6 +177,7 @@ class _Turn:
         }
 
     def cancel(self) -> None:
+        self._queue.leave(self)
         with self._lock:
             self._cancelled = True
             if self._process is not None:

@@ -30,6 +30,9 @@ async def slow_judge(messages): await asyncio.sleep(0.01); return messages[-1]["
 def raises(text): raise OSError("the judge is away")
 def hangs(text): time.sleep(3600)
 def ends(text): os._exit(7)
+def waits(text):
+    while not os.path.exists(text): time.sleep(0.01)
+    return 1
 def nothing(): return None
 def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
 def wants(sentence): return 1
@@ -294,6 +297,32 @@ def test_a_function_of_the_users_rewards_async_or_not(folder):
     assert step("length").reward >= 3 + row["answer"]
     assert step("slow_judge").reward == 1.0 and not step("slow_judge", "no").success
     assert not step("length", success_at=1000).success
+
+
+def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
+    from rose.agent.loop import EnvironmentFailure, _Guard
+
+    async def step(reward, seconds):
+        made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
+        await made.reset(2)
+        return await _Guard(made, "g1.1", seconds, "env").step(Action("x"))
+
+    async def go():
+        busy = [
+            _workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)
+        ]
+        busy = [asyncio.create_task(each) for each in busy]
+        await asyncio.sleep(0)  # they are in the queue before it
+        queues = asyncio.create_task(step("length", 5.0))
+        await asyncio.wait({queues}, timeout=6.0)
+        assert not queues.done()
+        (folder / "go").touch()
+        assert (await queues).reward > 0
+        await asyncio.gather(*busy)
+        with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
+            await step("hangs", 1.0)
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
 
 
 def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
