@@ -1,7 +1,8 @@
 """Functions of others, in processes of their own: what blocks, hangs, or runs on the policy's text.
 
 A worker process does one call at a time. A call whose deadline ends it (the agent loop cancels it)
-kills its process; the next call starts another. Arguments and results are JSON, a line each.
+kills its process; the next call starts another. Arguments and results are JSON, a line each (an
+`Episode` as `episode`, too).
 Processes end with the environment host. Left out: isolation, as the functions are the user's own.
 """
 
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,8 +22,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rose import processes
-from rose.config import ConfigError
+from rose.reward import function
+from rose.reward.episode import Episode
 
 MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
 SAID = 2000  # characters of a function's error that are kept
@@ -74,36 +76,14 @@ class FunctionFailed(RuntimeError):
 
 
 def load(key: str, spec: str) -> Callable:
-    """The function `file.py:name` or `package.module:name`. Raises `ConfigError` naming `key`."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not name.isidentifier() or not place:
-        raise ConfigError(
-            f"{key}={spec!r}: write file.py:function, or package.module:function of what is "
-            "installed"
-        )
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ConfigError(f"{key}={spec!r}: no file {Path(place).absolute()}")
-    try:
-        module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever a user's file does as it is imported
-        raise ConfigError(
-            f"{key}={spec!r}: importing {place} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found := getattr(module, name, None)):
-        raise ConfigError(f"{key}={spec!r}: {module.__file__} has no function {name}")
-    return found
+    """The function `file.py:name` or `package.module:name`, a file run once. Raises `ConfigError`
+    naming `key`."""
+    return _load(key, spec, os.getcwd())
 
 
 @functools.cache
-def _from_file(path: str) -> Any:
-    """The module in a file, with the file's folder on the path for what it imports."""
-    whole = Path(path).resolve()
-    if str(whole.parent) not in sys.path:
-        sys.path.append(str(whole.parent))
-    spec = importlib.util.spec_from_file_location(f"_rose_{whole.stem}", whole)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _load(key: str, spec: str, here: str) -> Callable:
+    return function.load(spec, key)
 
 
 class FunctionTooSlow(FunctionFailed):
@@ -116,7 +96,7 @@ async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any
     `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
     place, _, name = spec.rpartition(":")
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
-    line = json.dumps([whole, arguments]).encode() + b"\n"
+    line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
     turn = _Turn(limit_s)
     try:
         answer = await asyncio.wrap_future(_pool().submit(turn.run, line))
@@ -208,9 +188,11 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         spec, arguments = json.loads(line)
         try:
-            function = load("function", spec)
+            called = load("function", spec)
+            if "episode" in arguments:
+                arguments["episode"] = msgspec.convert(arguments["episode"], Episode)
             answers.write(BEGUN)
-            text = json.dumps({"value": function(**arguments)})
+            text = json.dumps({"value": called(**arguments)}, default=msgspec.to_builtins)
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")

@@ -25,7 +25,7 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult
 
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
-from rose.agent.envs.prompts import check_success
+from rose.agent.envs.prompts import check_success, last_step
 from rose.config import ConfigError
 
 CLOSE_S = 5.0  # for a server to end; then its process is killed
@@ -51,7 +51,7 @@ class Mcp:
         tools: list[str] | None = None,
         most_characters: int = 4000,
         held_out: str | float = 0.1,
-        reward: str = "math",
+        reward: str | None = "math",
         prompt_field: str = "prompt",
         answer_field: str = "answer",
         system: str | None = None,
@@ -68,7 +68,7 @@ class Mcp:
         self._session: asyncio.Task | None = None
 
     async def reset(self, seed: int) -> Start:
-        self._row = self.source.row(seed)
+        self._seed, self._row = seed, self.source.row(seed)
         ready: asyncio.Future = asyncio.get_running_loop().create_future()
         # the SDK wants a session opened, used and closed by one task; the loop has one per call
         self._session = asyncio.create_task(self._run(ready))
@@ -82,13 +82,8 @@ class Mcp:
         text = action.text.encode("utf-8", "replace").decode()
         self._messages.append({"role": "assistant", "content": text})
         if action.call is None:
-            reward = await self.source.score(text, self._row, self._messages)
-            return Step(
-                observation=f"Reward {reward:g}.",
-                reward=reward,
-                done=True,
-                success=reward >= self.success_at,
-            )
+            score = await self.source.score(self._row, self._seed, self._messages)
+            return last_step(score, self.success_at)
         told = [await self._use(call.name, call.arguments) for call in action.calls]
         said = tuple(text for text, _ in told)
         self._messages += [{"role": "tool", "content": text} for text in said]

@@ -18,6 +18,7 @@ from rose.agent import envs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
+from rose.reward.episode import ScoringFailed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
@@ -209,7 +210,7 @@ def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
         ({"game": "PublicGoodsGame-v0"}, "no such game"),
         ({"players": 3}, "can't be played here with 3 players"),
         ({"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
-        ({"opponent": "randm"}, "env.args.opponent='randm': write file.py:function"),
+        ({"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
         ({"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
     ],
 )
@@ -299,6 +300,52 @@ def test_a_function_of_the_users_rewards_async_or_not(folder):
     assert not step("length", success_at=1000).success
 
 
+EPISODES = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Told:
+    prompt: str
+    answer: str
+    row: dict
+
+def score(episode):
+    told = Told(episode.prompt, episode.response, episode.task)
+    assert told.prompt == "Be brief.\\n\\n" + told.row["prompt"], told
+    assert episode.seed == 2 and episode.turns == 1 and not episode.transcript[0].policy
+    return {"reward": len(told.answer), "success": told.answer == "yes"}
+
+async def judge(episode):
+    return score(episode)
+"""
+
+
+@pytest.mark.parametrize("function", ["score", "judge"])
+def test_one_function_serves_the_environment_and_reward_function(folder, function):
+    """In a process of its own, and in the host's; and as the group `reward` calls it."""
+    from rose.reward import scorers
+
+    (folder / "mine.py").write_text(EPISODES)
+    spec = f"{folder}/mine.py:{function}"
+    env = env_of("prompts", data="sums.jsonl", reward=spec, success_at=0.0, system="Be brief.")
+    start, good, bad = play(env, 2, Action("yes"), Action("no"))
+    assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
+    made = envs.build(env).source._episode(
+        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}]
+    )
+    found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
+    assert (found.reward, found.success) == (3.0, True)
+
+
+def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
+    env = env_of("prompts", data="sums.jsonl", reward=None, answer_field="none of them")
+    start, step = play(env, 2, Action("20"))
+    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
+    assert start.task in rows and start.task["prompt"] == question(start)
+    assert (step.reward, step.success, step.done) == (0.0, False, True)
+
+
 def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
     from rose.agent.loop import EnvironmentFailure, _Guard
 
@@ -331,10 +378,10 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
 
     for reward, words in (
         ("raises", "OSError: the judge is away"),
-        ("nothing", "returned None, not a finite number"),
+        ("nothing", "returned None; a number, "),
         ("ends", "its process ended with code 7"),
     ):
-        with pytest.raises((_workers.FunctionFailed, TypeError), match=words):
+        with pytest.raises((_workers.FunctionFailed, ScoringFailed), match=words):
             play(env(reward), 2, Action("x"))
 
     async def hang():
@@ -360,9 +407,9 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
         ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
         ({"held_out": 1.5}, "env.args.held_out=1.5"),
         ({"held_out": 1e-9}, "both sides need some"),
-        ({"reward": "rewards.py:nope"}, "has no function nope"),
-        ({"reward": "nope.py:f"}, "no file"),
-        ({"reward": "maths"}, "write file.py:function"),
+        ({"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
+        ({"reward": "nope.py:f"}, "there is no file"),
+        ({"reward": "maths"}, "must be FILE.py:FUNCTION"),
         ({"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some of text"),
         ({"success_at": "1"}, "env.args.success_at='1': a number"),
     ],
