@@ -55,7 +55,7 @@ class Prompts:
             )
         self.prompt_field, self.answer_field, self.system = prompt_field, answer_field, system
         if reward == "math":
-            _check_answers(data, rows, answer_field)
+            _check_answers(data, answer_field, prompt_field, here)
         self.reward = MATH if reward == "math" else reward
         self._function, self._takes = (None, ()) if reward is None else _function(self.reward, here)
 
@@ -154,6 +154,13 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
                 f"env.args.prompt_field={field!r}: row {number} of {place} has no text there, nor "
                 f"a list of messages with role and content; it has {fields}"
             )
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError) as error:  # a date, bytes: of parquet and datasets
+            raise ConfigError(
+                f"{key}={place!r}: row {number} can't be given to a reward function as JSON "
+                f"({error}); leave such columns out, or write them as texts"
+            ) from None
     return rows
 
 
@@ -220,8 +227,9 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
     return sides
 
 
-def _check_answers(place: str, rows: list[dict[str, Any]], field: str) -> None:
-    for number, row in enumerate(rows, 1):
+@functools.cache  # each trajectory makes an environment of its own
+def _check_answers(place: str, field: str, prompt_field: str, here: str) -> None:
+    for number, row in enumerate(_rows("env.args.data", place, prompt_field, here), 1):
         if not isinstance(row.get(field), str | int | float):
             raise ConfigError(
                 f"env.args.answer_field={field!r}: row {number} of {place} has no answer there; "

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -183,6 +184,25 @@ def test_against_the_random_opponent_both_seats_are_played_and_seeds_repeat():
     assert {seat for seat, *_ in games} == {0, 1}
     assert {reward for *_, reward in games} <= {-1.0, 0.0, 1.0} and len(games) == 10
     assert asyncio.run(game(6, seat=1))[0] == 1
+
+
+def test_a_game_that_computes_leaves_the_loop_to_others():
+    free = threading.Event()
+
+    async def go():
+        env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
+        await env.reset(4)
+        step = env._game.step
+        env._game.step = lambda move: free.wait(DEADLINE_S) and step(move)
+        playing = asyncio.create_task(env.step(Action("[1]")))
+        done, _ = await asyncio.wait({playing}, timeout=0.2)
+        free.set()
+        assert not done
+        return await playing
+
+    began = time.monotonic()
+    assert asyncio.run(go()).observation
+    assert time.monotonic() - began < DEADLINE_S
 
 
 def test_a_move_against_the_rules_is_told_and_then_loses():
@@ -433,6 +453,28 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     args = front.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
+
+
+def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
+    for name in ("math", "random"):
+        (folder / name).mkdir()
+    for env, key in (
+        (env_of("prompts", data="sums.jsonl"), "reward"),
+        (env_of("textarena"), "opponent"),
+    ):
+        assert envs.with_whole_paths(env).args[key] == env.args[key]
+
+
+def test_rows_that_no_function_could_get_are_refused(folder):
+    import datetime
+
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"prompt": "When?", "answer": "1", "day": datetime.date(2026, 1, 2)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "days.parquet")
+    with pytest.raises(ConfigError, match="days.parquet': row 1 can't be given .* date is not"):
+        envs.check(env_of("prompts", data="days.parquet", held_out="sums.jsonl"))
 
 
 # --------------------------------------------------------------------------- mcp
