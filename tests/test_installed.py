@@ -116,7 +116,8 @@ def complete(line, cwd, install, path):
     """What bash proposes for `line`, by the function that `install` prints."""
     script = (
         f'eval "$({install})"; COMP_LINE={line!r}; COMP_WORDS=($COMP_LINE); '
-        "COMP_CWORD=$((${#COMP_WORDS[@]}-1)); COMP_POINT=${#COMP_LINE}; "
+        f"COMP_CWORD={len(line.split()) - (not line.endswith(' '))}; "
+        "COMP_POINT=${#COMP_LINE}; "
         'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
