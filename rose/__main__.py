@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
 import sys
 
@@ -54,11 +55,13 @@ def main() -> int:
 def _complete(arguments: list[str]) -> int:
     """What Hydra's shell function calls, as `rose -sc query=bash` with the line in COMP_LINE: the
     first word is a command of ours, the rest is Hydra's."""
-    words = os.environ.get("COMP_LINE", "").split()
-    if arguments[:1] == ["query=bash"] and not set(words[1:2]) & {*MODES, "doctor"}:
+    line = os.environ.get("COMP_LINE", "")
+    command = re.match(r"\s*\S+\s+(\S+)\s", line)  # one that is whole: something follows it
+    known = command and command[1] in {*MODES, "doctor"}
+    if arguments[:1] == ["query=bash"] and not known:
         print(*MODES, *MODULES)
         return 0
-    os.environ["COMP_LINE"] = " ".join(words[:1] + words[2:]) + " " * (words[2:] == [])
+    os.environ["COMP_LINE"] = re.sub(r"^(\s*\S+)\s+\S+", r"\1", line)
     return _front("train", ["-sc", *arguments])
 
 

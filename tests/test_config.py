@@ -150,6 +150,10 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
         ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
         ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
+        (
+            "env=prompts env.max_new_tokens=8 env.args.data=x env.args.reward=null",
+            ["env.args.reward=null", "reward="],
+        ),
         ("name=../up", ["name='../up'", "letters"]),
         ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
         ("~trainer.steps", ["trainer.steps", "missing"]),

@@ -12,12 +12,12 @@ from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 600
-PARTS = ("rose", "conf", "scripts", "pyproject.toml", "setup.py", "README.md")
+PARTS = ("rose", "conf", "scripts", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder into which pip has installed a wheel made of this checkout."""
+    """A folder into which pip has installed a wheel, made of an sdist of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -27,10 +27,15 @@ def site(tmp_path_factory):
             shutil.copytree(REPOSITORY / part, source / part, ignore=junk)
         else:
             shutil.copy(REPOSITORY / part, source)
+    sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run(
+        [sys.executable, "-c", sdist], cwd=source, check=True, timeout=SECONDS, capture_output=True
+    )
+    (made,) = folder.glob("*.tar.gz")
+    shutil.rmtree(source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     built = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
-    subprocess.run([*pip, *built, str(source)], check=True, timeout=SECONDS)
-    shutil.rmtree(source)
+    subprocess.run([*pip, *built, str(made)], check=True, timeout=SECONDS)
     (wheel,) = folder.glob("*.whl")
     target = ["install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
     subprocess.run([*pip, *target], check=True, timeout=SECONDS)
@@ -111,7 +116,8 @@ def complete(line, cwd, install, path):
     """What bash proposes for `line`, by the function that `install` prints."""
     script = (
         f'eval "$({install})"; COMP_LINE={line!r}; COMP_WORDS=($COMP_LINE); '
-        "COMP_CWORD=$((${#COMP_WORDS[@]}-1)); COMP_POINT=${#COMP_LINE}; "
+        f"COMP_CWORD={len(line.split()) - (not line.endswith(' '))}; "
+        "COMP_POINT=${#COMP_LINE}; "
         'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
@@ -128,6 +134,10 @@ def test_bash_completes_options_of_both_front_doors(site, tmp_path):
     found = complete("rose train env=", tmp_path, "rose -sc install=bash", installed)
     assert {"env=frozen_lake", "env=games", "env=prompts"} <= set(found)
     assert complete("rose pl", tmp_path, "rose -sc install=bash", installed) == ["plan"]
+    found = complete("rose train", tmp_path, "rose -sc install=bash", installed)
+    assert found == ["train"]
+    found = complete("rose train env=frozen_lake ", tmp_path, "rose -sc install=bash", installed)
+    assert "trainer." in found and "env=frozen_lake" not in found
     here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     found = complete(
         "python launch.py env=fr", REPOSITORY, "python launch.py -sc install=bash", here

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 from rose import config
 from rose.agent import tool_calls
 from rose.agent.chat import ChatFormat, Observer
+from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.scoring import Scoring, transcript
 from rose.protocol import (
@@ -35,6 +37,7 @@ from rose.protocol import (
 from rose.reward.episode import Episode
 
 TOKEN_BYTES = 4
+LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
 REMINDER = "Call a tool: write {}"
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
@@ -111,7 +114,8 @@ async def score(
 
 
 class _Guard:
-    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`."""
+    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`. What a
+    call queues for a worker process (`_workers`) doesn't count."""
 
     def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
         self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
@@ -131,10 +135,15 @@ class _Guard:
         await self._call("close", self.env.close, type(None))
 
     async def _call(self, name: str, make: Callable[[], Coroutine], expected: type) -> Any:
-        task = asyncio.ensure_future(_awaited(make))
+        began = time.monotonic()
+        with _workers.Queueing() as queue:
+            task = asyncio.ensure_future(_awaited(make))
         task.add_done_callback(_forget)
         try:  # not wait_for, which would wait for an environment that swallows its cancellation
-            await asyncio.wait({task}, timeout=self.timeout_s)
+            left = self.timeout_s
+            while not task.done() and left > 0:
+                await asyncio.wait({task}, timeout=max(left, LOOK_S))
+                left = self.timeout_s - (time.monotonic() - began - queue.seconds)
         finally:
             task.cancel()
         if not task.done():
@@ -282,8 +291,10 @@ class _Episode:
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """The environment's answers, or the loop's own to an unusable call, and who says what."""
-        action = self.chat.parse(text, tools)
+        """The environment's answers, or the loop's own to an unusable call, and who says what.
+        Where nothing can be called, what looks like a call is text."""
+        reads = tools or self.env.requires_tool
+        action = self.chat.parse(text, tools) if reads else Action(text)
         if isinstance(action, tool_calls.BadCall):
             role = "tool" if self.env.requires_tool else "user"
             return [Step(observation=action.message, invalid=True)], [(role, action.message)]

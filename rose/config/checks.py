@@ -285,6 +285,13 @@ def _check_reward(c: Config, need: Need) -> None:
         "reward.adaptive",
         "deterministic=true needs false: what a score may take would depend on the machine's speed",
     )
+    for name, member in c.env.members.items():
+        unscored = member.name in ("prompts", "mcp") and member.args.get("reward", "") is None
+        if unscored and not r.pools:
+            raise ConfigError(
+                f"{c.env.key_of(name)}.args.reward=null: then reward= must say what an answer is "
+                "worth, as reward=function; it is environment"
+            )
 
 
 def _check_machine(c: Config, need: Need) -> None:

@@ -76,6 +76,7 @@ def _attribute(module: Any, path: str, where: str) -> type:
     if not isinstance(found, type):
         classes = [n for n, v in vars(module).items() if isinstance(v, type)]
         raise ConfigError(
-            f"{where}: {module.__file__} has no class {path}; it has {', '.join(classes) or 'none'}"
+            f"{where}: {getattr(module, '__file__', module.__name__)} has no class {path}; it has "
+            f"{', '.join(classes) or 'none'}"
         )
     return found

@@ -294,6 +294,15 @@ def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
     assert [r.outcome for r in script.requests] == ["", ""]  # no tool, no outcome
 
 
+@pytest.mark.parametrize("text", [STEP * 2, NONSENSE])
+def test_where_nothing_can_be_called_a_turn_is_one_text(run, tokenizer, text):
+    env = Walk(length=1)
+    env.requires_tool = False
+    trajectory = run(env, Script(tokenizer, text))
+    assert [(action.text, action.calls) for action in env.actions] == [(text, ())]
+    assert (trajectory.reward, trajectory.turns, trajectory.invalid_calls) == (0.5, 1, 0)
+
+
 def test_plain_text_reaches_an_environment_that_needs_no_tool(run, tokenizer):
     env = Walk(2)
     env.requires_tool = False

@@ -112,6 +112,7 @@ def test_a_folder_that_is_not_there_is_named(launch):
             ["env.name=guess_numbr"],
             ["no such environment", "frozen_lake", "guess_number of rose-guess (rose_guess.game:"],
         ),
+        (["env.name=sys:Foo"], ["env.name='sys:Foo': sys has no class Foo"]),
         (["env.name=rose_guess.game:Guess"], ["game.py has no class Guess", "GuessNumber"]),
         (
             ["env.name=rose_guess.gme:GuessNumber"],

@@ -104,10 +104,12 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     if isinstance(env, config.Mixture):
         members = {name: with_whole_paths(member) for name, member in env.members.items()}
         return msgspec.structs.replace(env, members=members)
-    args = dict(env.args)
-    for key in getattr(_find(env.name), "paths", ()):
+    args, cls = dict(env.args), _find(env.name)
+    defaults = inspect.signature(cls).parameters
+    for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
-        if isinstance(args.get(key), str) and Path(place).exists():
+        keyword = args.get(key) == defaults[key].default  # math, random: whatever lies here
+        if isinstance(args.get(key), str) and not keyword and Path(place).exists():
             args[key] = f"{Path(place).resolve()}{mark}{rest}"
     return msgspec.structs.replace(env, args=args)
 

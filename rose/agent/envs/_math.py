@@ -12,7 +12,9 @@ from math_verify import parse, verify
 def reward(text: str, row: dict) -> float:
     r"""1 if the last answer of `text`, thoughts left out, equals row["answer"], else 0. The answer
     is what stands in \boxed{}, or else the last formula or number."""
-    gold = str(row["answer"])
-    right = parse(gold) or parse(f"${gold}$")
+    gold = str(row["answer"]).strip().removesuffix(".")
+    marked = any(mark in gold for mark in (r"\boxed", "$", "####"))
+    # bare LaTeX is no formula to `parse`, which takes a number out of it: 2 of 2\sqrt{3}
+    right = parse(gold if marked else rf"\boxed{{{gold}}}") or parse(gold)
     said = parse(text.rpartition("</think>")[2])
     return float(bool(said) and verify(right or [gold], said))

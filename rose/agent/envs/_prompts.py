@@ -11,7 +11,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 import os
 import random
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Any
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Start
 from rose.config import ConfigError
+from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
 JUDGE_S = 20.0  # of a rule that takes milliseconds, on a machine that is busy
-PASSED = ("text", "row", "messages")  # what a reward function may ask for, by name
+PASSED = ("text", "row", "messages", "episode")  # what a reward function may ask for, by name
 
 
 class Prompts:
@@ -37,7 +37,7 @@ class Prompts:
         prompt_field: str,
         answer_field: str,
         system: str | None,
-        reward: str,
+        reward: str | None,
     ):
         here = os.getcwd()  # in which paths are relative
         rows = _rows("env.args.data", data, prompt_field, here)
@@ -55,9 +55,9 @@ class Prompts:
             )
         self.prompt_field, self.answer_field, self.system = prompt_field, answer_field, system
         if reward == "math":
-            _check_answers(data, rows, answer_field)
+            _check_answers(data, answer_field, prompt_field, here)
         self.reward = MATH if reward == "math" else reward
-        self._function, self._takes = _function(self.reward, here)
+        self._function, self._takes = (None, ()) if reward is None else _function(self.reward, here)
 
     def row(self, seed: int) -> dict[str, Any]:
         """That of this seed: a held-out one if it is odd."""
@@ -68,26 +68,49 @@ class Prompts:
         prompt = row[self.prompt_field]
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return Start(messages=[*system, *asked], tools=tools or [])
+        return Start(messages=[*system, *asked], tools=tools or [], task=row)
 
-    async def score(self, text: str, row: dict[str, Any], messages: list[dict[str, Any]]) -> float:
-        """What the function returns, as a number. A function that raises, or returns none, raises
-        here: the trajectory fails. Cancelling this ends the function's process."""
+    async def score(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Score:
+        """What the function says of `messages`, the last of which is the answer; 0 without a
+        function. A function that raises, or returns no number, raises here: the trajectory fails.
+        Cancelling this ends the function's process."""
+        if self.reward is None:
+            return Score(reward=0.0, success=False)
+        text = messages[-1]["content"]
         if self.reward == MATH:
             answer = {"answer": row[self.answer_field]}
             try:
-                return await _workers.call(MATH, JUDGE_S, text=text, row=answer)
+                value = await _workers.call(MATH, JUDGE_S, text=text, row=answer)
             except _workers.FunctionTooSlow:  # 9**9**9: of what the policy wrote
-                return 0.0
+                value = 0.0
+            return Score(reward=value)
         offered = {"text": text, "row": row, "messages": messages}
+        if "episode" in self._takes:
+            offered["episode"] = self._episode(row, seed, messages)
         given = {name: offered[name] for name in self._takes}
         if inspect.iscoroutinefunction(self._function):
             value = await self._function(**given)
         else:
             value = await _workers.call(self.reward, **given)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise TypeError(f"{self.reward} returned {value!r:.80}, not a finite number")
-        return float(value)
+        return score_of(value, self.reward)
+
+    def _episode(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Episode:
+        """What a scorer of `reward=` gets, without what only the agent loop knows: the names of
+        trajectory and domain, and how the chat template writes the messages."""
+        asked = len(self.start(row).messages)
+        prompt = "\n\n".join(message["content"] for message in messages[:asked])
+        said = [Said(m["role"] == "assistant", m["content"]) for m in messages[asked:]]
+        return Episode(
+            trajectory="",
+            domain="",
+            seed=seed,
+            task=row,
+            transcript=[Said(False, prompt), *said],
+            reward=0.0,
+            success=False,
+            truncated=False,
+            turns=sum(each.policy for each in said),
+        )
 
 
 @functools.cache
@@ -131,6 +154,13 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
                 f"env.args.prompt_field={field!r}: row {number} of {place} has no text there, nor "
                 f"a list of messages with role and content; it has {fields}"
             )
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError) as error:  # a date, bytes: of parquet and datasets
+            raise ConfigError(
+                f"{key}={place!r}: row {number} can't be given to a reward function as JSON "
+                f"({error}); leave such columns out, or write them as texts"
+            ) from None
     return rows
 
 
@@ -197,8 +227,9 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
     return sides
 
 
-def _check_answers(place: str, rows: list[dict[str, Any]], field: str) -> None:
-    for number, row in enumerate(rows, 1):
+@functools.cache  # each trajectory makes an environment of its own
+def _check_answers(place: str, field: str, prompt_field: str, here: str) -> None:
+    for number, row in enumerate(_rows("env.args.data", place, prompt_field, here), 1):
         if not isinstance(row.get(field), str | int | float):
             raise ConfigError(
                 f"env.args.answer_field={field!r}: row {number} of {place} has no answer there; "

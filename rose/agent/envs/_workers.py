@@ -1,7 +1,8 @@
 """Functions of others, in processes of their own: what blocks, hangs, or runs on the policy's text.
 
 A worker process does one call at a time. A call whose deadline ends it (the agent loop cancels it)
-kills its process; the next call starts another. Arguments and results are JSON, a line each.
+kills its process; the next call starts another. Arguments and results are JSON, a line each (an
+`Episode` as `episode`, too).
 Processes end with the environment host. Left out: isolation, as the functions are the user's own.
 """
 
@@ -9,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rose import processes
-from rose.config import ConfigError
+from rose.reward import function
+from rose.reward.episode import Episode
 
 MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
 SAID = 2000  # characters of a function's error that are kept
@@ -30,41 +34,56 @@ BEGUN = b"begun\n"
 _own = threading.local()  # a thread of the pool has one process, `worker`
 
 
+class Queueing:
+    """How long the calls made within `with Queueing() as queue:` have waited for a free process,
+    which no deadline of theirs should count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[object] = set()
+        self._since = self._past = 0.0
+
+    def __enter__(self) -> Queueing:
+        self._before = _queueing.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _queueing.reset(self._before)
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._past + (time.monotonic() - self._since if self._waiting else 0.0)
+
+    def join(self, call: object) -> None:
+        with self._lock:
+            self._since = self._since if self._waiting else time.monotonic()
+            self._waiting.add(call)
+
+    def leave(self, call: object) -> None:
+        """As often as one likes."""
+        with self._lock:
+            if self._waiting == {call}:
+                self._past += time.monotonic() - self._since
+            self._waiting.discard(call)
+
+
+_queueing: ContextVar[Queueing | None] = ContextVar("queueing", default=None)
+
+
 class FunctionFailed(RuntimeError):
     """The function raised, or its process ended; the text is its error's last lines."""
 
 
 def load(key: str, spec: str) -> Callable:
-    """The function `file.py:name` or `package.module:name`. Raises `ConfigError` naming `key`."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not name.isidentifier() or not place:
-        raise ConfigError(
-            f"{key}={spec!r}: write file.py:function, or package.module:function of what is "
-            "installed"
-        )
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ConfigError(f"{key}={spec!r}: no file {Path(place).absolute()}")
-    try:
-        module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever a user's file does as it is imported
-        raise ConfigError(
-            f"{key}={spec!r}: importing {place} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found := getattr(module, name, None)):
-        raise ConfigError(f"{key}={spec!r}: {module.__file__} has no function {name}")
-    return found
+    """The function `file.py:name` or `package.module:name`, a file run once. Raises `ConfigError`
+    naming `key`."""
+    return _load(key, spec, os.getcwd())
 
 
 @functools.cache
-def _from_file(path: str) -> Any:
-    """The module in a file, with the file's folder on the path for what it imports."""
-    whole = Path(path).resolve()
-    if str(whole.parent) not in sys.path:
-        sys.path.append(str(whole.parent))
-    spec = importlib.util.spec_from_file_location(f"_rose_{whole.stem}", whole)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _load(key: str, spec: str, here: str) -> Callable:
+    return function.load(spec, key)
 
 
 class FunctionTooSlow(FunctionFailed):
@@ -77,7 +96,7 @@ async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any
     `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
     place, _, name = spec.rpartition(":")
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
-    line = json.dumps([whole, arguments]).encode() + b"\n"
+    line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
     turn = _Turn(limit_s)
     try:
         answer = await asyncio.wrap_future(_pool().submit(turn.run, line))
@@ -101,11 +120,14 @@ class _Turn:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
+        self._queue = _queueing.get() or Queueing()
+        self._queue.join(self)
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._cancelled = False
 
     def run(self, line: bytes) -> dict[str, Any]:
+        self._queue.leave(self)
         with self._lock:
             if self._cancelled:
                 return {"error": "cancelled before it began"}
@@ -135,6 +157,7 @@ class _Turn:
         }
 
     def cancel(self) -> None:
+        self._queue.leave(self)
         with self._lock:
             self._cancelled = True
             if self._process is not None:
@@ -165,9 +188,11 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         spec, arguments = json.loads(line)
         try:
-            function = load("function", spec)
+            called = load("function", spec)
+            if "episode" in arguments:
+                arguments["episode"] = msgspec.convert(arguments["episode"], Episode)
             answers.write(BEGUN)
-            text = json.dumps({"value": function(**arguments)})
+            text = json.dumps({"value": called(**arguments)}, default=msgspec.to_builtins)
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")

@@ -25,7 +25,7 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult
 
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
-from rose.agent.envs.prompts import check_success
+from rose.agent.envs.prompts import check_success, last_step
 from rose.config import ConfigError
 
 CLOSE_S = 5.0  # for a server to end; then its process is killed
@@ -38,6 +38,7 @@ class Mcp:
     `ConfigError`."""
 
     requires_tool = False
+    several_calls = True
     paths = ("data", "held_out", "reward", "token_file")
 
     def __init__(
@@ -50,7 +51,7 @@ class Mcp:
         tools: list[str] | None = None,
         most_characters: int = 4000,
         held_out: str | float = 0.1,
-        reward: str = "math",
+        reward: str | None = "math",
         prompt_field: str = "prompt",
         answer_field: str = "answer",
         system: str | None = None,
@@ -67,7 +68,7 @@ class Mcp:
         self._session: asyncio.Task | None = None
 
     async def reset(self, seed: int) -> Start:
-        self._row = self.source.row(seed)
+        self._seed, self._row = seed, self.source.row(seed)
         ready: asyncio.Future = asyncio.get_running_loop().create_future()
         # the SDK wants a session opened, used and closed by one task; the loop has one per call
         self._session = asyncio.create_task(self._run(ready))
@@ -81,16 +82,16 @@ class Mcp:
         text = action.text.encode("utf-8", "replace").decode()
         self._messages.append({"role": "assistant", "content": text})
         if action.call is None:
-            reward = await self.source.score(text, self._row, self._messages)
-            return Step(
-                observation=f"Reward {reward:g}.",
-                reward=reward,
-                done=True,
-                success=reward >= self.success_at,
-            )
-        said, failed = await self._use(action.call.name, action.call.arguments)
-        self._messages.append({"role": "tool", "content": said})
-        return Step(observation=said, invalid=failed)
+            score = await self.source.score(self._row, self._seed, self._messages)
+            return last_step(score, self.success_at)
+        told = [await self._use(call.name, call.arguments) for call in action.calls]
+        said = tuple(text for text, _ in told)
+        self._messages += [{"role": "tool", "content": text} for text in said]
+        return Step(
+            observation="\n".join(said),
+            observations=said,
+            invalid=any(failed for _, failed in told),
+        )
 
     async def close(self) -> None:
         if self._session is None:
@@ -99,7 +100,7 @@ class Mcp:
         await asyncio.wait({self._session}, timeout=CLOSE_S)
         self._session.cancel()
         await asyncio.wait({self._session}, timeout=CLOSE_S)
-        if not self._session.cancelled():
+        if self._session.done() and not self._session.cancelled():
             self._session.exception()  # what went wrong was told to whoever waited for it
 
     async def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -204,7 +205,11 @@ def _check_server(command: Any, url: Any, token_file: Any) -> None:
             "env.args.url, http://host:port/mcp, of a server that runs"
         )
     if command is not None:
-        if not isinstance(command, list) or not command or not all(map(str, command)):
+        if (
+            not isinstance(command, list)
+            or not command
+            or not all(isinstance(word, str) and word for word in command)
+        ):
             raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
         if shutil.which(command[0]) is None:
             raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")

@@ -1,10 +1,12 @@
 r"""Prompts from a file, one answer each, and a reward from a function of the user's.
 
 The function is `file.py:function` or `package.module:function` with some of the parameters text
-(the answer as written), row (the prompt's row) and messages (the conversation), and returns a
-number; `math` is math-verify against the row's answer. A plain function runs in a worker process,
-an async one in the environment host. One that raises, or takes longer than env.step_timeout_s, is a
-failed trajectory, which is replaced, and not one with reward 0.
+(the answer as written), row (the prompt's row), messages (the conversation) and episode (an
+`Episode`, as for `reward=function`), and returns what such a function does; `math` is math-verify
+against the row's answer. A plain function runs in a worker process, an async one in the environment
+host. One that raises, or takes longer than env.step_timeout_s, is a failed trajectory, which is
+replaced, and not one with reward 0. Scorers of `reward=` see the row as the episode's task; with
+null nothing is scored here.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
+from rose.reward.episode import Score
 
 
 class Prompts:
@@ -28,7 +31,7 @@ class Prompts:
         self,
         data: str,
         held_out: str | float = 0.1,
-        reward: str = "math",
+        reward: str | None = "math",
         prompt_field: str = "prompt",
         answer_field: str = "answer",
         system: str | None = None,
@@ -41,7 +44,7 @@ class Prompts:
         self._messages: list[dict[str, Any]] = []
 
     async def reset(self, seed: int) -> Start:
-        self._row = self.source.row(seed)
+        self._seed, self._row = seed, self.source.row(seed)
         start = self.source.start(self._row)
         self._messages = list(start.messages)
         return start
@@ -49,16 +52,16 @@ class Prompts:
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()
         said = [*self._messages, {"role": "assistant", "content": text}]
-        reward = await self.source.score(text, self._row, said)
-        return Step(
-            observation=f"Reward {reward:g}.",
-            reward=reward,
-            done=True,
-            success=reward >= self.success_at,
-        )
+        return last_step(await self.source.score(self._row, self._seed, said), self.success_at)
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def last_step(score: Score, success_at: float) -> Step:
+    """Success is the function's word, or the reward's where it has none."""
+    success = score.reward >= success_at if score.success is None else score.success
+    return Step(f"Reward {score.reward:g}.", reward=score.reward, done=True, success=success)
 
 
 def check_success(success_at: Any) -> None:

@@ -2,17 +2,19 @@ r"""Games of TextArena: alone, or the policy against a random or scripted oppone
 
 A turn's text is the move, as the game's rules say; the policy reads what the game tells its player
 since the last turn. TextArena draws from Python's global generators, so each game keeps a state of
-them of its own. Left out: games that need a download, an API key or a newer Python (refused before
-the start), and several policies in one game. Package: textarena (Guertler et al., 2025,
-arXiv:2504.11442).
+them of its own. Games run in threads, one move at a time. Left out: games that need a download, an
+API key or a newer Python (refused before the start), and several policies in one game. Package:
+textarena (Guertler et al., 2025, arXiv:2504.11442).
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import random
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +33,7 @@ RAW = "-raw"  # without the package's own ways to show the whole history again
 MOST_PLAYERS = 7
 TRIES = 400  # moves that the random opponent tries on a copy of the game before it gives up
 TOKEN = re.compile(r"\[[^\[\]\n]{1,30}\]")
+_drawing = threading.Lock()  # held while a game has Python's global generators
 PART = re.compile(r"\d|\b[A-Za-z]\b|(?<=\b)[A-Ia-i](?=\d)")
 
 
@@ -81,9 +84,7 @@ class Textarena:
             self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
         )
         self._generators = _seeded(seed)
-        with self._own_generators():
-            self._game = _make(self.game, self.options)
-            self._game.reset(num_players=self.players, seed=seed % 2**32)
+        await asyncio.to_thread(self._begin, seed)
         if await self._others_play():
             raise RuntimeError(f"{self.game} ended before the policy's first turn")
         return Start(messages=[{"role": "user", "content": self._heard.strip()}])
@@ -91,8 +92,7 @@ class Textarena:
     async def step(self, action: Action) -> Step:
         said = action.text.rpartition("</think>")[2].strip()
         move = said.encode("utf-8", "replace").decode()
-        with self._own_generators():
-            done, _ = self._game.step(move)
+        done = await asyncio.to_thread(self._play, move)
         invalid = self._refused(self.seat)
         done = done or await self._others_play()
         if not done:
@@ -112,6 +112,16 @@ class Textarena:
     async def close(self) -> None:
         self._game = None
 
+    def _begin(self, seed: int) -> None:
+        with self._own_generators():
+            self._game = _make(self.game, self.options)
+            self._game.reset(num_players=self.players, seed=seed % 2**32)
+
+    def _play(self, move: str) -> bool:
+        """Whether the game has ended by it."""
+        with self._own_generators():
+            return self._game.step(move)[0]
+
     async def _others_play(self) -> bool:
         """Until it is the policy's turn, whose news are then in `_heard`; True if the game ends."""
         while True:
@@ -121,8 +131,7 @@ class Textarena:
                 self._heard = text
                 return False
             move = await self._opponents_move(player, text)
-            with self._own_generators():
-                done, _ = self._game.step(move)
+            done = await asyncio.to_thread(self._play, move)
             if self._refused(player):
                 raise RuntimeError(f"{self.game} refused {move!r} of the opponent {self.opponent}")
             if done:
@@ -133,6 +142,9 @@ class Textarena:
             return await _workers.call(
                 self.opponent, observation=text, player=player, seed=self._rng.getrandbits(31)
             )
+        return await asyncio.to_thread(self._random_move, player, text)
+
+    def _random_move(self, player: int, text: str) -> str:
         told = [*(str(said) for _, said in self._game.state.logs), text]
         shown = list(dict.fromkeys(token for m in told[-20:] for token in TOKEN.findall(m)))
         for move in _moves(shown, self._rng):
@@ -151,7 +163,11 @@ class Textarena:
 
     @contextmanager
     def _own_generators(self, keep: bool = True) -> Iterator[None]:
-        """Python's and NumPy's global generators are this game's meanwhile."""
+        """Python's and NumPy's global generators are this game's meanwhile: one game at a time."""
+        with _drawing:
+            yield from self._exchanged(keep)
+
+    def _exchanged(self, keep: bool) -> Iterator[None]:
         others = random.getstate(), np.random.get_state()
         random.setstate(self._generators[0])
         np.random.set_state(self._generators[1])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rose.agent import envs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
+from rose.reward.episode import ScoringFailed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
@@ -30,7 +32,11 @@ async def slow_judge(messages): await asyncio.sleep(0.01); return messages[-1]["
 def raises(text): raise OSError("the judge is away")
 def hangs(text): time.sleep(3600)
 def ends(text): os._exit(7)
+def waits(text):
+    while not os.path.exists(text): time.sleep(0.01)
+    return 1
 def nothing(): return None
+def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
 def wants(sentence): return 1
 """
 
@@ -180,6 +186,25 @@ def test_against_the_random_opponent_both_seats_are_played_and_seeds_repeat():
     assert asyncio.run(game(6, seat=1))[0] == 1
 
 
+def test_a_game_that_computes_leaves_the_loop_to_others():
+    free = threading.Event()
+
+    async def go():
+        env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
+        await env.reset(4)
+        step = env._game.step
+        env._game.step = lambda move: free.wait(DEADLINE_S) and step(move)
+        playing = asyncio.create_task(env.step(Action("[1]")))
+        done, _ = await asyncio.wait({playing}, timeout=0.2)
+        free.set()
+        assert not done
+        return await playing
+
+    began = time.monotonic()
+    assert asyncio.run(go()).observation
+    assert time.monotonic() - began < DEADLINE_S
+
+
 def test_a_move_against_the_rules_is_told_and_then_loses():
     start, first, second = play(env_of("textarena"), 6, Action("no move"), Action("[99]"))
     assert first.invalid and "invalid move" in first.observation and not first.done
@@ -205,7 +230,7 @@ def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
         ({"game": "PublicGoodsGame-v0"}, "no such game"),
         ({"players": 3}, "can't be played here with 3 players"),
         ({"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
-        ({"opponent": "randm"}, "env.args.opponent='randm': write file.py:function"),
+        ({"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
         ({"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
     ],
 )
@@ -261,6 +286,29 @@ def test_math_takes_any_form_of_the_answer(folder):
     assert [step.success for step in steps] == [True, True, False, False, False]
 
 
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        (r"2\sqrt{3}", r"2\sqrt{3}", "2"),
+        ("3x^2", "3x^2", "3"),
+        (r"\frac{1}{2}", "0.5", "1"),
+        ("(1, 2)", "(1, 2)", "2"),
+        ("-7", "-7", "7"),
+        ("1,000", "1000", "1"),
+        (r"thus $x = \frac{3}{4}$", "0.75", "3"),
+        (r"so \boxed{12}", "12", "1"),
+        ("3 + 4 = 7\n#### 7", "7", "3"),
+        ("42.", "42", "4"),
+        (12, "12", "2"),
+    ],
+)
+def test_math_reads_the_whole_answer_of_a_row(gold, right, wrong):
+    from rose.agent.envs._math import reward
+
+    assert reward(rf"so \boxed{{{right}}}", {"answer": gold}) == 1.0
+    assert reward(rf"so \boxed{{{wrong}}}", {"answer": gold}) == 0.0
+
+
 def test_a_function_of_the_users_rewards_async_or_not(folder):
     def step(reward, text="yes", **args):
         env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
@@ -272,16 +320,88 @@ def test_a_function_of_the_users_rewards_async_or_not(folder):
     assert not step("length", success_at=1000).success
 
 
+EPISODES = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Told:
+    prompt: str
+    answer: str
+    row: dict
+
+def score(episode):
+    told = Told(episode.prompt, episode.response, episode.task)
+    assert told.prompt == "Be brief.\\n\\n" + told.row["prompt"], told
+    assert episode.seed == 2 and episode.turns == 1 and not episode.transcript[0].policy
+    return {"reward": len(told.answer), "success": told.answer == "yes"}
+
+async def judge(episode):
+    return score(episode)
+"""
+
+
+@pytest.mark.parametrize("function", ["score", "judge"])
+def test_one_function_serves_the_environment_and_reward_function(folder, function):
+    """In a process of its own, and in the host's; and as the group `reward` calls it."""
+    from rose.reward import scorers
+
+    (folder / "mine.py").write_text(EPISODES)
+    spec = f"{folder}/mine.py:{function}"
+    env = env_of("prompts", data="sums.jsonl", reward=spec, success_at=0.0, system="Be brief.")
+    start, good, bad = play(env, 2, Action("yes"), Action("no"))
+    assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
+    made = envs.build(env).source._episode(
+        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}]
+    )
+    found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
+    assert (found.reward, found.success) == (3.0, True)
+
+
+def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
+    env = env_of("prompts", data="sums.jsonl", reward=None, answer_field="none of them")
+    start, step = play(env, 2, Action("20"))
+    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
+    assert start.task in rows and start.task["prompt"] == question(start)
+    assert (step.reward, step.success, step.done) == (0.0, False, True)
+
+
+def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
+    from rose.agent.loop import EnvironmentFailure, _Guard
+
+    async def step(reward, seconds):
+        made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
+        await made.reset(2)
+        return await _Guard(made, "g1.1", seconds, "env").step(Action("x"))
+
+    async def go():
+        busy = [
+            _workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)
+        ]
+        busy = [asyncio.create_task(each) for each in busy]
+        await asyncio.sleep(0)  # they are in the queue before it
+        queues = asyncio.create_task(step("length", 5.0))
+        await asyncio.wait({queues}, timeout=6.0)
+        assert not queues.done()
+        (folder / "go").touch()
+        assert (await queues).reward > 0
+        await asyncio.gather(*busy)
+        with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
+            await step("hangs", 1.0)
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
 def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
     def env(reward):
         return env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}")
 
     for reward, words in (
         ("raises", "OSError: the judge is away"),
-        ("nothing", "returned None, not a finite number"),
+        ("nothing", "returned None; a number, "),
         ("ends", "its process ended with code 7"),
     ):
-        with pytest.raises((_workers.FunctionFailed, TypeError), match=words):
+        with pytest.raises((_workers.FunctionFailed, ScoringFailed), match=words):
             play(env(reward), 2, Action("x"))
 
     async def hang():
@@ -307,9 +427,9 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
         ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
         ({"held_out": 1.5}, "env.args.held_out=1.5"),
         ({"held_out": 1e-9}, "both sides need some"),
-        ({"reward": "rewards.py:nope"}, "has no function nope"),
-        ({"reward": "nope.py:f"}, "no file"),
-        ({"reward": "maths"}, "write file.py:function"),
+        ({"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
+        ({"reward": "nope.py:f"}, "there is no file"),
+        ({"reward": "maths"}, "must be FILE.py:FUNCTION"),
         ({"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some of text"),
         ({"success_at": "1"}, "env.args.success_at='1': a number"),
     ],
@@ -333,6 +453,28 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     args = front.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
+
+
+def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
+    for name in ("math", "random"):
+        (folder / name).mkdir()
+    for env, key in (
+        (env_of("prompts", data="sums.jsonl"), "reward"),
+        (env_of("textarena"), "opponent"),
+    ):
+        assert envs.with_whole_paths(env).args[key] == env.args[key]
+
+
+def test_rows_that_no_function_could_get_are_refused(folder):
+    import datetime
+
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"prompt": "When?", "answer": "1", "day": datetime.date(2026, 1, 2)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "days.parquet")
+    with pytest.raises(ConfigError, match="days.parquet': row 1 can't be given .* date is not"):
+        envs.check(env_of("prompts", data="days.parquet", held_out="sums.jsonl"))
 
 
 # --------------------------------------------------------------------------- mcp
@@ -390,6 +532,31 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
     assert not any("mcp_server" in " ".join(p.cmdline()) for p in children() if not http)
 
 
+def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
+    env = env_of(
+        "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
+    )
+    two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
+    bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
+    _, first, second, last = play(env, 2, two, bad, Action("8"))
+    assert first.observations == ("3", "7") and not first.invalid
+    assert second.observations[1] == "8" and second.invalid
+    assert last.reward == 1221221
+
+
+def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
+    from rose.agent.envs import mcp as ours
+
+    async def go():
+        made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+        await made.reset(2)
+        monkeypatch.setattr(ours, "CLOSE_S", 0.0)
+        await made.close()
+        await asyncio.wait({made._session})
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
 def children():
     return psutil.Process(os.getpid()).children()
 
@@ -421,6 +588,7 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
         ({}, "either it, a list as"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
         ({"command": "python x.py"}, "a list of words"),
+        ({"command": [sys.executable, 3]}, "a list of words"),
         ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
         ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
     ],
