@@ -8,7 +8,6 @@ which are the model's own folder.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +58,7 @@ class StoreWeights:
         values = {t.name: torch.zeros(t.shape, dtype=DTYPES[t.dtype]) for t in tensors}
         live = Live(values)
         plan, _ = read_plan(Folder(self.store))
-        receiver = Receiver(str(self.store), None, None, _these, live, f"export-{os.getpid()}")
+        receiver = Receiver(str(self.store), None, None, _these, live)
         try:
             # Nothing is kept whole beside the values: a block is decoded to be compared with its
             # hash, and once more to be put in place.

@@ -52,9 +52,7 @@ def linked(store: Path, folder: Path) -> Path:
     byte is copied, and what the trainer removes from then on stays here. `store` itself where the
     file system has no such links."""
     try:
-        shutil.copytree(
-            store, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".*", "leases")
-        )
+        shutil.copytree(store, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".*"))
     except shutil.Error:
         pass  # of a version that was removed in this moment, or on a file system without links
     except OSError:
