@@ -133,12 +133,14 @@ def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, t
 
 
 def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
-    path = run.store / "v000000" / "full" / "rank-00001.h5"
+    edge = run.store / "v000000" / "full"
+    path = edge / "rank-00001.h5"
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    manifest = json.loads((edge / "manifest.json").read_text().partition("\n")[0])
+    data[manifest["files"][1]["data_offset"]] ^= 1
     path.write_bytes(data)
     code, _, err = main(capsys, run.run, "--step", 1, "--out", tmp_path / "home")
-    assert code == 1 and "v000000/full/rank-00001.h5: its HDF5 structure is damaged" in err, err
+    assert code == 1 and re.search(f"{path}: the payload of block \\d+ is damaged", err), err
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
