@@ -59,7 +59,9 @@ class Edge:
             if (np.diff(blocks, append=len(owners)) <= 0).any() or any(
                 owners[block].owner != rank for block in blocks.tolist()
             ):
-                raise Corrupted(f"{where} has not the blocks that the plan gives this rank, in order")
+                raise Corrupted(
+                    f"{where} has not the blocks that the plan gives this rank, in order"
+                )
             ends = np.cumsum(table["length"])
             if (table["offset"] != ends - table["length"]).any() or (
                 ends[-1] if len(ends) else 0

@@ -8,6 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rose import protocol as p
@@ -17,7 +18,7 @@ from rose.observe import conversations, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, read, saved_steps, telling
 
-WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again"]
+WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
 
 
 def trajectory(name, parts, reward=0.0, **told):
@@ -172,6 +173,19 @@ def test_every_branch_of_a_trajectory_is_a_sample(run):
     assert re.search(r"g3\.0 +│ lake +│ +0\.5 │ +1 │ +2 │ +7 │ +4 │", out), out
     html = conversations.html(run)
     assert "sample 2 of 2" in html and "again again again" in html
+
+
+def test_what_a_model_says_is_printed_and_not_obeyed(run, capsys):
+    stats = {"[/x]": 1.0, "[red]": 2.0}
+    talk = trajectory("g3.0", ["go", WORDS[-1]], stats=stats)
+    talk = msgspec.structs.replace(talk, domain="[/lake]")
+    replay.save(run, 3, [[talk]])
+    console = Console(force_terminal=True, color_system=None, width=140)
+    for arguments in ((None, 3, False), ("g3.0", 3, False), ("g3.0", 3, True)):
+        assert show.show(run, *arguments, console) == 0
+    out = capsys.readouterr().out
+    assert "[/x] 1, [red] 2" in out and out.count("[/lake]") == 3
+    assert "\u241b[2J\ufffd1m\u2408" in out and not set(out) & {"\x1b", "\x9b", "\b"}
 
 
 def test_keys_of_a_later_release_do_no_harm(run):
