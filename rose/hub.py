@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rose.config.errors import ConfigError
 
-# What trainer and engines read, and what goes with a copy of the model (rose/export); the same weights as .bin, .gguf, .onnx or consolidated files are
-# left out.
+# What trainer and engines read, and what goes with a copy of the model (rose/export); the same
+# weights as .bin, .gguf, .onnx or consolidated files are left out.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 # of everything that the launcher starts
