@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rose.config.errors import ConfigError
 
-# What trainer and engines read; the same weights as .bin, .gguf, .onnx or consolidated files are
-# left out.
-WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+# What trainer and engines read, and what goes with a copy of the model (rose/export); the same
+# weights as .bin, .gguf, .onnx or consolidated files are left out.
+WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 # of everything that the launcher starts
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

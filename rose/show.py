@@ -23,6 +23,16 @@ from rich.text import Text
 
 from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps
 
+# What a terminal would obey rather than print, as its picture: ESC as ␛. Newline and tab are text.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    code: 0xFFFD for code in range(0x7F, 0xA0)
+}
+
+
+def plain(text: object, style: str = "") -> Text:
+    """As it is: no escape sequence or markup in it is obeyed."""
+    return Text(str(text).translate(PICTURES), style=style)
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -93,10 +103,10 @@ def listed(step: int, trajectories: list[Shown]) -> Table:
         made = [v for s in shown.samples for v in s.versions[s.mask == 1]]
         versions = sorted({min(made), max(made)}) if made else []
         table.add_row(
-            shown.id,
-            str(shown.told.get("domain") or ""),
+            plain(shown.id),
+            plain(shown.told.get("domain") or ""),
             f"{shown.reward:g}",
-            str(shown.told.get("turns", "")),
+            plain(shown.told.get("turns", "")),
             str(len(shown.samples)),
             str(shown.length),
             str(shown.made),
@@ -115,7 +125,7 @@ def heading(step: int, shown: Shown) -> Panel:
     ]
     if told.get("stats"):
         lines.append(", ".join(f"{name} {value:g}" for name, value in told["stats"].items()))
-    return Panel("\n".join(lines), title=Text(shown.id), title_align="left")
+    return Panel(plain("\n".join(lines)), title=plain(shown.id), title_align="left")
 
 
 def panel(part: Part, texts: Texts) -> Panel:
@@ -124,7 +134,7 @@ def panel(part: Part, texts: Texts) -> Panel:
     if part.made:
         told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.3f}"
     style = "green" if part.made else "dim"
-    text = Text(texts.of(part.tokens), style="" if part.made else "dim")
+    text = plain(texts.of(part.tokens), style="" if part.made else "dim")
     return Panel(text, title=Text(told), title_align="left", border_style=style)
 
 
@@ -140,7 +150,7 @@ def token_table(part: Part, texts: Texts) -> Table:
             str(int(part.made)),
             str(part.versions[at]) if part.made else "",
             f"{part.logprobs[at]:.4f}" if part.made else "",
-            Text(repr(texts.of([token]))[1:-1], style="green" if part.made else "dim"),
+            plain(repr(texts.of([token]))[1:-1], style="green" if part.made else "dim"),
         )
     return table
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import hub_cache
+import huggingface_hub
 import pytest
 
 from rose import config as configuration
@@ -93,7 +94,6 @@ def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
 def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeypatch):
     """A proxy that refuses, or a server that hangs up: the HTTP library's exceptions are no
     OSError."""
-    import huggingface_hub
     from huggingface_hub import errors
 
     def refused(*_, **__):
@@ -106,6 +106,14 @@ def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeyp
         match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by the proxy.*HF_HOME",
     ):
         hub.snapshot("acme/tiny")
+
+
+def test_licence_and_notice_are_downloaded_and_other_weights_are_not():
+    there = ["LICENSE", "NOTICE.md", "config.json", "pytorch_model.bin", "original/params.json"]
+    found = huggingface_hub.utils.filter_repo_objects(
+        there, allow_patterns=list(hub.WANTED), ignore_patterns=list(hub.UNWANTED)
+    )
+    assert list(found) == there[:3]
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])

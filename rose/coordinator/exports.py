@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -48,13 +49,23 @@ class Exports:
         if not step or not self._every or (step % self._every and step != self._last):
             return
         self._newest = step
-        task = asyncio.create_task(self._export(step, Path(store)))
+        task = asyncio.create_task(self._export(step, Path(store)), name=f"step {step}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def finish(self) -> None:
-        """Wait for all that was offered; each has `trainer.step_timeout_s`."""
-        await asyncio.gather(*self._tasks)
+        """Wait for all that was offered, `trainer.step_timeout_s` at most; what isn't written by
+        then is told, and ended."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=self._deadline_s)
+        for task in late:
+            self._on_fault(
+                "export failed",
+                f"{task.get_name()}: not written {self._deadline_s:g} s (trainer.step_timeout_s) "
+                "after the last step",
+            )
+        await self.close()
 
     async def close(self) -> None:
         """End what is being written."""
@@ -69,7 +80,7 @@ class Exports:
         links = self._folder / f".step_{step}.store"
         try:
             self._folder.mkdir(exist_ok=True)
-            kept = await asyncio.to_thread(versions.linked, store, links)
+            kept = await asyncio.to_thread(versions.linked, store, links, step)
             async with self._one_at_a_time:
                 if step != self._newest:
                     why = f"step {step}: step {self._newest} was there before it was begun"
@@ -79,11 +90,11 @@ class Exports:
         except Exception as error:  # whatever it was: the run goes on without this folder
             self._on_fault("export failed", f"step {step}: {type(error).__name__}: {error}")
         finally:
-            _remove(links)
+            await self._discard(links)
 
     async def _write(self, step: int, store: Path) -> None:
         out = self._out(step)
-        _remove(out)  # of an attempt that lost the step and made it anew
+        await asyncio.to_thread(_remove, out)  # of an attempt that lost the step and made it anew
         command = [sys.executable, "-m", "rose.export", str(self._run_dir)]
         command += ["--step", str(step), "--store", str(store), "--out", str(out)]
         process = await asyncio.create_subprocess_exec(
@@ -110,19 +121,28 @@ class Exports:
             self._on_fault("export failed", f"step {step}: {said}")
             return
         print(said, flush=True)
-        written = sorted(self._folder.glob("step_*"), key=_step_of)
+        # later ones are of an attempt that lost these steps, which are to be made again
+        written = [number for number in self._written() if number <= step]
         for old in written[: -self._keep]:
-            _remove(old)
+            await self._discard(self._out(old))
+
+    def _written(self) -> list[int]:
+        """Steps, in order; a folder that somebody named otherwise is theirs."""
+        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    async def _discard(self, path: Path) -> None:
+        """Gigabytes take their time, and what can't be removed costs the run nothing."""
+        try:
+            await asyncio.to_thread(_remove, path)
+        except OSError as error:
+            self._on_fault("export not removed", str(error))
 
 
 def _step_back() -> None:
     """Of the process that exports, before it begins."""
     die_with_parent()
     os.nice(LOWEST)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _remove(path: Path) -> None:

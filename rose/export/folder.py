@@ -17,14 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+import xxhash
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rose import config as configuration
 from rose import files, models
 from rose.config import Config, ConfigError
 from rose.export.card import Exported, text
-from rose.export.weights import Weights, places
+from rose.export.weights import StoreWeights, Weights, places
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, TransferError
@@ -53,11 +54,12 @@ def export(
     Raises `ConfigError` for a folder that is no run or is not empty, `TransferError` when the step
     can't be had or none of its places is sound, `OSError`.
     """
+    out = out.resolve()  # "." has no name, and a link can't be replaced by a folder
     check_free(out)
     config = read_config(run_dir)
     source = models.check_folder(base) if base else models.resolve(config.model)
     step, found = places(run_dir, step, store)
-    with whole_folder(out) as part:
+    with whole_folder(out) as part, lasting(found, out, store is None):
         weights, shards, blocks = _first_sound(found, part, shard_bytes)
         copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
         done = Exported(
@@ -65,6 +67,26 @@ def export(
         )
         (part / "README.md").write_text(text(config, run_dir, done))
     return done
+
+
+@contextmanager
+def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
+    """Stores that belong to the run are read from hard links beside them, as the trainer goes on
+    removing versions. What an export to `out` left of them is removed."""
+    mine = xxhash.xxh3_64_hexdigest(str(out).encode())
+    made = [
+        (weights, weights.store.with_name(f".{weights.store.name}.{mine}"))
+        for weights in found
+        if of_the_run and isinstance(weights, StoreWeights)
+    ]
+    try:
+        for weights, links in made:
+            shutil.rmtree(links, ignore_errors=True)
+            weights.files = versions.linked(weights.store, links, weights.step)
+        yield
+    finally:
+        for _, links in made:
+            shutil.rmtree(links, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:
@@ -158,7 +180,10 @@ def divide(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
 
 def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path) -> int:
     values, digests = weights.read(tensors)
-    save_file(values, path, metadata={"format": "pt"})
+    try:
+        save_file(values, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path}: {error}") from None
     path.chmod(0o666 & ~_umask())  # safetensors makes it the user's alone
     del values
     with safe_open(path, "pt") as written:

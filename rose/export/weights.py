@@ -8,7 +8,6 @@ which are the model's own folder.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,19 +51,22 @@ class StoreWeights:
 
     def __init__(self, store: Path, step: int):
         self.store, self.step = Path(store), step
+        self.files = self.store  # or a copy of it
         self.where = f"the weight store {store}"
         self.tensors = list(read_plan(Folder(store))[0].tensors)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
         values = {t.name: torch.zeros(t.shape, dtype=DTYPES[t.dtype]) for t in tensors}
         live = Live(values)
-        plan, _ = read_plan(Folder(self.store))
-        receiver = Receiver(str(self.store), None, None, _these, live, f"export-{os.getpid()}")
+        plan, _ = read_plan(Folder(self.files))
+        receiver = Receiver(str(self.files), None, None, _these, live)
         try:
             # Nothing is kept whole beside the values: a block is decoded to be compared with its
             # hash, and once more to be put in place.
             staged = receiver.stage(None, self.step, usable_threads(), 0, READ_S)
             staged.flip()
+        except TransferError as error:
+            raise Corrupted(str(error).replace(str(self.files), str(self.store))) from None
         finally:
             receiver.close()
         digests: dict[str, Digests] = {}

@@ -31,6 +31,8 @@ QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 LONGEST_PARAMETER = 500  # characters that every MLflow server takes
 PARAMETERS_AT_ONCE = 100  # MLflow's limit
 
+_ids_lock = threading.Lock()  # of FILE, which each tracker's thread adds its id to
+
 
 class Tracker(Protocol):
     """Made, used and closed in one thread; whatever it raises is told, and ends nothing."""
@@ -145,11 +147,16 @@ def check(observe: Observe) -> None:
 def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
     """Of the tracker's run: as it was when this run began, else a new one."""
     path = Path(run_dir) / FILE
-    ids = json.loads(path.read_bytes()) if path.exists() else {}
-    if name not in ids:
-        ids[name] = new()
-        write_whole(path, json.dumps(ids).encode() + b"\n")
-    return ids[name]
+    if (known := _ids(path).get(name)) is not None:
+        return known
+    made = new()  # may ask a server, which must not hold the other tracker up
+    with _ids_lock:
+        write_whole(path, json.dumps(_ids(path) | {name: made}).encode() + b"\n")
+    return made
+
+
+def _ids(path: Path) -> dict[str, str]:
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 class Background:

@@ -2,8 +2,8 @@
 to look at.
 
 Tokens become text by the model's tokenizer alone, so nothing of transformers is loaded; where the
-tokenizer can't be found, the tokens' numbers stand for them. A trajectory may consist of several
-training samples (branches of its history): records of one id are shown together.
+tokenizer can't be found, the tokens' numbers stand for them. A trajectory whose history
+branches has a sample for each leaf.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Shown:
-    """A trajectory with its samples. `told` is the first one's record, without the tokens."""
+    """A trajectory with its samples. `told` is its record without tokens and branches."""
 
     told: dict[str, Any]
     samples: list[Sample]
@@ -105,19 +105,20 @@ def saved_steps(run_dir: Path) -> list[int]:
 def read(run_dir: Path, step: int) -> list[Shown]:
     """In the order of the groups. Raises `ValueError` naming the file when it is damaged."""
     path = Path(run_dir) / "rollouts" / f"step-{step:06d}.msgpack"
-    found: dict[str, Shown] = {}
+    found: list[Shown] = []
     try:
         for group in msgspec.msgpack.decode(path.read_bytes()):
             for record in group:
                 # by name, not by type: a later release may have told more of it
-                samples = [_sample(each) for each in record.get("samples") or [record]]
+                leaves = [record, *record.get("branches", ())]
                 told = {k: v for k, v in record.items() if not isinstance(v, bytes)}
-                found.setdefault(told["id"], Shown(told, [])).samples.extend(samples)
+                told.pop("branches", None)
+                found.append(Shown(told, [_sample(leaf) for leaf in leaves]))
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: holds no trajectories: {type(error).__name__}: {error}"
         ) from None
-    return list(found.values())
+    return found
 
 
 def _sample(record: dict[str, Any]) -> Sample:

@@ -54,17 +54,19 @@ class Edge:
     def table(self, rank: int) -> np.ndarray:
         """(blocks of this rank,) of dtype `ENTRY`, by increasing block."""
         if rank not in self._tables:
-            table, where = self._read_table(rank), f"{self.source}/{self.name}: rank {rank}'s table"
+            table, where = self._read_table(rank), f"{self._file(rank)}: its table"
             blocks, owners = table["block"].astype(np.int64), self.plan.blocks
             if (np.diff(blocks, append=len(owners)) <= 0).any() or any(
                 owners[block].owner != rank for block in blocks.tolist()
             ):
-                raise Corrupted(f"{where}: not the blocks that the plan gives this rank, in order")
+                raise Corrupted(
+                    f"{where} has not the blocks that the plan gives this rank, in order"
+                )
             ends = np.cumsum(table["length"])
             if (table["offset"] != ends - table["length"]).any() or (
                 ends[-1] if len(ends) else 0
             ) != self._data_size(rank):
-                raise Corrupted(f"{where}: its payloads don't cover the data")
+                raise Corrupted(f"{where}'s payloads don't cover the data")
             self._tables[rank] = table
         return self._tables[rank]
 
@@ -77,7 +79,7 @@ class Edge:
         for entries in _spans(table[np.isin(table["block"], blocks)]):
             found |= self._span(rank, entries)
         if len(found) != len(blocks):
-            raise Corrupted(f"{self.source}/{self.name}: rank {rank}'s table lacks a block")
+            raise Corrupted(f"{self._file(rank)}: its table lacks a block")
         return found
 
     def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[np.void, memoryview]]:
@@ -92,10 +94,11 @@ class Edge:
                     damaged = entry["block"]
             if damaged is None:
                 return found
-        raise Corrupted(
-            f"{self.source}/{self.name}: rank {rank}'s file: the payload of block {damaged} is "
-            "damaged"
-        )
+        raise Corrupted(f"{self._file(rank)}: the payload of block {damaged} is damaged")
+
+    def _file(self, rank: int) -> str:
+        """For messages."""
+        return f"{self.source}/{self.name}/rank-{rank:05d}.h5"
 
     def require(self) -> None:
         """Raises `Missing` when it was removed meanwhile; its files stay for some time then."""

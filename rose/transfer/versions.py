@@ -47,19 +47,17 @@ def readable(store: Path) -> list[int]:
     return sorted(found) if (Path(store) / PLAN).is_file() else []
 
 
-def linked(store: Path, folder: Path) -> Path:
+def linked(store: Path, folder: Path, version: int) -> Path:
     """A store of hard links in `folder`, which must not exist, to everything that is there now: no
-    byte is copied, and what the trainer removes from then on stays here. `store` itself where the
-    file system has no such links."""
+    byte is copied, and what the trainer removes from then on stays here. `store` itself where
+    these don't lead to `version`, as on a file system without such links."""
     try:
-        shutil.copytree(
-            store, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".*", "leases")
-        )
+        shutil.copytree(store, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".*"))
     except shutil.Error:
         pass  # of a version that was removed in this moment, or on a file system without links
     except OSError:
         return store
-    return folder if readable(folder) else store
+    return folder if version in readable(folder) else store
 
 
 class Hashes(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -133,12 +134,14 @@ def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, t
 
 
 def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
-    path = run.store / "v000000" / "full" / "rank-00001.h5"
+    edge = run.store / "v000000" / "full"
+    path = edge / "rank-00001.h5"
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    manifest = json.loads((edge / "manifest.json").read_text().partition("\n")[0])
+    data[manifest["files"][1]["data_offset"]] ^= 1
     path.write_bytes(data)
     code, _, err = main(capsys, run.run, "--step", 1, "--out", tmp_path / "home")
-    assert code == 1 and "v000000/full/rank-00001.h5: its HDF5 structure is damaged" in err, err
+    assert code == 1 and re.search(f"{path}: the payload of block \\d+ is damaged", err), err
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
@@ -158,6 +161,21 @@ def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
             export(run.run, 3, tmp_path / "home", MIB)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
     assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
+
+
+def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
+    limit = 1024  # bytes of a file, which is fewer than the weights have
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.export", str(run.run), "--out", str(tmp_path / "home")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"model\.safetensors: .*File too large", done.stderr), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
 def test_two_exports_to_one_folder_do_not_mix(run, tmp_path):
@@ -181,7 +199,7 @@ def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypat
 
 
 def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(run, tmp_path):
-    kept = versions.linked(run.store, tmp_path / "kept")
+    kept = versions.linked(run.store, tmp_path / "kept", 1)
     assert kept == tmp_path / "kept" and versions.readable(kept) == [0, 1, 2, 3]
     for version in range(4, 20):
         run.step()
@@ -201,7 +219,53 @@ def test_without_links_the_store_itself_is_read(run, tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert versions.linked(run.store, tmp_path / "kept") == run.store
+    assert versions.linked(run.store, tmp_path / "kept", 1) == run.store
+
+
+def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeypatch):
+    link = os.link
+
+    def some(source, *arguments, **named):
+        if "v000003" in str(source):  # it was removed in this moment
+            raise FileNotFoundError(2, "No such file or directory")
+        link(source, *arguments, **named)
+
+    monkeypatch.setattr(os, "link", some)
+    assert versions.linked(run.store, tmp_path / "two", 2) == tmp_path / "two"
+    assert versions.linked(run.store, tmp_path / "three", 3) == run.store
+
+
+def test_a_version_stays_while_it_is_exported(run, tmp_path, monkeypatch):
+    """The command takes links, too: between two files the trainer removes the version."""
+    write = folder._write_shard
+
+    def then_go_on(*arguments):
+        compared = write(*arguments)
+        if 19 not in versions.readable(run.store):
+            for version in range(4, 20):
+                run.step()
+                run.publish(version)
+                run.tidy()
+        return compared
+
+    monkeypatch.setattr(folder, "_write_shard", then_go_on)
+    done = export(run.run, 1, tmp_path / "home", 700)
+    assert done.shards > 1 and 1 not in versions.readable(run.store)
+    assert same(loaded(done.out), run.weights_of[1])
+    assert [path.name for path in run.store.parent.iterdir()] == [run.store.name]
+
+
+def test_out_may_be_the_current_folder_or_a_link_to_an_empty_one(run, tmp_path, monkeypatch):
+    here, link = tmp_path / "here", tmp_path / "link"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert export(run.run, 3, Path("."), MIB).out == here
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / "empty")
+    export(run.run, 3, link, MIB)
+    assert same(loaded(tmp_path / "empty"), run.weights_of[3]) and same(
+        loaded(here), run.weights_of[3]
+    )
 
 
 def test_shards_are_full_and_a_large_tensor_has_its_own():

@@ -73,12 +73,66 @@ def test_one_that_takes_too_long_is_ended(run, exports):
     async def steps():
         made = exports(step_timeout_s=0.05)
         made.offer(3, str(run.store))
-        await made.finish()
+        async with asyncio.timeout(DEADLINE_S):
+            while made._tasks:
+                await asyncio.sleep(0.01)
         return made.told
 
     why = "step 3: not written within 0.05 s (trainer.step_timeout_s)"
     assert asyncio.run(steps()) == [("export failed", why)]
     assert children() == []
+
+
+def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
+    async def steps():
+        made = exports(step_timeout_s=0.05)
+        async with made._one_at_a_time:  # as one that hangs has it
+            made.offer(2, str(run.store))
+            made.offer(3, str(run.store))
+            await made.finish()
+        return made.told
+
+    after = "not written 0.05 s (trainer.step_timeout_s) after the last step"
+    assert sorted(asyncio.run(steps())) == [
+        ("export failed", f"step {step}: {after}") for step in (2, 3)
+    ]
+    exports()  # removes links that were being made
+    assert left(run) == set()
+
+
+@pytest.mark.slow
+def test_a_users_folder_stays_and_a_lost_attempts_takes_no_place(run, exports):
+    for name in ("step_1", "step_9", "step_1_good"):
+        (run.run / "exports" / name).mkdir(parents=True)
+
+    async def steps():
+        made = exports()
+        made.resume(3, str(run.store))
+        await made.finish()
+        return made.told
+
+    assert asyncio.run(steps()) == []
+    assert left(run) == {"step_3", "step_9", "step_1_good"}
+
+
+def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exports, monkeypatch):
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    async def steps():
+        made = exports()
+        monkeypatch.setattr("rose.coordinator.exports._remove", refuse)
+        async with made._one_at_a_time:
+            made.offer(2, str(run.store))
+            made.offer(3, str(run.store))
+            made._newest = 4
+            await asyncio.sleep(0)
+        await made.finish()
+        return made.told
+
+    told = asyncio.run(steps())
+    assert sorted({what for what, _ in told}) == ["export left out", "export not removed"]
+    assert any(".step_3.store" in detail for _, detail in told)
 
 
 def children() -> list[str]:

@@ -127,6 +127,26 @@ def test_a_server_that_is_not_there_is_told_and_costs_the_run_nothing(
     assert told.startswith("mlflow: it did not start: ") and "127.0.0.1" in told
 
 
+def test_trackers_that_begin_at_once_both_keep_their_ids(run):
+    both = threading.Barrier(2, timeout=DEADLINE_S)
+
+    def begin(name: str) -> None:
+        def new() -> str:
+            both.wait()  # neither has written its id
+            return f"{name}-1"
+
+        trackers.run_id(run, name, new)
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in trackers.KINDS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    ids = {name: f"{name}-1" for name in trackers.KINDS}
+    assert json.loads((run / trackers.FILE).read_text()) == ids
+    assert trackers.run_id(run, "mlflow", lambda: "another") == "mlflow-1"
+
+
 def test_one_that_hangs_or_fails_later_holds_nothing_up(monkeypatch):
     monkeypatch.setattr(trackers, "WAITING_ROWS", 2)
     go, began = threading.Event(), threading.Event()

@@ -8,6 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rose import protocol as p
@@ -17,7 +18,7 @@ from rose.observe import conversations, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, read, saved_steps, telling
 
-WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again"]
+WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
 
 
 def trajectory(name, parts, reward=0.0, **told):
@@ -150,21 +151,49 @@ def test_what_is_not_there_is_named(run, tmp_path):
     assert code == 1 and str(path) in err and "holds no trajectories" in err
 
 
-def test_records_of_one_trajectory_are_its_samples_and_unknown_keys_do_no_harm(run):
+def branched(name, *leaves, **told):
+    """A trajectory whose history branches: `trajectory`'s `parts` for each leaf."""
+    first, *others = (trajectory(name, parts, **told) for parts in leaves)
+    branches = [p.Branch(t.tokens, t.mask, t.logprobs, t.versions) for t in others]
+    made = first.response_tokens + sum(t.response_tokens for t in others)
+    return msgspec.structs.replace(first, branches=branches, response_tokens=made)
+
+
+def test_every_branch_of_a_trajectory_is_a_sample(run):
+    talk = branched("g3.0", ["go", "left"], ["go go", "again again again"], reward=0.5)
+    saved = [[talk, trajectory("g3.1", ["go", "right right"], 1.0)]]
+    replay.save(run, 3, saved)
+    found, other = read(run, 3)
+    assert [len(s.tokens) for s in found.samples] == [2, 5] and len(other.samples) == 1
+    assert (found.made, found.length) == (talk.response_tokens, 7) == (4, 7)
+    assert ("worst, longest", "g3.0") in [(why, each.id) for why, each in telling([found, other])]
+    code, out, _ = shown(run, "g3.0")
+    assert code == 0 and "sample 2 of 2" in out and "again again again" in out
+    code, out, _ = shown(run)
+    assert re.search(r"g3\.0 +│ lake +│ +0\.5 │ +1 │ +2 │ +7 │ +4 │", out), out
+    html = conversations.html(run)
+    assert "sample 2 of 2" in html and "again again again" in html
+
+
+def test_what_a_model_says_is_printed_and_not_obeyed(run, capsys):
+    stats = {"[/x]": 1.0, "[red]": 2.0}
+    talk = trajectory("g3.0", ["go", WORDS[-1]], stats=stats)
+    talk = msgspec.structs.replace(talk, domain="[/lake]")
+    replay.save(run, 3, [[talk]])
+    console = Console(force_terminal=True, color_system=None, width=140)
+    for arguments in ((None, 3, False), ("g3.0", 3, False), ("g3.0", 3, True)):
+        assert show.show(run, *arguments, console) == 0
+    out = capsys.readouterr().out
+    assert "[/x] 1, [red] 2" in out and out.count("[/lake]") == 3
+    assert "\u241b[2J\ufffd1m\u2408" in out and not set(out) & {"\x1b", "\x9b", "\b"}
+
+
+def test_keys_of_a_later_release_do_no_harm(run):
     path = replay.path_of(run, 2)
     records = msgspec.msgpack.decode(path.read_bytes())
-    first, second = records[0]
-    second["id"] = first["id"]  # a branch of the same trajectory
-    records[0] = [first | {"leaf": [1, 2]}, second]
-    nested = records[1][0]
-    records[1] = [nested | {"samples": [nested, records[1][1]]}]
+    records[0][0]["leaf"] = [1, 2]
     path.write_bytes(msgspec.msgpack.encode(records))
-    one, other = read(run, 2)
-    assert [len(s.tokens) for s in one.samples] == [7, 3] and one.made == 5
-    assert [len(s.tokens) for s in other.samples] == [6, 2]
-    code, out, _ = shown(run, "g1.0")
-    assert code == 0 and "sample 2 of 2" in out
-    assert "sample 2 of 2" in conversations.html(run)
+    assert read(run, 2)[0].made == 4
 
 
 def test_a_tokenizer_that_is_gone_leaves_numbers(run, tmp_path):
