@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Awaitable
@@ -30,6 +31,7 @@ from rose.agent.scoring import Scoring, transcript
 from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 
+REWARD_BYTES = 4096
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 
@@ -175,7 +177,7 @@ class _Run:
         if self.session.reward is not None:
             return self.session.reward
         try:
-            return reward_of(json.loads(self.reward.read_bytes()[:4096]))
+            return reward_of(json.loads(_beginning(self.reward)))
         except FileNotFoundError:
             if not required:
                 return 0.0, False
@@ -183,7 +185,7 @@ class _Run:
                 "the program ended without a reward: it writes one into the file ROSE_REWARD, "
                 "posts it to /reward, or env.args.reward names a function"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise self._failure(f"the file ROSE_REWARD: {error}") from None
 
     def _failure(self, cause: str, running: Program | None = None) -> EnvironmentFailure:
@@ -193,6 +195,18 @@ class _Run:
     def _write(self, path: Path, value: Any) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(value, file)
+
+
+def _beginning(path: Path) -> bytes:
+    """Its first `REWARD_BYTES`. What a program left there may be anything: a pipe doesn't block.
+    Raises OSError, and `ValueError` if it is no file."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{path} is no file")
+        return os.read(file, REWARD_BYTES)
+    finally:
+        os.close(file)
 
 
 def _shown(conversation: tuple[Message, ...]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 from collections import deque
 from types import ModuleType
 from typing import Any
@@ -34,6 +33,7 @@ from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.session import Answer, ApiError, Session
 
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
+MOST_REWARD = 1e30  # far below float32's largest, in which the trainer holds rewards
 KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
 PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
 PING = b": the turn is under way\n\n"
@@ -180,10 +180,11 @@ def reward_of(value: Any) -> tuple[float, bool]:
     if isinstance(value, dict):
         reward, success = value.get("reward"), value.get("success")
     number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if not number or not math.isfinite(reward) or not isinstance(success, bool | None):
+    # compared, not converted: an integer of 400 digits is none of Python's floats
+    if not number or not abs(reward) <= MOST_REWARD or not isinstance(success, bool | None):
         raise ValueError(
-            f"{json.dumps(value, default=repr)[:80]} is no reward: a finite number is needed, or "
-            '{"reward": number, "success": true or false}'
+            f"{json.dumps(value, default=repr)[:80]} is no reward: a number from -{MOST_REWARD:g} "
+            f'to {MOST_REWARD:g} is needed, or {{"reward": number, "success": true or false}}'
         )
     return float(reward), reward >= 1 if success is None else success
 
