@@ -67,6 +67,7 @@ class ChatFormat:
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(self._find_eos())
+        self.vocabulary = self._find_vocabulary()  # token ids are below
         # marks of turns and responses must not act as such in what an environment says; those of
         # calls, which the loop's own messages show to the model, begin nothing there
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
@@ -153,6 +154,13 @@ class ChatFormat:
                 "neither its tokenizer nor its generation_config.json names an eos token"
             )
         return ids
+
+    def _find_vocabulary(self) -> int:
+        """The model's, which may be padded; the tokenizer's where no model lies beside it."""
+        path = Path(self.folder) / "config.json"
+        given = json.loads(path.read_text()) if path.exists() else {}
+        text = given.get("text_config") or {}  # of models that see, too
+        return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
 
     def _render(
         self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True

@@ -1,6 +1,8 @@
 """Prompts and observations are the template's own tokens, and generated tokens are never
 touched."""
 
+import json
+
 import pytest
 
 from rose.agent.chat import ChatFormat
@@ -158,3 +160,13 @@ def test_a_new_observation_renders_no_template(chats, monkeypatch):
     chat = chats["tiny"]
     monkeypatch.setattr(chat, "_render", None)
     assert all(chat.observation(f"F H F G\nP F F {i}", "tool") for i in range(20))
+
+
+def test_the_vocabulary_is_the_models_where_there_is_one(save_tokenizer, tokenizer):
+    folder = save_tokenizer(TEMPLATES["tiny"])
+    known = len(tokenizer)
+    assert ChatFormat(folder).vocabulary == known
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": known + 7, "model_type": "llama"})
+    )
+    assert ChatFormat(folder).vocabulary == known + 7

@@ -202,6 +202,11 @@ class Session:
 
     def _place(self, query: Query) -> Place:
         if query.tokens:
+            # an engine without a tokenizer doesn't look, and dies of an id that the model lacks
+            if (highest := max(query.tokens)) >= self._chat.vocabulary:
+                raise ApiError(
+                    400, f"token_ids: {highest}; the model has 0 to {self._chat.vocabulary - 1}"
+                )
             return self.history.place_tokens(query.tokens)
         try:
             return self.history.place(query.messages, query.tools)

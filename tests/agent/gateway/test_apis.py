@@ -180,14 +180,17 @@ def test_the_token_route_takes_and_gives_token_ids(serve, chats):
                 {"Authorization": f"Bearer {world.key}"},
             )
 
-            async def generate(tokens):
+            async def generate(tokens, status=200):
                 body = {"token_ids": tokens, "sampling_params": {"max_tokens": 9, "logprobs": 1}}
                 async with http.post(
                     f"{world.url}/inference/v1/generate", json=body, headers=headers
                 ) as response:
-                    assert response.status == 200
-                    return (await response.json())["choices"][0]
+                    assert response.status == status
+                    return (await response.json()).get("choices", [None])[0]
 
+            await generate([*prompt, world.chat.vocabulary], 400)
+            await generate([*prompt, 2**31 - 1], 400)
+            assert world.policy.requests == []
             first = await generate(prompt)
             assert first["finish_reason"] == "stop"
             assert [c["token_id"] for c in first["logprobs"]["content"]] == first["token_ids"]
