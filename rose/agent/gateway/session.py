@@ -35,7 +35,7 @@ from rose.protocol import (
 )
 
 MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
-MOST_REFUSED = 256  # calls that were refused; then the agent is taken to be broken
+MOST_REFUSED = 256  # calls that were refused, or answered again; then the agent is taken to be broken
 RATE = 50.0  # calls a second, over any ten seconds; no model answers as fast
 BURST = 500
 
@@ -104,7 +104,7 @@ class Session:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._open = 0
-        self._refused = 0
+        self._refused = self._replays = 0
         self._heard_at = clock()
         self._allowance, self._counted_at = float(BURST), clock()
         self.cut = 0  # turns that were under way at `close`
@@ -122,6 +122,8 @@ class Session:
         if task is None:
             task = self._calls[digest] = asyncio.create_task(self._take_turn(query))
             task.add_done_callback(lambda done: self._forget_failed(digest, done))
+        elif task.done():
+            self._count_replay()
         self._open += 1
         try:
             return await asyncio.shield(task)
@@ -164,6 +166,15 @@ class Session:
             self._fail(
                 f"{self._refused} calls of the agent were refused, the last with {error.status}: "
                 f"{error.message}"
+            )
+
+    def _count_replay(self) -> None:
+        """An agent that asks until the answer is another one would go on for ever."""
+        self._replays += 1
+        if self._replays >= MOST_REFUSED:
+            self._fail(
+                f"{self._replays} calls of the agent were the same as earlier ones and got their "
+                "answers; a call with another `seed` or history gets another answer"
             )
 
     def _fail(self, cause: str) -> None:

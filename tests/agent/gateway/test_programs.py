@@ -143,6 +143,7 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: Expecting value", {}),
+        ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
         ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),
         ('ask("a"); import time; time.sleep(600)', "neither called nor ended", {"step_timeout_s": 3.0}),
