@@ -261,6 +261,26 @@ def test_rloo_with_a_clip_range_is_ppo_on_the_trajectorys_ratio():
     assert_objective(build("rloo", {"clip_low": 0.2, "clip_high": 0.3}), expected)
 
 
+@pytest.mark.parametrize(
+    "name, args", [("rloo", RLOO | {"clip_low": 0.2, "clip_high": 0.3}), ("gspo", GSPO)]
+)
+def test_a_token_weighs_the_same_in_whichever_branch_it_stands(name, args):
+    """On the policy, where every ratio is 1, and with two rows of one trajectory: 4 + 1 tokens."""
+    algorithm = build(name, args)
+    summary = Summary(
+        torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([5, 3]), torch.zeros(2).bool()
+    )
+    rows = [0, 0, 1]
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 1, 0]]).float()
+    new = torch.full((3, 4), -0.5, requires_grad=True)
+    old = new.detach()
+    advantages = algorithm.advantages(summary)
+    loss, _ = algorithm.token_loss(TokenBatch(new, old, old, advantages[rows], mask))
+    (algorithm.token_weights(summary)[rows] * loss.sum(1)).sum().backward()
+    per_token = advantages / 2 / (summary.response_tokens if name == "gspo" else 1)
+    torch.testing.assert_close(new.grad, -per_token[rows][:, None] * mask)
+
+
 def test_grpo_without_scaling_is_dr_grpos_advantage():
     advantages = build("grpo", GRPO | {"scale_by_std": False}).advantages(hand_made().summary)
     torch.testing.assert_close(

@@ -2,7 +2,8 @@
 
 The importance ratio is that of the whole trajectory, s = (pi(y) / pi_old(y))^(1/|y|) (equation 7),
 and it is clipped as a whole. The gradient flows through every token of s (equation 5, the plain
-form; GSPO-token has the same gradient when a trajectory has one advantage, as here).
+form; GSPO-token has the same gradient when a trajectory has one advantage, as here). Of an agent's
+branches each is a row with a ratio of its own, over its own tokens, clipped by itself.
 """
 
 from __future__ import annotations

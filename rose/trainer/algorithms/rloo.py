@@ -3,7 +3,8 @@
 The baseline of a trajectory is the mean reward of the others of its group; the whole trajectory is
 one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
 loss is plain REINFORCE, for one update per batch; with one it is PPO's on the ratio of the whole
-trajectory (as TRL's RLOOTrainer), for several. Left out: the KL penalty to a reference model.
+trajectory (as TRL's RLOOTrainer), for several. Of an agent's branches each is a row with a ratio of
+its own, clipped by itself (docs/agents.md); its tokens weigh as any others. Left out: the KL penalty to a reference model.
 """
 
 from __future__ import annotations
@@ -42,10 +43,8 @@ class Rloo:
         return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Sum over tokens, mean over trajectories. The clipped loss stands at every token of its
-        trajectory, so it takes the token mean instead, which gives it back once."""
-        weights = torch.full_like(summary.rewards, 1 / max(1, len(summary.rewards)))
-        return weights if self.clip_low is None else weights / summary.response_tokens.clamp(min=1)
+        """Sum over tokens, mean over trajectories."""
+        return torch.full_like(summary.rewards, 1 / max(1, len(summary.rewards)))
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if self.clip_low is None:
@@ -53,4 +52,7 @@ class Rloo:
             return -batch.advantages[:, None] * logprobs, {}
         total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)
         total = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # (B, 1)
-        return clipped_surrogate(total, batch, self.clip_low, self.clip_high)
+        loss, statistics = clipped_surrogate(total, batch, self.clip_low, self.clip_high)
+        # it stands at every token of its row: their mean gives it back once. The row's tokens, not
+        # the trajectory's, or a token would count for less where an agent has branched
+        return loss / batch.mask.sum(-1, keepdim=True).clamp(min=1), statistics
