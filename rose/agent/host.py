@@ -108,11 +108,11 @@ class TrajectoryHost:
             self._scoring,
         )
         if isinstance(environment, Agent):
-            gateway = await self._gateway(environment.listen)
+            gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
             return await run_agent(start, environment, gateway, *rest)
         return await run_trajectory(start, environment, *rest)
 
-    async def _gateway(self, address: str) -> Gateway:
+    async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
         async with self._opening:
             if address not in self._gateways:
@@ -121,7 +121,7 @@ class TrajectoryHost:
                     await gateway.open(address)
                 except OSError as error:
                     raise ConfigError(
-                        f"env.args.listen={address!r}: the gateway can't listen there: {error}"
+                        f"{key}.args.listen={address!r}: the gateway can't listen there: {error}"
                     ) from None
                 self._gateways[address] = gateway
                 processes.adopt_orphans()  # what agents leave behind is found and ended

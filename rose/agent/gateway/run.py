@@ -1,7 +1,9 @@
 """One trajectory of an agent's program: start it, watch it, take its reward and its tree of tokens.
 
 A program that crashes, says nothing for env.step_timeout_s, floods the gateway or ends without a
-reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment.
+reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment. But
+one that crashes when its context or its calls are used up did what the policy made it do: its
+trajectory is truncated, with the reward that it has given, or 0.
 """
 
 from __future__ import annotations
@@ -118,10 +120,15 @@ class _Run:
         agent = self.agent
         if agent.function is None:
             log = self.folder / "log"
-            begin = Program.start(self.start.id, agent.command, self.variables, log)
-            await self._execute(begin, "env.args.command")
+            begin, name = (
+                Program.start(self.start.id, agent.command, self.variables, log),
+                "command",
+            )
         else:
-            await self._execute(self._fork(agent.function, self.variables), "env.args.function")
+            begin, name = self._fork(agent.function, self.variables), "function"
+        await self._execute(begin, name, agents=True)
+        # an agent that raises at the refusal has no reward, and is one that went on for too long
+        required = required and not self.session.truncated
         if agent.reward is None:
             return self._read_reward(required)
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
@@ -132,7 +139,7 @@ class _Run:
         # it judges what was said, and says nothing itself
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
         judging = self._fork(agent.reward, without, str(transcript))
-        await self._execute(judging, "env.args.reward")
+        await self._execute(judging, "reward")
         return self._read_reward(required)
 
     def _fork(
@@ -141,8 +148,10 @@ class _Run:
         given, log = self.agent.environment, self.folder / "log"
         return self.forks.start(self.start.id, function, arguments, given, variables, log)
 
-    async def _execute(self, begin: Awaitable[Program], what: str) -> None:
-        """Run a program to its end. Raises `EnvironmentFailure`."""
+    async def _execute(self, begin: Awaitable[Program], name: str, agents: bool = False) -> None:
+        """Run the program of env.args.`name` to its end; the agent's may fail once it was told that
+        its context or its calls are used up. Raises `EnvironmentFailure`."""
+        what = f"{self.key}.args.{name}"
         try:
             running = await begin
         except OSError as error:
@@ -153,7 +162,7 @@ class _Run:
             raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
-        if code:
+        if code and not (agents and self.session.truncated):
             raise self._failure(f"{what} ended with code {code}", running)
 
     async def _watch(self, running: Program) -> int:
@@ -183,7 +192,7 @@ class _Run:
                 return 0.0, False
             raise self._failure(
                 "the program ended without a reward: it writes one into the file ROSE_REWARD, "
-                "posts it to /reward, or env.args.reward names a function"
+                f"posts it to /reward, or {self.key}.args.reward names a function"
             ) from None
         except (ValueError, RecursionError, OSError) as error:
             raise self._failure(f"the file ROSE_REWARD: {error}") from None

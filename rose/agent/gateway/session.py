@@ -35,7 +35,9 @@ from rose.protocol import (
 )
 
 MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
-MOST_REFUSED = 256  # calls that were refused, or answered again; then the agent is taken to be broken
+MOST_REFUSED = (
+    256  # calls that were refused, or answered again; then the agent is taken to be broken
+)
 RATE = 50.0  # calls a second, over any ten seconds; no model answers as fast
 BURST = 500
 

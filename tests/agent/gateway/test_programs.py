@@ -41,7 +41,7 @@ def reward(value):
 def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source."""
 
-    def go(source, arguments=None, scorer=None, **changed):
+    def go(source, arguments=None, scorer=None, key="env", **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
@@ -57,7 +57,7 @@ def run(chats, tokenizer, tmp_path, make_config):
             try:
                 return await run_agent(
                     START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
-                    limits(**changed), "env", 2000, Sampling(1), time.time, scoring,
+                    limits(**changed), key, 2000, Sampling(1), time.time, scoring,
                 )  # fmt: skip
             finally:
                 await gateway.close()
@@ -160,6 +160,44 @@ def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, word
     with pytest.raises(EnvironmentFailure) as error:
         run("\n" + source, **changed)
     assert words in str(error.value) and error.value.trajectory == START.id
+
+
+@pytest.mark.parametrize(
+    "then, limit, reward",
+    [
+        ("", {"max_turns": 2}, 0.0),
+        ("reward(0.5)", {"max_turns": 2}, 0.5),
+        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+    ],
+)
+def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
+    got = run(f"""
+        ask("a"), ask("b")
+        {then}
+        ask("c")
+        raise SystemExit("not reached")
+    """, **limit)  # fmt: skip
+    assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
+
+
+def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_path):
+    source = """
+        def solve(task):
+            ask("a"), ask("b")
+
+        def judge(conversations, task):
+            raise ValueError("no verdict")
+    """
+    place = f"{tmp_path}/agent.py"
+    arguments = {"function": f"{place}:solve", "reward": f"{place}:judge"}
+    with pytest.raises(
+        EnvironmentFailure, match=r"(?s)env\.args\.reward ended with code 1.*no verdict"
+    ):
+        run(source, arguments, max_turns=1)
+    with pytest.raises(
+        EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with code 1"
+    ):
+        run("def solve(task): raise ValueError", arguments, key="env.members.a")
 
 
 def test_nothing_of_a_program_stays_behind(run, tmp_path):
