@@ -28,6 +28,7 @@ from rose.config import ConfigError, Model
 
 ANSWER = "ROSE-ANSWER-7f3a"
 OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
+CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
 
 RESPONSE = {"<tool_response>", "</tool_response>"}
@@ -93,7 +94,9 @@ class ChatFormat:
         Templates that ignore tools (SmolLM2) get them described in the system message, and calls
         and results as text. Raises `CannotExtend` when the template refuses the messages.
         """
-        return list(self._start(json.dumps(messages), json.dumps(tools)))
+        key = json.dumps(messages), json.dumps(tools)
+        short = sum(map(len, key)) <= CACHED
+        return list(self._start(*key) if short else self._start_tokens(*key))
 
     def observation(self, text: str, role: Observer, closed: bool = True) -> list[int]:
         """Tokens from the policy's last token to its next turn.
@@ -107,7 +110,9 @@ class ChatFormat:
     ) -> list[int]:
         """As `observation` for several (who says it, text) in a row: results of calls in one turn,
         and what a user says after them. Raises `CannotExtend`."""
-        return list(self._observation(tuple(messages), closed))
+        short = sum(len(text) for _, text in messages) <= CACHED
+        tokens = self._observation if short else self._observation_tokens
+        return list(tokens(tuple(messages), closed))
 
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
         """Thought, content and calls of a turn's text."""
@@ -119,8 +124,6 @@ class ChatFormat:
 
     def neutral(self, text: str) -> str:
         """`text` in which nothing acts as a mark of the template's."""
-        # lone surrogates, from JSON that the model wrote
-        text = text.encode("utf-8", "replace").decode()
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -174,6 +177,8 @@ class ChatFormat:
         )
 
     def _encode(self, text: str) -> list[int]:
+        # lone surrogates, from JSON that a model or an agent wrote
+        text = text.encode("utf-8", "replace").decode()
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:

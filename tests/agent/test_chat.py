@@ -170,3 +170,27 @@ def test_the_vocabulary_is_the_models_where_there_is_one(save_tokenizer, tokeniz
         json.dumps({"vocab_size": known + 7, "model_type": "llama"})
     )
     assert ChatFormat(folder).vocabulary == known + 7
+
+
+@families
+def test_a_lone_surrogate_in_a_call_is_replaced(chats, family):
+    def said(text):
+        function = {"name": "move", "arguments": {"direction": text}}
+        call = {"id": "rose00000", "type": "function", "function": function}
+        return [
+            *MESSAGES,
+            {"role": "assistant", "content": text, "tool_calls": [call]},
+            MESSAGES[1],
+        ]
+
+    prompt = chats[family].start(said("a\ud800b"), [TOOL])
+    assert prompt == chats[family].start(said("a?b"), [TOOL]) or family == "smollm2"  # JSON escapes
+
+
+def test_long_texts_are_not_kept(chats):
+    chat = chats["tiny"]
+    kept = chat._start.cache_info().currsize, chat._observation.cache_info().currsize
+    long = "left " * 1000
+    assert chat.start([{"role": "user", "content": long}], [])
+    assert chat.observation(long, "user") == chat.observation(long, "user")
+    assert kept == (chat._start.cache_info().currsize, chat._observation.cache_info().currsize)
