@@ -109,7 +109,9 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
         keyword = args.get(key) == defaults[key].default  # math, random: whatever lies here
-        if isinstance(args.get(key), str) and not keyword and Path(place).exists():
+        # package:function is no folder's
+        there = Path(place).is_file() if mark == ":" else Path(place).exists()
+        if isinstance(args.get(key), str) and not keyword and there:
             args[key] = f"{Path(place).resolve()}{mark}{rest}"
     return msgspec.structs.replace(env, args=args)
 

@@ -32,6 +32,7 @@ class Agent:
     """
 
     requires_tool = False
+    paths = ("function", "reward", "tasks")
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -96,6 +97,7 @@ def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[in
             os.close(file)
         os.environ.clear()
         os.environ.update(order["variables"])
+        _reseed(int(os.environ["ROSE_SEED"]))
         call(function, order["arguments"])
         code = 0
     except SystemExit as end:
@@ -112,6 +114,15 @@ def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[in
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _reseed(seed: int) -> None:
+    """What was imported before the fork has the same random state in every process."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
 
 
 def serve(function: str) -> None:

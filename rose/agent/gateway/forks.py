@@ -24,6 +24,7 @@ START_S = 120.0  # for a function's packages to be imported: torch from a cold d
 class Forks:
     def __init__(self) -> None:
         self._servers: dict[tuple[str, tuple[str, ...]], _Server] = {}
+        self._starting = asyncio.Lock()
 
     async def start(
         self,
@@ -37,9 +38,10 @@ class Forks:
         """A process that calls `function` (call.py); other arguments as `Program.start`'s, and as
         `environment`'s. Raises OSError when it can't be had."""
         key = (function, tuple(given))
-        server = self._servers.get(key)
-        if server is None or server.over:
-            server = self._servers[key] = await _Server.start(function, given)
+        async with self._starting:  # or trajectories that begin at once would start one each
+            server = self._servers.get(key)
+            if server is None or server.over:
+                server = self._servers[key] = await _Server.start(function, given)
         return await server.fork(name, arguments, variables, log)
 
     async def close(self) -> None:

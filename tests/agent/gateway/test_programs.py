@@ -4,15 +4,20 @@ trajectory, and that nothing of them stays."""
 import asyncio
 import json
 import os
+import random
 import sys
 import textwrap
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 from rose import front
+from rose.agent.envs import build, with_whole_paths
 from rose.agent.envs.agent import Agent
+from rose.agent.gateway.forks import Forks
+from rose.agent.gateway.program import environment
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.loop import EnvironmentFailure, ScoringFailure
@@ -99,6 +104,62 @@ def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run
             return len(ask("a"))
     """
     assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 3.0
+
+
+def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
+    source = """
+        import random
+        import numpy
+
+        def solve(task):
+            ask("a")
+            return random.random() + float(numpy.random.rand())
+    """
+    expected = random.Random(START.env_seed).random()
+    expected += float(np.random.RandomState(START.env_seed).rand())
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == expected
+
+
+def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
+    (tmp_path / "agent.py").write_text("def solve(task): pass")
+    (tmp_path / "task.json").write_text("{}")
+
+    async def go():
+        forks = Forks()
+        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+        try:
+            function = f"{tmp_path}/agent.py:solve"
+            started = await asyncio.gather(
+                *(
+                    forks.start(f"t{i}", function, (), (), variables, tmp_path / f"log{i}")
+                    for i in range(4)
+                )
+            )
+            assert [await asyncio.wait_for(each.code, 60) for each in started] == [0] * 4
+            return {
+                psutil.Process(c.pid).pid
+                for c in psutil.Process().children()
+                if "rose.agent.gateway.call" in c.cmdline()
+            }
+        finally:
+            await forks.close()
+
+    assert len(asyncio.run(go())) == 1
+
+
+def test_files_are_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "tasks.jsonl").write_text("1\n2\n")
+    (tmp_path / "package").mkdir()
+    args = {"function": "agent.py:f", "reward": "package:judge", "tasks": "tasks.jsonl"}
+    env = limits(args=args)
+    build(env)
+    assert with_whole_paths(env).args == {
+        "function": f"{tmp_path}/agent.py:f",
+        "reward": "package:judge",
+        "tasks": f"{tmp_path}/tasks.jsonl",
+    }
 
 
 def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
