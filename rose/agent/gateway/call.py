@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import processes
+from rose.agent.gateway.program import LOG_MODE
 
 
 def find(name: str) -> Any:
@@ -90,7 +91,7 @@ def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[in
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         processes.die_with_parent(server)
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        log = os.open(order["log"], LOG_MODE, 0o600)
         for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(source, target)
         for file in (log, *foreign):

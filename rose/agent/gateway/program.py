@@ -40,6 +40,8 @@ KEPT = (
 )
 MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
 LOG_BYTES = 2000  # of a program's last words in an error
+MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
+LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
 END_S = 5.0  # for killed processes to be gone
 
 
@@ -62,7 +64,7 @@ class Program:
     ) -> Program:
         """Raises OSError when it can't be started."""
         host = os.getpid()
-        with log.open("wb") as file:
+        with open(os.open(log, LOG_MODE, 0o600), "wb") as file:
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -73,6 +75,15 @@ class Program:
                 preexec_fn=lambda: processes.die_with_parent(host),
             )
         return cls(name, process.pid, asyncio.ensure_future(process.wait()), log)
+
+    def cut_log(self) -> None:
+        """Once it has printed more than `MOST_LOG`, only its last words stay."""
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size > MOST_LOG:
+                words = self.last_words()
+                os.truncate(self._log, 0)
+                with self._log.open("a") as file:
+                    file.write(words)
 
     def last_words(self) -> str:
         """What it printed at the end, for an error."""

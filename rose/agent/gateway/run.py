@@ -171,6 +171,7 @@ class _Run:
         ends = {running.code, self.session.failed}
         while True:
             await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            running.cut_log()
             if running.code.done():
                 return running.code.result()
             if self.session.failed.done():

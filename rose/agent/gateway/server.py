@@ -106,10 +106,11 @@ class Gateway:
         api = ROUTES[request.path]
         try:
             session = self._session(request)
-            body = await _body(request)
-            query = api.read(body)
-            streamed = fields.take(body, "stream", bool, False)
-            model = fields.take(body, "model", str, self._model)
+            with session.counted():
+                body = await _body(request)
+                query = api.read(body)
+                streamed = fields.take(body, "stream", bool, False)
+                model = fields.take(body, "model", str, self._model)
         except ApiError as error:
             return _refused(api, error)
         task = asyncio.ensure_future(session.answer(query))
@@ -156,7 +157,8 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            self._session(request)
+            with self._session(request).counted():
+                pass
         except ApiError as error:
             return _refused(openai_chat, error)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rose"}
@@ -165,11 +167,14 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         try:
             session = self._session(request)
-            session.reward = reward_of(await _body(request))
+            with session.counted():
+                body = await _body(request)
+                try:
+                    session.reward = reward_of(body)
+                except ValueError as error:
+                    raise fields.bad(str(error)) from None
         except ApiError as error:
             return _refused(openai_chat, error)
-        except ValueError as error:
-            return _refused(openai_chat, ApiError(400, str(error)))
         return web.json_response({"ok": True})
 
 

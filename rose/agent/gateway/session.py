@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,8 +118,7 @@ class Session:
         return 0.0 if self._open else self._clock() - self._heard_at
 
     async def answer(self, query: Query) -> Answer:
-        """Raises `ApiError`."""
-        self._count()
+        """Within or behind `counted`. Raises `ApiError`."""
         digest = query.digest()
         task = self._calls.get(digest)
         if task is None:
@@ -143,13 +143,28 @@ class Session:
             self._open -= 1
             self._heard_at = self._clock()
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around each request of the agent's, from before its body is read: bounds them at once and
+        by the second, and counts it if it is refused. Raises `ApiError`."""
+        self._count()
+        self._open += 1
+        try:
+            yield
+        except ApiError as error:
+            self._refuse(error)
+            raise
+        finally:
+            self._open -= 1
+            self._heard_at = self._clock()
+
     def close(self) -> None:
         """Calls under way are answered with an error."""
         for task in self._calls.values():
             self.cut += task.cancel()
 
     def _count(self) -> None:
-        """Bound the calls at once and by the second. Raises `ApiError`."""
+        """Raises `ApiError`."""
         now = self._clock()
         self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
         self._heard_at = self._counted_at = now

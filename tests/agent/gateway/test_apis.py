@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from rose.agent.gateway import server
+from rose.agent.gateway import server, session
 from rose.protocol import pack_tokens, unpack_tokens
 
 from .conftest import CALL, TOOL
@@ -322,6 +322,40 @@ def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
             got = await asyncio.gather(*calls, return_exceptions=True)
             assert sum(not isinstance(each, Exception) for each in got) == 2, "max_turns"
             assert world.session.truncated
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "method, path, body, status",
+    [
+        ("POST", "/reward", b'{"reward": 1e400}', 400),
+        ("POST", "/v1/chat/completions", b"no JSON", 400),
+        ("POST", "/v1/messages", b"x" * 20_000, 413),
+        ("GET", "/v1/models", b"", 200),
+    ],
+)
+def test_whatever_is_asked_counts_and_is_refused_unread_once_it_is_too_much(
+    serve, monkeypatch, method, path, body, status
+):
+    monkeypatch.setattr(server, "MAX_BODY", 10_000)
+    monkeypatch.setattr(session, "BURST", 3)
+    monkeypatch.setattr(session, "RATE", 0.0)
+    monkeypatch.setattr(session, "MOST_REFUSED", 5)
+
+    async def go():
+        async with serve("x") as world, aiohttp.ClientSession() as http:
+
+            async def ask(path, body):
+                headers = {"x-api-key": world.key}
+                async with http.request(
+                    method, world.url + path, data=body, headers=headers
+                ) as got:
+                    return got.status
+
+            assert [await ask(path, body) for _ in range(3)] == [status] * 3
+            assert await ask(path, body) == await ask(path, body) == 429
+            assert world.session.failed.done() == (status != 200), "5 refusals, or 2"
 
     asyncio.run(go())
 

@@ -16,6 +16,7 @@ import pytest
 from rose import front
 from rose.agent.envs import build, with_whole_paths
 from rose.agent.envs.agent import Agent
+from rose.agent.gateway import program
 from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.program import environment
 from rose.agent.gateway.run import run_agent
@@ -259,6 +260,21 @@ def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_
         EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with code 1"
     ):
         run("def solve(task): raise ValueError", arguments, key="env.members.a")
+
+
+def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
+    monkeypatch.setattr(program, "MOST_LOG", 100_000)
+    source = """
+        ask("a")
+        log = os.readlink("/proc/self/fd/1")
+        print("x" * 200_000)
+        while os.stat(log).st_size > 50_000:  # until the host has looked
+            pass
+        print("the end")
+        raise SystemExit(os.stat(log).st_size < 50_000)
+    """
+    with pytest.raises(EnvironmentFailure, match="code 1; it said: x+\\s*the end$"):
+        run(source)
 
 
 def test_nothing_of_a_program_stays_behind(run, tmp_path):
