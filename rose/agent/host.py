@@ -16,8 +16,10 @@ from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
+from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
+from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
 from rose.comm.mailbox import COORDINATOR, Mailbox
@@ -53,6 +55,7 @@ class TrajectoryHost:
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()
+        self._watchdog: Watchdog | None = None
 
     def handle(self, message: p.Message) -> None:
         match message:
@@ -124,12 +127,15 @@ class TrajectoryHost:
                         f"{key}.args.listen={address!r}: the gateway can't listen there: {error}"
                     ) from None
                 self._gateways[address] = gateway
+                self._watchdog = self._watchdog or Watchdog(HOST)
                 processes.adopt_orphans()  # what agents leave behind is found and ended
             return self._gateways[address]
 
     async def close(self) -> None:
         for gateway in self._gateways.values():
             await gateway.close()
+        if self._watchdog is not None:
+            await asyncio.to_thread(self._watchdog.close)
 
     def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
         rollout = self._config.rollout

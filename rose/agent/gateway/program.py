@@ -3,7 +3,8 @@
 Its environment is made anew: what a program needs to run, the addresses and the key of its
 trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
 It dies with the environment host, and its end ends all that it started, also what has left its
-process group: such processes become the host's (`processes.adopt_orphans`) and bear its name.
+process group: such processes become the host's (`processes.adopt_orphans`) and bear its name. If the
+host is killed, the watchdog ends them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from rose import processes
+from rose.agent.gateway import watchdog
 
 # what programs need that know nothing of the run; all else stays behind
 KEPT = (
@@ -38,6 +41,7 @@ KEPT = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
+HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # this process's name, for the watchdog
 MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
 LOG_BYTES = 2000  # of a program's last words in an error
 MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
@@ -48,7 +52,7 @@ END_S = 5.0  # for killed processes to be gone
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
     """`own` variables, and those of this process that are `KEPT` or `given`."""
     kept = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
-    return kept | {"PYTHONUNBUFFERED": "1"} | dict(own)
+    return kept | {"PYTHONUNBUFFERED": "1", watchdog.MARK: HOST} | dict(own)
 
 
 class Program:
