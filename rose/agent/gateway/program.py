@@ -3,8 +3,8 @@
 Its environment is made anew: what a program needs to run, the addresses and the key of its
 trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
 It dies with the environment host, and its end ends all that it started, also what has left its
-process group: such processes become the host's (`processes.adopt_orphans`) and bear its name. If the
-host is killed, the watchdog ends them.
+process group: such processes become the host's (`processes.adopt_orphans`) and bear its name. If
+the host is killed, the watchdog ends them.
 """
 
 from __future__ import annotations

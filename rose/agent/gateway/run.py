@@ -1,8 +1,8 @@
 """One trajectory of an agent's program: start it, watch it, take its reward and its tree of tokens.
 
 A program that crashes, says nothing for env.step_timeout_s, floods the gateway or ends without a
-reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment. But
-one that crashes when its context or its calls are used up did what the policy made it do: its
+reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment.
+But one that crashes when its context or its calls are used up did what the policy made it do: its
 trajectory is truncated, with the reward that it has given, or 0.
 """
 

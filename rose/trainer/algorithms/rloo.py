@@ -4,7 +4,8 @@ The baseline of a trajectory is the mean reward of the others of its group; the 
 one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
 loss is plain REINFORCE, for one update per batch; with one it is PPO's on the ratio of the whole
 trajectory (as TRL's RLOOTrainer), for several. Of an agent's branches each is a row with a ratio of
-its own, clipped by itself (docs/agents.md); its tokens weigh as any others. Left out: the KL penalty to a reference model.
+its own, clipped by itself (docs/agents.md); its tokens weigh as any others. Left out: the KL
+penalty to a reference model.
 """
 
 from __future__ import annotations
