@@ -85,7 +85,10 @@ def files(done: Ended, folder: Path) -> Finding:
     unseen = next((event for event in said if "missing" in event), None)
     if unseen is not None:
         words = f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s"
-        remedy = f"give an output_dir (--folder) that all nodes share; {folder} is on no such disk"
+        remedy = (
+            "give an output_dir (--folder) on a file system that all nodes share; "
+            f"{folder} is on none"
+        )
         return Finding("failed", PART, words, remedy)
     if len(said) < 2:
         words = "not tried, since no job over two components ran"
