@@ -263,6 +263,7 @@ def main(job: dict, rank: int) -> None:
             report.setdefault("gone", []).append(trainer._offload.nbytes)
             trainer.take_device()
         elif action == "save":
+            (folder / "checkpoint").mkdir(exist_ok=True)
             trainer.save(folder / "checkpoint")
             assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
         elif action == "load":
