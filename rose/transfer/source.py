@@ -105,7 +105,6 @@ class Folder:
 
     def __init__(self, root: str | Path):
         self.root = Path(os.path.realpath(root))
-        self._warned = False
 
     def __str__(self) -> str:
         return str(self.root)
