@@ -9,6 +9,7 @@ batch may be there when it is asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import signal
 import time
@@ -34,6 +35,7 @@ from rose.coordinator.step_metrics import (
     reward_row,
     step_row,
 )
+from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
@@ -89,8 +91,9 @@ class Coordinator:
         self.borrowed = Borrowed(
             config, self.run_dir, attempt, mailbox.size, lambda: self.hub, self._fault, self._change
         )
+        log = TurnLog(self.run_dir / "turns", self.step, config.rollout.resume_turns)
         self.hub = TurnHub(
-            scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size
+            scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size, log
         )
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
@@ -152,7 +155,9 @@ class Coordinator:
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
-            close_all(self.journal, self.live, self.metrics)
+            with contextlib.suppress(OSError):  # of a full disk, which ends the run by another word
+                self.hub.record_open_turns()
+            close_all(self.journal, self.live, self.metrics, self.hub.log)
 
     async def _steps(self) -> None:
         await self._bring_up()
@@ -364,6 +369,7 @@ class Coordinator:
                 await asyncio.sleep(SAVED_S)
             keep = self.config.trainer.checkpoint_keep
             await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep)
+            self.hub.log.saved(saving.step)
         resume.note_save(self.run_dir, time.monotonic() - saving.began)
 
     async def _committed(self) -> None:
@@ -499,6 +505,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
+            self.hub.log.flush()
             workers = {
                 name: WorkerStatus(
                     tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,

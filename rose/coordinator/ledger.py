@@ -33,8 +33,13 @@ class Ledger:
         self._turns: dict[str, _Entry] = {}
         self.migrations = 0
 
-    def open(self, request: p.TurnRequest, host: int) -> None:
-        self._turns[request.turn] = _Entry(request, host)
+    def open(self, request: p.TurnRequest, host: int, begun: p.TurnResult | None = None) -> None:
+        """`begun`: what an earlier attempt of the run has of it."""
+        entry = self._turns[request.turn] = _Entry(request, host)
+        if begun is not None:
+            entry.tokens, entry.logprobs = [begun.tokens], [begun.logprobs]
+            entry.versions = [(int(version), 1) for version in p.unpack_tokens(begun.versions)]
+            entry.made = len(entry.versions)
 
     def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
         """The message for the worker that takes attempt `attempt`: context, then the tokens
@@ -71,6 +76,9 @@ class Ledger:
 
     def attempt_of(self, turn: str) -> int:
         return self._turns[turn].attempt
+
+    def request_of(self, turn: str) -> p.TurnRequest:
+        return self._turns[turn].request
 
     def trajectory_of(self, turn: str) -> str:
         return self._turns[turn].request.trajectory
@@ -123,15 +131,21 @@ class Ledger:
     def close(self, turn: str, finish: p.FinishReason) -> tuple[int, p.TurnResult]:
         """(rank of the host, the result it gets); the turn is forgotten."""
         entry = self._turns.pop(turn)
-        versions = np.repeat([v for v, _ in entry.versions], [n for _, n in entry.versions])
-        return entry.host, p.TurnResult(
-            turn,
-            b"".join(entry.tokens),
-            b"".join(entry.logprobs),
-            p.pack_tokens(versions),
-            finish,
-            migrations=max(0, entry.attempt - 1 - entry.chunks),
-        )
+        return entry.host, _result(entry, finish)
+
+    def cut(self) -> list[tuple[p.TurnRequest, p.TurnResult]]:
+        """What open turns have, those with tokens: with `finish` LENGTH where that is all that was
+        asked for, else ABORT."""
+        return [
+            (
+                entry.request,
+                _result(
+                    entry, p.FinishReason.LENGTH if self.complete(turn) else p.FinishReason.ABORT
+                ),
+            )
+            for turn, entry in self._turns.items()
+            if entry.made
+        ]
 
     def of_trajectory(self, trajectory: str) -> list[str]:
         return [t for t, entry in self._turns.items() if entry.request.trajectory == trajectory]
@@ -141,6 +155,18 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._turns)
+
+
+def _result(entry: _Entry, finish: p.FinishReason) -> p.TurnResult:
+    versions = np.repeat([v for v, _ in entry.versions], [n for _, n in entry.versions])
+    return p.TurnResult(
+        entry.request.turn,
+        b"".join(entry.tokens),
+        b"".join(entry.logprobs),
+        p.pack_tokens(versions),
+        finish,
+        migrations=max(0, entry.attempt - 1 - entry.chunks),
+    )
 
 
 def _seed(seed: int | None, attempt: int) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 from rose import protocol as p
 from rose.coordinator.journal import Journal
 from rose.coordinator.ledger import Ledger
+from rose.coordinator.turn_log import TurnLog
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
@@ -79,7 +80,9 @@ class TurnHub:
         on_action: Callable[[ev.Action], None],
         on_fault: Callable[[str, str], None],
         world_size: int,
+        log: TurnLog,
     ) -> None:
+        self.log = log
         self._world_size = world_size  # workers beyond it are borrowed
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
@@ -130,6 +133,7 @@ class TurnHub:
             worker.begin_step(self._begun_at)
         self.past = dict.fromkeys(self.past, 0)
         self.ledger.migrations = self.returned = 0
+        self.log.resumed_turns = self.log.resumed_tokens = 0
 
     @property
     def generating_s(self) -> float:
@@ -227,15 +231,23 @@ class TurnHub:
         return True
 
     def _turn_requested(self, source: int, m: p.TurnRequest) -> None:
-        self.ledger.open(m, source)
+        made = 0
+        if (recorded := self.log.find(m, self.version)) is not None:
+            made = len(recorded.tokens) // 4
+            self._made[m.trajectory] = self._made.get(m.trajectory, 0) + made
+            self.heard_at = time.time()
+            if recorded.finish is not p.FinishReason.ABORT:
+                self._send(source, recorded)
+                return
+        self.ledger.open(m, source, recorded)
         self.feed(
             ev.TurnRequested(
                 at=time.time(),
                 turn=m.turn,
                 trajectory=m.trajectory,
                 group=m.group,
-                context_tokens=len(m.tokens) // 4,
-                max_new_tokens=m.sampling.max_new_tokens,
+                context_tokens=len(m.tokens) // 4 + made,
+                max_new_tokens=m.sampling.max_new_tokens - made,
                 domain=m.domain,
                 outcome=m.outcome,
             )
@@ -285,8 +297,20 @@ class TurnHub:
 
     def _close_turn(self, turn: str, finish: p.FinishReason) -> None:
         made = self.ledger.made(turn)
-        self._send(*self.ledger.close(turn, finish))
+        self._deliver(turn, finish)
         self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+
+    def _deliver(self, turn: str, finish: p.FinishReason) -> None:
+        request = self.ledger.request_of(turn)
+        host, result = self.ledger.close(turn, finish)
+        self.log.add(request, result, self.version)
+        self._send(host, result)
+
+    def record_open_turns(self) -> None:
+        """The run ends: what open turns have is where a restart goes on. Raises OSError."""
+        for request, result in self.ledger.cut():
+            self.log.add(request, result, self.version)
+        self.log.flush()
 
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
@@ -359,7 +383,7 @@ class TurnHub:
         for turn in held:
             self.ledger.take_back(turn)
         for turn in ended:
-            self._send(*self.ledger.close(turn, p.FinishReason.LENGTH))
+            self._deliver(turn, p.FinishReason.LENGTH)
         self.feed(ev.WorkerLost(at=time.time(), worker=name, reason=why, ended=ended))
         return len(held)
 

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "rollout.engine_*",
     "rollout.turn_timeout_s",
     "rollout.kv_cache_gib",
+    "rollout.resume_turns",
     "rollout.gpu_memory_utilization",
     "rollout.stream_interval",
     "env.step_timeout_s",

@@ -41,8 +41,9 @@ class Stream:
 
     def snapshot(self, unfinished: Iterable[str]) -> dict[str, Any]:
         """`unfinished`: groups admitted and not trained, first admitted first. Their processes end
-        with the run, so `restore` tries them again, before those that were put back earlier."""
-        lost = [[group_index(g), group_retry(g) + 1] for g in unfinished]
+        with the run's attempt; `restore` begins them anew, before those that were put back earlier,
+        and under their names, by which their recorded turns are found."""
+        lost = [[group_index(g), group_retry(g)] for g in unfinished]
         return {"next": self._next, "again": lost + [list(entry) for entry in self._again]}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -142,8 +142,9 @@ class CarryOver:
         return actions
 
     def snapshot(self) -> dict[str, Any]:
-        """Groups in flight end with the run's attempt: the next one begins them anew."""
-        lost = [(group_index(g), group_retry(g) + 1) for g in self._state.open]
+        """Groups in flight end with the run's attempt: the next one begins them anew, under their
+        names, by which their recorded turns are found."""
+        lost = [(group_index(g), group_retry(g)) for g in self._state.open]
         return {"next": self._next, "again": [*lost, *self._again]}
 
     def restore(self, state: dict[str, Any]) -> None:

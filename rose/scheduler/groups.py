@@ -1,5 +1,5 @@
-"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try. Unique for
-ever."""
+"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try. Unique
+within an attempt of the run; the next one begins unfinished groups anew under their names."""
 
 from __future__ import annotations
 

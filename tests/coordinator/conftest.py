@@ -7,6 +7,7 @@ from rose import protocol as p
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator.journal import Journal
+from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.observe.recorder import NullRecorder
 from rose.policies import build
@@ -33,7 +34,7 @@ class World:
     """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
     and batches."""
 
-    def __init__(self, folder, routing="least_loaded"):
+    def __init__(self, folder, routing="least_loaded", resumed_at=0):
         self.sent, self.actions, self.faults = [], [], []
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
         self.scheduler = scheduler(routing)
@@ -46,6 +47,7 @@ class World:
             self.actions.append,
             lambda what, detail: self.faults.append((what, detail)),
             world_size=100,
+            log=TurnLog(folder / "turns", resumed_at, 0),
         )
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):

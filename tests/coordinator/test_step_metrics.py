@@ -1,11 +1,13 @@
 """Rows of metrics.jsonl hold what the step did."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rose import protocol as p
 from rose.coordinator.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
+from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub, Worker
 from rose.observe.recorder import NullRecorder
 
@@ -38,6 +40,7 @@ def hub(version, **workers):
         lambda *_: None,
         lambda *_: None,
         100,
+        TurnLog(Path(), 0, None),
     )
     made.version, made.workers, made.sync_bytes, made.sync_pause_s = version, workers, 100, 0.5
     made.engine_restarts, made.returned, made.ledger.migrations = 1, 1, 2

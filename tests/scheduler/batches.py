@@ -33,7 +33,7 @@ class Trainer:
         for action in actions:
             match action:
                 case ev.AdmitGroup(index, group):
-                    assert group not in self.admitted, "names are unique for ever"
+                    assert group not in self.admitted, "names are unique within an attempt"
                     assert self.fate.get(index) in (None, "dropped", "lost"), (
                         "no second try while the first counts"
                     )
@@ -77,6 +77,7 @@ class Trainer:
         state = json.loads(json.dumps(self.policy.snapshot()))
         for group in [*self.running, *self.held]:
             self.fate[group_index(group)] = "lost"
+            del self.admitted[group]  # it comes again under its name
         self.running, self.held = [], []
         self.policy = self.make()
         self.policy.restore(state)

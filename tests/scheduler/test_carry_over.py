@@ -112,7 +112,7 @@ def test_without_staleness_it_is_synchronous():
     assert set(run.staleness) == {0}
 
 
-def test_groups_in_flight_begin_anew_under_another_name_after_a_restart():
+def test_groups_in_flight_begin_anew_under_their_names_after_a_restart():
     run = Trainer(CarryOver(1, 1.0, 8.0))
     for _ in range(G):
         run.finish(0)
@@ -120,7 +120,7 @@ def test_groups_in_flight_begin_anew_under_another_name_after_a_restart():
     again = CarryOver(1, 1.0, 8.0)
     again.restore(state)
     names = [a.group for a in again.begin(1, G)]
-    assert names[:G] == [f"g{i}r1" for i in range(G, 2 * G)] and names[G:] == [
+    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)] and names[G:] == [
         f"g{i}" for i in range(2 * G, 3 * G)
     ]
 

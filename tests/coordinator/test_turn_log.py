@@ -1,0 +1,160 @@
+"""A run that starts again takes recorded turns for their very contexts, and nothing else."""
+
+import msgspec
+
+from rose import protocol as p
+from rose.coordinator.turn_log import TurnLog
+from tests.coordinator.conftest import HOST, World
+
+ROLLOUT = 10  # rank of rollout-0
+
+
+def request(turn="g0.0.t0", tokens=(1, 2, 3), new=10, seed=5):
+    sampling = p.Sampling(max_new_tokens=new, seed=seed)
+    trajectory = turn.rpartition(".")[0]
+    group = trajectory.partition(".")[0]
+    return p.TurnRequest(turn, trajectory, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
+
+
+def result(turn="g0.0.t0", tokens=(7, 8), version=0, finish=p.FinishReason.STOP):
+    n = len(tokens)
+    return p.TurnResult(
+        turn, p.pack_tokens(tokens), p.pack_floats([-0.5] * n), p.pack_tokens([version] * n), finish
+    )
+
+
+def written(folder, *pairs, version=0, step=0, behind=0):
+    log = TurnLog(folder, step, behind)
+    for asked, answer in pairs:
+        log.add(asked, answer, version)
+    log.close()
+
+
+def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
+    written(tmp_path, (request(), result()))
+    log = TurnLog(tmp_path, 0, 0)
+    for other in (request("g0.1.t0"), request(tokens=(1, 2, 4)), request(new=11), request(seed=6)):
+        assert log.find(other, 0) is None
+    # an agent's concurrent calls may come in another order
+    assert log.find(request("g0.0.t4"), 0) == result("g0.0.t4")
+    assert log.find(request(), 0) is None
+    assert (log.resumed_turns, log.resumed_tokens) == (1, 2)
+
+
+def test_the_same_context_asked_twice_has_two_answers_in_their_order(tmp_path):
+    written(tmp_path, (request(), result()), (request("g0.0.t1"), result(tokens=(9,))))
+    log = TurnLog(tmp_path, 0, 0)
+    assert log.find(request(), 0) == result()
+    assert log.find(request("g0.0.t1"), 0) == result("g0.0.t1", tokens=(9,))
+
+
+def test_of_turns_that_were_cut_the_longest_counts_and_none_beside_a_complete_one(tmp_path):
+    cut = p.FinishReason.ABORT
+    for tokens in ((7,), (7, 8), (7, 8, 9)):
+        written(tmp_path, (request(), result(tokens=tokens, finish=cut)))
+    assert TurnLog(tmp_path, 0, 0).find(request(), 0) == result(tokens=(7, 8, 9), finish=cut)
+    written(tmp_path, (request(), result(tokens=(7, 8, 9, 1))))
+    log = TurnLog(tmp_path, 0, 0)
+    assert log.find(request(), 0) == result(tokens=(7, 8, 9, 1))
+    assert log.find(request(), 0) is None
+
+
+def test_turns_of_lost_weights_and_of_weights_too_old_are_not_used(tmp_path):
+    asked = [request(f"g{v}.0.t0") for v in range(6)]
+    for v in range(6):
+        written(tmp_path, (asked[v], result(asked[v].turn, version=v)), version=v, step=5, behind=9)
+    log = TurnLog(tmp_path, 4, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000003.turns", "v000004.turns"]
+    assert [log.find(each, 4) is not None for each in asked] == [False] * 3 + [True, True, False]
+    # the weights of step 5 are made anew: what the first ones made is gone for good
+    assert TurnLog(tmp_path, 5, 9).find(asked[5], 5) is None
+    later = TurnLog(tmp_path, 4, 1)
+    assert later.find(asked[3], 5) is None and later.find(asked[4], 5) is not None
+    assert later.find(asked[4], 6) is None
+
+
+def test_a_token_that_is_too_old_makes_its_turn_too_old(tmp_path):
+    mixed = msgspec.structs.replace(result(tokens=(7, 8)), versions=p.pack_tokens([3, 5]))
+    written(tmp_path, (request(), mixed), version=5, step=5, behind=2)
+    assert TurnLog(tmp_path, 5, 1).find(request(), 5) is None
+    assert TurnLog(tmp_path, 5, 2).find(request(), 5) is not None
+
+
+def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
+    log = TurnLog(tmp_path, 0, 1)
+    for version in range(4):
+        log.add(request(), result(version=version), version)
+    log.saved(3)
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
+
+
+def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
+    second = request("g0.1.t0")
+    written(tmp_path, (request(), result()), (second, result(second.turn)))
+    path = tmp_path / "v000000.turns"
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-3] + b"x" + whole[-2:], whole[: len(whole) // 2 + 5]):
+        path.write_bytes(damaged)
+        log = TurnLog(tmp_path, 0, 0)
+        assert log.find(request(), 0) == result() and log.find(second, 0) is None
+        written(tmp_path, (second, result(second.turn)))
+        assert TurnLog(tmp_path, 0, 0).find(second, 0) == result(second.turn)
+
+
+def test_null_records_nothing(tmp_path):
+    log = TurnLog(tmp_path / "turns", 0, None)
+    log.add(request(), result(), 0)
+    log.flush()
+    log.saved(1)
+    log.close()
+    assert log.find(request(), 0) is None and not (tmp_path / "turns").exists()
+
+
+def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
+    first = World(tmp_path)
+    first.ready("rollout-0")
+    first.hub.publish(0, "store")
+    first.request("g0.0.t0", new=4)
+    first.progress([11, 12])
+    first.hub.handle(
+        ROLLOUT,
+        p.TurnFinished(
+            "g0.0.t0", 1, p.pack_tokens([13]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
+        ),
+    )
+    first.request("g0.1.t0", new=4)
+    first.progress([21], turn="g0.1.t0")
+    first.request("g0.2.t0", new=4)  # without a token so far
+    first.hub.record_open_turns()
+
+    again = World(tmp_path)
+    again.ready("rollout-0")
+    again.hub.publish(0, "store")
+    again.sent.clear()
+    again.request("g0.0.t0", new=4)
+    [(rank, answer)] = again.sent
+    assert rank == HOST and answer.finish is p.FinishReason.STOP
+    assert p.unpack_tokens(answer.tokens).tolist() == [11, 12, 13]
+    assert len(again.hub.ledger) == 0
+
+    again.sent.clear()
+    again.request("g0.1.t0", new=4)
+    [(rank, work)] = again.sent
+    assert rank == ROLLOUT and p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 21]
+    assert work.sampling.max_new_tokens == 3 and work.sampling.seed == 6
+    again.hub.handle(
+        ROLLOUT,
+        p.TurnFinished(
+            "g0.1.t0", 1, p.pack_tokens([22]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
+        ),
+    )
+    rank, whole = again.sent[-1]
+    assert rank == HOST and p.unpack_tokens(whole.tokens).tolist() == [21, 22]
+    assert p.unpack_tokens(whole.versions).tolist() == [0, 0] and whole.migrations == 0
+
+    again.sent.clear()
+    again.request("g0.2.t0", new=4)
+    [(rank, work)] = again.sent
+    assert p.unpack_tokens(work.tokens).tolist() == [1, 2, 3] and work.sampling.seed == 5
+    assert (again.hub.log.resumed_turns, again.hub.log.resumed_tokens) == (2, 4)
