@@ -135,7 +135,8 @@ class Ledger:
 
     def cut(self) -> list[tuple[p.TurnRequest, p.TurnResult]]:
         """What open turns have, those with tokens: with `finish` LENGTH where that is all that was
-        asked for, else ABORT."""
+        asked for, else ABORT. A seeded turn is left out, unless complete: its second half would get
+        other draws than in a run that wasn't interrupted."""
         return [
             (
                 entry.request,
@@ -144,7 +145,7 @@ class Ledger:
                 ),
             )
             for turn, entry in self._turns.items()
-            if entry.made
+            if entry.made and (entry.request.sampling.seed is None or self.complete(turn))
         ]
 
     def of_trajectory(self, trajectory: str) -> list[str]:

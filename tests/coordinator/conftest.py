@@ -58,7 +58,7 @@ class World:
     def down(self, worker, incarnation=1, restarting=True):
         self.hub.handle(RANK[worker], p.WorkerDown(worker, incarnation, "killed", restarting))
 
-    def request(self, turn="g0.0.t0", new=10):
+    def request(self, turn="g0.0.t0", new=10, seed=5):
         trajectory = turn.rpartition(".")[0]
         self.hub.handle(
             HOST,
@@ -68,7 +68,7 @@ class World:
                 trajectory.partition(".")[0],
                 p.Phase.TRAIN,
                 p.pack_tokens([1, 2, 3]),
-                p.Sampling(max_new_tokens=new, seed=5),
+                p.Sampling(max_new_tokens=new, seed=seed),
             ),
         )
 

@@ -42,6 +42,7 @@ class Peers:
         self.words = {rank.rank: deque() for rank in ranks[1:]}
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
+        self.received = {}  # trajectory -> tokens of its turns
         self.trained = {}  # step -> [trajectory]
         self.seed_of_group = {}
         self.domain_of_group = {}
@@ -155,7 +156,7 @@ class Peers:
                 name,
                 start.group,
                 start.phase,
-                p.pack_tokens([1] * 8),
+                p.pack_tokens([1] * 8) + b"".join(tokens),
                 p.Sampling(TOKENS_OF_A_TURN),
                 start.domain,
             ),
@@ -168,6 +169,7 @@ class Peers:
             return
         start, turns, tokens, versions = self.running[name]
         tokens.append(m.tokens)
+        self.received[name] = b"".join(tokens)
         versions.append(m.versions)
         if len(tokens) < turns:
             self.ask(rank, name)
@@ -209,7 +211,13 @@ class Peers:
         self.turns_in_training += self.training and m.turn.startswith("g")
         count = m.sampling.max_new_tokens
         about = (m.turn, m.attempt)
-        packed = [(p.pack_tokens([7] * n), p.pack_floats([-1.0] * n)) for n in (1, count - 1)]
+        packed = [
+            (
+                p.pack_tokens([self.draw.randrange(2, 10**6) for _ in range(n)]),
+                p.pack_floats([-1.0] * n),
+            )
+            for n in (1, count - 1)
+        ]
         if count > 1:
             self.say(rank, lambda: p.TurnProgress(*about, *packed[0], self.version[rank]), about)
             self.say(

@@ -121,16 +121,25 @@ def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy,
         assert len(set(indices)) == len(indices) == STEPS * GROUPS
         state = coordinator.scheduler.snapshot()["batching"]
         left = {index for index, _ in state.get("again", [])}
+        bound = build(made.scheduler, 60.0).staleness
+        rows = rows_of(read_metrics(tmp_path / str(number)), "step")
+        assert all(row["staleness_max"] <= bound for row in rows)
         if policy not in DROPS:
             assert set(range(state["next"])) == set(indices) | left, "a prompt was skipped"
 
 
-def test_a_synchronous_run_resumes_with_the_very_next_batch(config, tmp_path):
+def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had(config, tmp_path):
     made = config("synchronous")
     _, whole = peers.run(made, tmp_path / "whole")
     first, second, _, step = stopped_and_resumed(
-        made, tmp_path / "broken", lambda c: c.step == 3 and c.rollouts.groups.running > 2
+        made, tmp_path / "broken", lambda c: c.step == 3 and c.rollouts.progress[0] > 2
     )
+    had = {t.id: first.received[t.id] for t in second.trained[4] if t.id in first.received}
+    assert len(had) > 2 and all(
+        t.tokens[4:].startswith(had.get(t.id, b"")) for t in second.trained[4]
+    )
+    row = rows_of(read_metrics(tmp_path / "broken"), "step")[3]
+    assert row["resumed_tokens"] >= sum(map(len, had.values())) // 4
     assert step == 3 and trained(whole) == {
         s: g for s, g in trained(first).items() if s <= 3
     } | trained(second)
