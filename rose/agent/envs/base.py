@@ -70,8 +70,8 @@ class Environment(Protocol):
     done, unless the class has `several_calls = True`: then one `step` gets them all, in
     `action.calls`, and returns `observations`.
 
-    `rewards_turns = True`, of the class or an instance, says that steps' rewards tell good turns
-    from bad ones, not only how the episode ended: algorithms of turns need that.
+    `rewards_turns = True`, of the class or an instance, says that steps' rewards rank
+    good turns above bad ones, instead of only how the episode ended: algorithms of turns need it.
     """
 
     requires_tool: bool  # a turn without a call is answered by the loop with a reminder
