@@ -183,6 +183,8 @@ def check(tree: dict) -> plan.Plan:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
+    if getattr(algorithm, "needs_turn_rewards", False):
+        check_turn_rewards(c)
     made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -232,6 +234,34 @@ def check_domains(c: Config) -> None:
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
                 f"run; its environments are {', '.join(c.env.members)}"
             )
+
+
+def check_turn_rewards(c: Config) -> None:
+    """Raises `ConfigError` where trajectories would have no rewards of turns, which the run's
+    algorithm needs."""
+    needs = f"which algorithm.name={c.algorithm.name} needs"
+    if c.algorithm.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true: drops groups whose trajectories have equal rewards, "
+            f"though their turns may differ, from which algorithm.name={c.algorithm.name} learns; "
+            "it must be false"
+        )
+    if c.rollout.replay is not None:
+        replay.check_turn_rewards(Path(c.rollout.replay), needs)
+        return
+    for name, member in c.env.members.items():
+        if not envs.rewards_turns(member):
+            raise ConfigError(
+                f"{c.env.key_of(name)}.name={member.name!r}: gives no rewards of turns, {needs}; "
+                "frozen_lake, minigrid and calculator do with args.shaping above 0, and "
+                "environments with rewards_turns = True; or algorithm=grpo"
+            )
+    if not c.reward.environment_weight:
+        raise ConfigError(
+            f"reward.name={c.reward.name!r}: replaces the environment's rewards, and with them "
+            f"those of turns, {needs}; reward=environment, or reward=sum with a part "
+            "{name: environment}"
+        )
 
 
 def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 def seed_of(*parts: object) -> int:
@@ -97,6 +97,7 @@ class Branch(Record):
     mask: bytes
     logprobs: bytes
     versions: bytes
+    turn_tokens: list[tuple[int, int]] = []
 
 
 class Trajectory(Record):
@@ -128,13 +129,18 @@ class Trajectory(Record):
     # releases
     domain: str = ""
     branches: list[Branch] = []
+    # (turn, tokens) of those that made the tokens of `mask`, in order: so each turn's span; [] of
+    # trajectories saved by earlier releases
+    turn_tokens: list[tuple[int, int]] = []
+    # of turn 0, 1, ..., which sum to `reward`; [] where the environment gives none
+    turn_rewards: list[float] = []
 
     def samples(self) -> list[Trajectory]:
         """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
         that the policy made is marked in one of them."""
         if not self.branches:
             return [self]
-        leaves = [Branch(self.tokens, self.mask, self.logprobs, self.versions), *self.branches]
+        first = Branch(self.tokens, self.mask, self.logprobs, self.versions, self.turn_tokens)
         return [
             msgspec.structs.replace(
                 self,
@@ -143,9 +149,10 @@ class Trajectory(Record):
                 logprobs=leaf.logprobs,
                 versions=leaf.versions,
                 response_tokens=sum(leaf.mask),
+                turn_tokens=leaf.turn_tokens,
                 branches=[],
             )
-            for leaf in leaves
+            for leaf in (first, *self.branches)
         ]
 
 
@@ -441,6 +448,7 @@ class BatchSummary(Record):
     groups: list[int]  # (N,): index of the group within the batch
     response_tokens: list[int]
     truncated: list[bool]
+    turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
 
 
 class TrainStep(Message):

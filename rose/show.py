@@ -73,7 +73,8 @@ def show(run: Path, name: str | None, step: int | None, tokens: bool, console: C
         if len(shown.samples) > 1:
             console.rule(f"sample {number} of {len(shown.samples)}")
         for part in sample.parts():
-            console.print(token_table(part, texts) if tokens else panel(part, texts))
+            turn = shown.about(part)
+            console.print(token_table(part, texts) if tokens else panel(part, turn, texts))
     return 0
 
 
@@ -128,9 +129,10 @@ def heading(step: int, shown: Shown) -> Panel:
     return Panel(plain("\n".join(lines)), title=plain(shown.id), title_align="left")
 
 
-def panel(part: Part, texts: Texts) -> Panel:
+def panel(part: Part, turn: str, texts: Texts) -> Panel:
     first, last = part.start, part.start + len(part.tokens) - 1
-    told = f"{'policy' if part.made else 'given'} · tokens {first} to {last}"
+    told = f"{'policy' if part.made else 'given'} · " + f"{turn} · " * bool(turn)
+    told += f"tokens {first} to {last}"
     if part.made:
         told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.3f}"
     style = "green" if part.made else "dim"

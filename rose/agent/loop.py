@@ -204,6 +204,8 @@ class _Episode:
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
+        self.turn_tokens: list[tuple[int, int]] = []
+        self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call
         self.stats: dict[str, float] = {}
 
@@ -231,6 +233,7 @@ class _Episode:
             invalid = any(step.invalid for step in steps)
             said = observed[0][0] == "user" and not invalid
             self.outcome = "" if said else "failed" if invalid else "ok"
+            self.turn_rewards.append(sum(step.reward for step in steps))
             for step in steps:
                 self.reward += step.reward
                 self.success = self.success or step.success
@@ -257,6 +260,7 @@ class _Episode:
             turns=self.turns,
         )
         self.reward, self.success, self.stats = await score(scoring, episode, clock)
+        self.turn_rewards = scoring.turn_rewards(self.turn_rewards, self.reward)
 
     async def _turn(self) -> tuple[str, bool]:
         """Have one turn generated and append it: its text, and whether an end-of-turn token closed
@@ -284,6 +288,7 @@ class _Episode:
         self.mask += b"\x01" * len(tokens)
         self.logprobs += result.logprobs
         self.versions += result.versions
+        self.turn_tokens.append((self.turns, len(tokens)))
         self.turns += 1
         self.migrations += result.migrations
         return self.chat.decode(tokens), int(tokens[-1]) in self.chat.eos_ids
@@ -356,6 +361,8 @@ class _Episode:
             started=started,
             finished=finished,
             domain=self.start.domain,
+            turn_tokens=self.turn_tokens,
+            turn_rewards=self.turn_rewards if getattr(self.env, "rewards_turns", False) else [],
         )
 
 

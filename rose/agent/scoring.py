@@ -69,6 +69,16 @@ class Scoring:
         if future is not None and not future.done():
             future.set_result(scored)
 
+    def turn_rewards(self, own: list[float], reward: float) -> list[float]:
+        """Of an episode whose score is `reward`, from the environment's `own`: those by their
+        weight in the score, and the rest at the last turn. [] where the score has no part of the
+        environment's: it says nothing of turns."""
+        weight = self._settings.environment_weight
+        if not weight:
+            return []
+        *earlier, _ = (weight * each for each in own)
+        return [*earlier, reward - sum(earlier)]
+
     def success(self, scored: p.TrajectoryScored) -> bool:
         """The scorer's word, or the reward's where it has none."""
         if scored.success is not None:

@@ -33,7 +33,7 @@ NO_DRAFTS = (
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
 )
 # algorithms whose baseline is the group's mean reward
-GROUP_RELATIVE = ("grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
+GROUP_RELATIVE = ("grpo", "turn_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
 SHORTEST_STALE_S = (

@@ -147,6 +147,12 @@ class Reward(Section):
         """Ranks that there are."""
         return 0 if self.name == "environment" else self.ranks
 
+    @property
+    def environment_weight(self) -> float:
+        """Of the environment's own reward in what an episode is worth; 0: it has no part in it."""
+        parts = self.args["parts"].values() if self.name == "sum" else [{"name": self.name}]
+        return sum(part.get("weight", 1.0) for part in parts if part["name"] == "environment")
+
 
 class Optimizer(Section):
     lr: Positive

@@ -54,6 +54,16 @@ def check(run_dir: Path, steps: int) -> None:
         )
 
 
+def check_turn_rewards(run_dir: Path, needs: str) -> None:
+    """Raises `ConfigError` unless the first saved step's trajectories have rewards of turns,
+    which whoever `needs` names can't do without."""
+    if not all(t.turn_rewards for group in load(run_dir, 1) for t in group):
+        raise ConfigError(
+            f"rollout.replay={str(run_dir)!r}: its trajectories have no rewards of turns, {needs}; "
+            "give the folder of a run whose environment gives them, or another algorithm"
+        )
+
+
 def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
     """What every trainer rank knows of the batch; rows in the order of the groups."""
     rows = [(t, index) for index, group in enumerate(groups) for t in group]
@@ -62,4 +72,5 @@ def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
         groups=[g for _, g in rows],
         response_tokens=[t.response_tokens for t, _ in rows],
         truncated=[t.truncated for t, _ in rows],
+        turn_rewards=[t.turn_rewards for t, _ in rows],
     )

@@ -65,14 +65,14 @@ def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
                 break
             text = cut(texts.of(part.tokens), left)
             left -= len(text)
-            lines.append(_part(part, text))
+            lines.append(_part(part, shown.about(part), text))
         if left <= 0:
             break
     return f"<h3>{escape(words)}</h3><div class=talk>{''.join(lines)}</div>"
 
 
-def _part(part: Part, text: str) -> str:
-    told = f"{len(part.tokens)} tokens"
+def _part(part: Part, turn: str, text: str) -> str:
+    told = f"{turn} · " * bool(turn) + f"{len(part.tokens)} tokens"
     if part.made:
         told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.2f}"
     kind = "made" if part.made else "given"

@@ -21,13 +21,14 @@ STEP_FILES = "rollouts/step-*.msgpack"
 
 
 class Part(NamedTuple):
-    """A run of tokens, all made by the policy or all given to it."""
+    """A run of tokens, all made by the policy in one turn or all given to it."""
 
     made: bool
     start: int  # position of the first token
     tokens: np.ndarray  # (n,) int32
     logprobs: np.ndarray  # (n,) float32, nats; 0 where given
     versions: np.ndarray  # (n,) int32; -1 where given
+    turn: int = -1  # that made it; -1 where given, or not known
 
     @property
     def of_versions(self) -> str:
@@ -45,14 +46,17 @@ class Sample(NamedTuple):
     mask: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    turns: np.ndarray  # turn that made the token; -1 where given, or not known
 
     def parts(self) -> Iterator[Part]:
-        ends = [*(np.flatnonzero(np.diff(self.mask)) + 1), len(self.mask)]
+        changes = (np.diff(self.mask) != 0) | (np.diff(self.turns) != 0)
+        ends = [*(np.flatnonzero(changes) + 1), len(self.mask)]
         start = 0
         for end in ends if len(self.mask) else ():
             at = slice(start, end)
             made = bool(self.mask[start])
-            yield Part(made, start, self.tokens[at], self.logprobs[at], self.versions[at])
+            turn = int(self.turns[start])
+            yield Part(made, start, self.tokens[at], self.logprobs[at], self.versions[at], turn)
             start = int(end)
 
 
@@ -70,6 +74,14 @@ class Shown:
     @property
     def reward(self) -> float:
         return float(self.told.get("reward") or 0.0)
+
+    def about(self, part: Part) -> str:
+        """Which turn made it, and what that one's reward was, in words; "" where not known."""
+        rewards = self.told.get("turn_rewards") or []
+        if part.turn < 0:
+            return ""
+        paid = f", reward {rewards[part.turn]:g}" if part.turn < len(rewards) else ""
+        return f"turn {part.turn}{paid}"
 
     @property
     def made(self) -> int:
@@ -112,7 +124,8 @@ def read(run_dir: Path, step: int) -> list[Shown]:
                 # by name, not by type: a later release may have told more of it
                 leaves = [record, *record.get("branches", ())]
                 told = {k: v for k, v in record.items() if not isinstance(v, bytes)}
-                told.pop("branches", None)
+                for key in ("branches", "turn_tokens"):
+                    told.pop(key, None)
                 found.append(Shown(told, [_sample(leaf) for leaf in leaves]))
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -123,11 +136,15 @@ def read(run_dir: Path, step: int) -> list[Shown]:
 
 def _sample(record: dict[str, Any]) -> Sample:
     mask = np.frombuffer(record["mask"], np.uint8).astype(np.int8)
+    turns = np.full(len(mask), -1)
+    if of_turns := record.get("turn_tokens"):
+        turns[mask == 1] = np.repeat(*np.transpose(of_turns))
     found = Sample(
         np.frombuffer(record["tokens"], "<i4"),
         mask,
         np.frombuffer(record["logprobs"], "<f4"),
         np.frombuffer(record["versions"], "<i4"),
+        turns,
     )
     if {len(values) for values in found} != {len(mask)}:
         raise ValueError("tokens, mask, logprobs and versions differ in length")

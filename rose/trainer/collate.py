@@ -20,8 +20,8 @@ from rose.trainer.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour`
-    and `versions` is about the token that `inputs[:, : t + 1]` predicts."""
+    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour`,
+    `versions` and `turns` is about the token that `inputs[:, : t + 1]` predicts."""
 
     rows: Tensor  # (B,) int64: rows of the whole batch
     inputs: Tensor  # (B, T) int64
@@ -29,6 +29,8 @@ class MicroBatch:
     mask: Tensor  # (B, T) float32: 1 where the policy made the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
     versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
+    # (B, T) int64: turn of its trajectory that made the token; 0 where mask is 0 or none is known
+    turns: Tensor
     # of `inputs`, each up to its last token that predicts one of the policy's
     tree: PrefixTree | None
 
@@ -47,25 +49,28 @@ def collate(
     shape = (max(1, len(rows)), width)
     tokens, versions = np.zeros(shape, np.int64), np.full(shape, -1, np.int32)
     mask, behaviour = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for i, (row_tokens, row_mask, row_logprobs, row_versions) in enumerate(fields):
+    turns = np.zeros(shape, np.int64)
+    for i, (row_tokens, row_mask, row_logprobs, row_versions, row_turns) in enumerate(fields):
         end = len(row_tokens)
         tokens[i, :end] = row_tokens
         mask[i, :end] = row_mask
         behaviour[i, :end] = np.where(row_mask, row_logprobs, 0)
         versions[i, :end] = np.where(row_mask, row_versions, -1)
+        turns[i, :end][row_mask == 1] = row_turns
     tree = None
     if trees and len(rows) > 1:
         # inputs up to each row's last target
         needed = [int(np.flatnonzero(row).max(initial=1)) for row in mask]
         tree = prefix_tree.build(tokens[:, :-1], np.array(needed))
     inputs = torch.from_numpy(tokens[:, :-1].copy())
-    arrays = (tokens, mask, behaviour, versions)
+    arrays = (tokens, mask, behaviour, versions, turns)
     shifted = (torch.from_numpy(array[:, 1:].copy()) for array in arrays)
     return MicroBatch(torch.tensor(rows, dtype=torch.int64), inputs, *shifted, tree)
 
 
 def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
-    """(tokens, mask, logprobs, versions), each (T,), checked."""
+    """(tokens, mask, logprobs, versions), each (T,), and the turn of each token of the mask, all
+    checked."""
     tokens, mask = unpack_tokens(t.tokens), np.frombuffer(t.mask, np.uint8)
     logprobs, versions = unpack_floats(t.logprobs), unpack_tokens(t.versions)
     if not len(tokens) == len(mask) == len(logprobs) == len(versions) or not len(tokens):
@@ -86,4 +91,19 @@ def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
         )
     if not np.isfinite(logprobs[mask == 1]).all():
         raise ValueError(f"trajectory {t.id}: an engine's log-probability is not finite")
-    return tokens, mask, logprobs, versions
+    return tokens, mask, logprobs, versions, _turns(t)
+
+
+def _turns(t: Trajectory) -> np.ndarray:
+    """(response_tokens,) int64: which turn made each token of the policy's; 0 if that isn't
+    known."""
+    if not t.turn_tokens and not t.turn_rewards:
+        return np.zeros(t.response_tokens, np.int64)
+    numbers, counts = np.array(t.turn_tokens, np.int64).reshape(-1, 2).T
+    most = len(t.turn_rewards) or t.turns
+    if counts.sum() != t.response_tokens or not set(numbers.tolist()) <= set(range(most)):
+        raise ValueError(
+            f"trajectory {t.id}: its turns {t.turn_tokens} (turn, tokens) don't make up its "
+            f"{t.response_tokens} response tokens, or are not among its {most} turns"
+        )
+    return np.repeat(numbers, counts)

@@ -240,8 +240,9 @@ class _Step:
             torch.tensor(step.summary.groups),
             torch.tensor(step.summary.response_tokens),
             torch.tensor(step.summary.truncated),
+            _padded(step.summary.turn_rewards),
         )
-        self.advantages = self.algorithm.advantages(summary)  # (N,)
+        self.advantages = self.algorithm.advantages(summary)  # (N,), or (N, turns)
         self.weights = self.algorithm.token_weights(summary)  # (N,)
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
         self.tokens = int(summary.response_tokens.sum())
@@ -303,7 +304,7 @@ class _Step:
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
         proximal = policy if self.algorithm.recompute_proximal else behaviour
-        tokens = TokenBatch(logprobs, proximal, behaviour, self._of(self.advantages, batch), mask)
+        tokens = TokenBatch(logprobs, proximal, behaviour, self._advantages(batch), mask)
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
         cap = None if self.algorithm.corrects_mismatch else self.cap
         importance = importance_weights(proximal, behaviour, mask, cap)
@@ -321,11 +322,16 @@ class _Step:
         self.sums["reference_kl"] += kl.detach().sum()
         return kl
 
+    def _advantages(self, batch: MicroBatch) -> Tensor:
+        """(B,), or (B, T), each token its turn's, where the algorithm has one for each turn."""
+        own = self._of(self.advantages, batch)
+        return own if own.dim() == 1 else own.gather(1, batch.turns.to(self.device))
+
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """(N,) -> (B,), each row its trajectory's; the padding row of an empty micro-batch gets
-        0."""
+        """(N, ...) -> (B, ...), each row its trajectory's; the padding row of an empty micro-batch
+        gets 0."""
         if not len(batch.rows):
-            return torch.zeros(len(batch.inputs), device=self.device)
+            return values.new_zeros((len(batch.inputs), *values.shape[1:]), device=self.device)
         return values[self.owners[batch.rows]].to(self.device)
 
     def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
@@ -369,3 +375,11 @@ class _Step:
         with self.recorder.timed(name, step=self.number):
             yield
         self.seconds[name] += time.time() - start
+
+
+def _padded(turn_rewards: list[list[float]]) -> Tensor | None:
+    """N lists -> (N, K) float64, NaN behind each list's end; None if nobody gives any."""
+    if not any(turn_rewards):
+        return None
+    rows = [torch.tensor(each, dtype=torch.float64) for each in turn_rewards]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)

@@ -212,6 +212,22 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     assert got.tokens == prompt + said + chat.observation("1 to go", "tool", closed=False) + said
 
 
+def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_turns(run, tokenizer):
+    script = Script(tokenizer, STEP + STEP, NONSENSE, STEP)
+    env = Walk(3)
+    plain = run(env, script)
+    made = [len(result.tokens) // 4 for result in script.results]
+    assert plain.turn_tokens == list(enumerate(made)) and plain.turn_rewards == []
+    env = Walk(3)
+    env.rewards_turns = True
+    trajectory = run(env, Script(tokenizer, STEP + STEP, NONSENSE, STEP))
+    # two calls in the first, none that can be read in the second; engines died in each of them
+    assert trajectory.stats["migrations"] == 3.0
+    assert trajectory.turn_rewards == [1.0, 0.0, 0.5]
+    assert trajectory.reward == sum(trajectory.turn_rewards) == plain.reward
+    assert trajectory.tokens == plain.tokens and trajectory.turn_tokens == plain.turn_tokens
+
+
 # --------------------------------------------------------------------------- calls that are none
 
 

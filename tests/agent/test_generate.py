@@ -59,6 +59,44 @@ def test_turns_and_tokens_are_limited_as_the_member_says(
     )
 
 
+def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tokenizer):
+    """As when the word of a lost engine arrives beside that of the one that took over: the step is
+    carried out, and its reward paid, once."""
+    config = make_config("env.args.shaping=0.5", "env.args.hole_probability=0.0")
+    right = tokenizer.encode(
+        '<tool_call>{"name": "move", "arguments": {"direction": "right"}}</tool_call>',
+        add_special_tokens=False,
+    )
+
+    async def go():
+        words = asyncio.Queue()
+        host = TrajectoryHost(
+            config, chats["tiny"], words.put_nowait, asyncio.create_task, NullRecorder()
+        )
+        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
+        while isinstance(asked := await asyncio.wait_for(words.get(), 20), p.TurnRequest):
+            n = len(right)
+            made = p.TurnResult(
+                asked.turn,
+                p.pack_tokens(right),
+                p.pack_floats([-1.0] * n),
+                p.pack_tokens([0] * n),
+                p.FinishReason.LENGTH,
+                migrations=1,
+            )
+            host.handle(made)
+            host.handle(made)
+            await asyncio.sleep(0)
+            host.handle(made)
+        return asked.trajectory
+
+    found = asyncio.run(go())
+    # three moves gain a sixth of the way each, the wall stops the others
+    assert found.turns == len(found.turn_rewards) == len(found.turn_tokens) == 10
+    assert found.turn_rewards == pytest.approx([0.5 / 6] * 3 + [0.0] * 7)
+    assert found.reward == pytest.approx(0.25)
+
+
 def test_a_failure_names_the_members_key(make_config, chats):
     config = make_config(
         "env=games", "model.max_context=65", "env.members.calculator.max_new_tokens=8"

@@ -26,6 +26,14 @@ TURN = p.TurnRequest(
             [0],
             [p.Trajectory("g0.0", "g0", p.Phase.EVAL, b"\1", b"\1", b"", b"", 1.0, True, 1, 1)],
         ),
+        p.TrajectoryFinished(
+            p.Trajectory(
+                *("g0.0", "g0", p.Phase.TRAIN, b"\1", b"\1", b"", b"", 0.75, True, 2, 2),
+                branches=[p.Branch(b"\1", b"\1", b"", b"", [(1, 1)])],
+                turn_tokens=[(0, 1)],
+                turn_rewards=[0.25, 0.5],
+            )
+        ),
     ],
 )
 def test_a_message_comes_back_equal(message):
@@ -37,8 +45,8 @@ def test_a_message_comes_back_equal(message):
     [
         (lambda d: b"HTTP" + d[4:], "begins with b'ROSE', this one with b'HTTP'"),
         (
-            lambda d: d[:4] + struct.pack("<H", 9) + d[6:],
-            f"protocol version 9, this rank {p.PROTOCOL_VERSION}",
+            lambda d: d[:4] + struct.pack("<H", p.PROTOCOL_VERSION + 1) + d[6:],
+            f"protocol version {p.PROTOCOL_VERSION + 1}, this rank {p.PROTOCOL_VERSION}",
         ),
         (lambda d: d[:-1], "promises"),
         (lambda d: d + b"x", "promises"),

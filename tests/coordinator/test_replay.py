@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from rose.config import ConfigError
 from rose.coordinator import replay
 from tests.coordinator.test_step_metrics import trajectory
 
@@ -32,6 +33,25 @@ def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_pat
         del row["domain"]
     replay.path_of(tmp_path, 3).write_bytes(msgspec.msgpack.encode(earlier))
     assert replay.load(tmp_path, 3) == GROUPS and GROUPS[0][0].domain == ""
+
+
+def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they_are_needed(
+    tmp_path,
+):
+    told = dict(turn_tokens=[(0, 3), (1, 5)], turn_rewards=[0.25, 0.75])
+    replay.save(tmp_path, 1, [[trajectory("g0.0", 1.0, 8, **told)]])
+    [[found]] = replay.load(tmp_path, 1)
+    assert (found.turn_tokens, found.turn_rewards) == ([(0, 3), (1, 5)], [0.25, 0.75])
+    assert replay.summarise([[found]]).turn_rewards == [[0.25, 0.75]]
+    replay.check_turn_rewards(tmp_path, "which A needs")
+    earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
+    for row in (row for group in earlier for row in group):
+        del row["turn_tokens"], row["turn_rewards"]
+    replay.path_of(tmp_path, 1).write_bytes(msgspec.msgpack.encode(earlier))
+    with pytest.raises(
+        ConfigError, match="rollout.replay='.*: its .* no rewards of turns, which A"
+    ):
+        replay.check_turn_rewards(tmp_path, "which A needs")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x93\x01\x02\x03"])

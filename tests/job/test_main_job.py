@@ -72,8 +72,9 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     assert again.wait() == 0 and "finished" in again.said
 
 
-def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
-    job = Job(tmp_path, "rollout.workers=2", "trainer.steps=2", "trainer.batch_size=64")
+def test_an_engine_killed_during_a_step_loses_no_trajectory_and_pays_no_turn_twice(tmp_path):
+    turns = ("algorithm=turn_grpo", "env.args.shaping=0.5")
+    job = Job(tmp_path, *turns, "rollout.workers=2", "trainer.steps=2", "trainer.batch_size=64")
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
     engine = job.engine()
     # a suspended engine keeps what it has and what it is given: at any moment it may have nothing
@@ -93,6 +94,11 @@ def test_an_engine_killed_during_a_step_loses_no_trajectory(tmp_path):
     assert sum(row["migrations"] for row in job.steps()) > 0
     assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(32) for m in range(4)]
     assert job.orphans() == []
+    for t in (t for step in (1, 2) for group in replay.load(job.run, step) for t in group):
+        assert len(t.turn_rewards) == len(t.turn_tokens) == t.turns
+        # the way gained, at most all of it, and 1 at the goal
+        assert sum(t.turn_rewards) == pytest.approx(t.reward) and t.reward <= t.success + 0.5
+        assert t.reward == pytest.approx(1.5) or not t.success
 
 
 def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):

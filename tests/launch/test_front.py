@@ -18,6 +18,7 @@ from rich.console import Console
 
 from rose import config as configuration
 from rose import front
+from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.coordinator import replay
 from rose.launch import plan, resume, supervise
@@ -41,6 +42,47 @@ def test_stale_data_needs_a_correction_for_its_age(make_config):
         doubts(*bare, "scheduler/batching=bounded_staleness")
     [doubt] = doubts(*bare, "scheduler/batching=one_step_off", staleness=1)
     assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["env=frozen_lake"],
+            r"env\.name='frozen_lake': gives no rewards of turns, which algorithm",
+        ),
+        (["env=agent", "env.args.command=/bin/true"], r"env\.name='agent': .* or algorithm=grpo"),
+        (
+            ["env=games", "env.members.frozen_lake.args.shaping=0.5"],
+            r"env\.members\.calculator\.name='calculator': gives no rewards of turns",
+        ),
+        (
+            ["algorithm.dynamic_sampling=true"],
+            r"algorithm\.dynamic_sampling=true: .* must be false",
+        ),
+        (
+            ["env.args.shaping=0.5", "reward=function", "reward.args.path=os:getcwd"],
+            r"reward\.name='function': replaces .* reward=sum with a part \{name: environment\}",
+        ),
+    ],
+)
+def test_an_algorithm_of_turns_needs_rewards_of_turns(make_config, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        front.check_turn_rewards(make_config("algorithm=turn_grpo", *overrides))
+
+
+def test_rewards_of_turns_may_be_part_of_a_sum(make_config):
+    front.check_turn_rewards(make_config("algorithm=turn_grpo", "env.args.shaping=0.5"))
+    parts = "{own: {name: environment, weight: 0.5}, more: {name: function, args: {path: 'a:b'}}}"
+    summed = make_config(
+        "algorithm=turn_grpo", "env.args.shaping=1", "reward=sum", f"reward.args.parts={parts}"
+    )
+    front.check_turn_rewards(summed)
+    scoring = Scoring(summed.reward, [1], lambda *_: None)
+    # half of the environment's, and the function's 2 at the end
+    assert scoring.turn_rewards([1.0, 0.0, 0.5], 2.75) == [0.5, 0.0, 2.25]
+    replaced = make_config("reward=function").reward
+    assert Scoring(replaced, [1], lambda *_: None).turn_rewards([1.0, 0.0], 3.0) == []
 
 
 @pytest.fixture

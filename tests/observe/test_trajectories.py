@@ -175,6 +175,25 @@ def test_every_branch_of_a_trajectory_is_a_sample(run):
     assert "sample 2 of 2" in html and "again again again" in html
 
 
+def test_turns_and_their_rewards_stand_beside_what_was_said(run):
+    told = dict(turn_tokens=[(0, 2), (1, 1), (2, 2)], turn_rewards=[0.25, 0.0, 0.75])
+    talk = trajectory("g3.0", ["go go", "left <b> left", "wall", "right goal"], 1.0, **told)
+    replay.save(run, 3, [[talk, trajectory("g3.1", ["go", "left"])]])
+    [sample] = read(run, 3)[0].samples
+    assert [(part.turn, len(part.tokens)) for part in sample.parts()] == [
+        (-1, 2),
+        (0, 2),
+        (1, 1),  # nothing was given between these two
+        (-1, 1),
+        (2, 2),
+    ]
+    code, out, _ = shown(run, "g3.0")
+    assert code == 0 and "policy · turn 2, reward 0.75 · tokens 6 to 7 · version 4" in out
+    assert "given · tokens 0 to 1" in out
+    html = conversations.html(run)
+    assert "turn 1, reward 0 · 1 tokens" in html
+
+
 def test_what_a_model_says_is_printed_and_not_obeyed(run, capsys):
     stats = {"[/x]": 1.0, "[red]": 2.0}
     talk = trajectory("g3.0", ["go", WORDS[-1]], stats=stats)

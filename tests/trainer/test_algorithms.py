@@ -2,6 +2,7 @@
 
 Nothing expected here is computed by the code under test: the formulas are written out again from
 the papers, over lists, token by token. `objective` is the trainer's contract of `algorithms.base`.
+turn_grpo, whose advantages are of turns, has a file of its own.
 """
 
 import math
@@ -242,7 +243,7 @@ def assert_objective(algorithm, expected) -> None:
 # ---------------------------------------------------------------- losses and gradients
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_loss_and_gradient_are_the_papers(name):
     assert_objective(build(name, ARGS[name]), EXPECTED[name]())
 
@@ -250,9 +251,9 @@ def test_loss_and_gradient_are_the_papers(name):
 def test_the_hand_made_batch_is_clipped_on_both_sides_and_not_everywhere():
     gradients = {
         name: [g for i in ROWS for g, m in zip(EXPECTED[name]()[1][i], MASK[i], strict=False) if m]
-        for name in ALGORITHMS
+        for name in ARGS
     }
-    for name in set(ALGORITHMS) - {"rloo"}:
+    for name in set(ARGS) - {"rloo"}:
         assert 0 < sum(g == 0.0 for g in gradients[name]) < sum(TOKENS), name
 
 
@@ -296,7 +297,7 @@ def test_reinforce_pp_baseline_takes_off_the_groups_mean_first():
     torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_micro_batches_do_not_change_loss_or_gradient(name):
     whole, split = hand_made(), hand_made()
     loss = objective(build(name, ARGS[name]), whole)
@@ -307,7 +308,7 @@ def test_micro_batches_do_not_change_loss_or_gradient(name):
     torch.testing.assert_close(split.new.grad, whole.new.grad)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_what_stands_under_the_mask_does_not_matter(name):
     data = hand_made()
     clean = objective(build(name, ARGS[name]), data).item()
@@ -360,7 +361,7 @@ def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
 # ---------------------------------------------------------------- edge cases
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_a_group_without_a_difference_teaches_nothing(name):
     """0.1 is not exact in binary: rounding noise must not become an advantage."""
     ten = torch.zeros(10, dtype=torch.int64)
@@ -368,7 +369,7 @@ def test_a_group_without_a_difference_teaches_nothing(name):
     assert build(name, ARGS[name]).advantages(summary).tolist() == pytest.approx([0] * 10, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"reinforce_pp"}))
+@pytest.mark.parametrize("name", sorted(set(ARGS) - {"reinforce_pp"}))
 def test_a_group_of_one_has_no_advantage(name):
     rewards, groups = torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
     summary = Summary(rewards, groups, torch.tensor([2, 1, 1]), torch.zeros(3).bool())
@@ -377,7 +378,7 @@ def test_a_group_of_one_has_no_advantage(name):
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_a_trajectory_without_tokens_is_harmless(name, clip):
     args = ARGS[name] | ({"clip_low": clip, "clip_high": clip} if clip else {})
     algorithm, data = build(name, args), hand_made()
@@ -394,7 +395,7 @@ def test_a_trajectory_without_tokens_is_harmless(name, clip):
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_a_batch_without_any_tokens_is_finite(name):
     summary = replace(hand_made().summary, response_tokens=torch.zeros(6, dtype=torch.int64))
     algorithm = build(name, ARGS[name])
@@ -404,7 +405,7 @@ def test_a_batch_without_any_tokens_is_finite(name):
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ARGS)
 def test_an_exploded_ratio_keeps_the_gradient_finite(name):
     data = hand_made()
     far = replace(
@@ -456,7 +457,10 @@ def test_conf_has_no_algorithm_that_does_not_exist():
         (
             "ppo",
             {},
-            ["algorithm.name='ppo'", "grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo"],
+            [
+                "algorithm.name='ppo'",
+                "grpo, turn_grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo",
+            ],
         ),
         (
             "grpo",
@@ -500,5 +504,5 @@ def test_a_bad_configuration_says_which_key_and_what_would_be_right(name, args, 
 
 
 def test_only_decoupled_ppo_corrects_the_mismatch_itself():
-    corrects = {name for name in ALGORITHMS if build(name, ARGS[name]).corrects_mismatch}
+    corrects = {name for name in ARGS if build(name, ARGS[name]).corrects_mismatch}
     assert corrects == {"decoupled_ppo"}

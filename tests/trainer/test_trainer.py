@@ -64,11 +64,12 @@ def world(request, tmp_path_factory):
 class Plain:
     """The same steps, one trajectory at a time, without DeepSpeed, padding, chunks or shares."""
 
-    def __init__(self, folder, kl_coef=0.0):
+    def __init__(self, folder, kl_coef=0.0, name="grpo", **args):
         self.kl_coef, self.kl = kl_coef, 0.0
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.algorithm = build("grpo", {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False})
+        grpo = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False}
+        self.algorithm = build(name, grpo | args)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
         )
@@ -83,7 +84,14 @@ class Plain:
         mask = torch.tensor(np.frombuffer(t.mask, np.uint8)[1:].astype(np.float32))[None]
         behaviour = torch.tensor(unpack_floats(t.logprobs))[None, 1:]
         logprobs = self.logprobs(t)
-        batch = TokenBatch(logprobs, proximal, behaviour, advantages[row : row + 1], mask)
+        own = advantages[row : row + 1]
+        if own.dim() == 2:  # of turns: each of its tokens gets its turn's
+            tokens = torch.zeros_like(mask)
+            tokens[mask == 1] = own[0].repeat_interleave(
+                torch.tensor([n for _, n in t.turn_tokens] + [0] * (own.shape[1] - t.turns))
+            )
+            own = tokens
+        batch = TokenBatch(logprobs, proximal, behaviour, own, mask)
         losses, _ = self.algorithm.token_loss(batch)
         with torch.no_grad():
             difference = self.logprobs(t, self.reference)
@@ -96,8 +104,11 @@ class Plain:
     def train(self, seed, limit, updates, _):
         """Returns (loss, mean gradient norm)."""
         rows, summary = tiny_world.make_batch(seed)
+        plain = ("rewards", "groups", "response_tokens", "truncated")
+        turns = [each + [torch.nan] * (3 - len(each)) for each in summary.turn_rewards]
         whole = Summary(
-            *(torch.tensor(getattr(summary, field)) for field in Summary.__dataclass_fields__)
+            *(torch.tensor(getattr(summary, field)) for field in plain),
+            torch.tensor(turns, dtype=torch.float64),
         )
         advantages, weights = self.algorithm.advantages(whole), self.algorithm.token_weights(whole)
         with torch.no_grad():
@@ -136,16 +147,24 @@ def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
         )
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 2)])
-def test_kl_penalty_to_the_frozen_reference_equals_the_plain_loop(stage, ranks, tmp_path):
+TURNS = {"gamma": 0.9, "trajectory_weight": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "algorithm", "args"), [(0, 1, "grpo", {}), (3, 2, "turn_grpo", TURNS)]
+)
+def test_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
+    stage, ranks, algorithm, args, tmp_path
+):
     model = tiny_world.save_model(tmp_path / "model")
+    settings = [f"algorithm={algorithm}", *(f"algorithm.args.{k}={v}" for k, v in args.items())]
     job = {
         "name": "run",
-        "settings": ["algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}"],
+        "settings": [*settings, "algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}"],
         "actions": [*(["train", *step] for step in STEPS), ["turn"], ["train", *LAST]],
     }
     reports = tiny_world.run_world(job, tmp_path, ranks)
-    plain, without = Plain(model, 0.5), Plain(model)
+    plain, without = Plain(model, 0.5, algorithm, **args), Plain(model, 0.0, algorithm, **args)
     for step, metrics in zip([*STEPS, LAST], reports[0]["metrics"], strict=True):
         plain.kl = 0.0
         loss, norm = plain.train(*step)
@@ -237,10 +256,12 @@ def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
 
 
 def test_a_trajectory_in_branches_trains_as_it_does_in_one_row(tmp_path):
-    """Advantages and weights are the trajectory's, whichever of its rows a token is in."""
+    """Advantages, also those of turns, and weights are the trajectory's, whichever of its rows a
+    token is in, and whether prefix trees compute what rows share once."""
     tiny_world.save_model(tmp_path / "model")
+    job = {"settings": ["algorithm=turn_grpo"]}
     found = [
-        tiny_world.run_world({"name": name, "settings": [], "actions": [action]}, tmp_path, 1)[0]
+        tiny_world.run_world(job | {"name": name, "actions": [action]}, tmp_path, 1)[0]
         for name, action in (("whole", ["train", 2, 4000, 1, 1]), ("branches", ["split", 2, 4000]))
     ]
     whole, branches = (report["metrics"][0] for report in found)

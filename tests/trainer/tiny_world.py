@@ -55,8 +55,8 @@ def save_model(folder: Path, tied: bool = True) -> Path:
 
 
 def make_batch(seed: int):
-    """(trajectories by row, summary): two groups of four that begin alike; behaviour near uniform,
-    so off-policy as can be."""
+    """(trajectories by row, summary): two groups of four that begin alike, of one to three turns;
+    behaviour near uniform, so off-policy as can be."""
     from rose import protocol as p
 
     random = np.random.default_rng(seed)
@@ -69,6 +69,8 @@ def make_batch(seed: int):
             else np.zeros(length, np.uint8)
         )
         mask[0] = 0
+        turns = 1 + row % 3
+        made = [len(part) for part in np.array_split(np.flatnonzero(mask), turns)]
         rows[row] = p.Trajectory(
             id=f"g{row // 4}.{row % 4}",
             group=f"g{row // 4}",
@@ -81,8 +83,10 @@ def make_batch(seed: int):
             versions=p.pack_tokens(np.where(mask, 0, -1)),
             reward=float(random.integers(0, 2)),
             success=False,
-            turns=1,
+            turns=turns,
             response_tokens=int(mask.sum()),
+            turn_tokens=list(enumerate(made)),
+            turn_rewards=[float((row + seed + turn) % 4) / 2 for turn in range(turns)],
         )
     rewards = [float(row % 3) for row in rows]
     summary = p.BatchSummary(
@@ -90,6 +94,7 @@ def make_batch(seed: int):
         [row // 4 for row in rows],
         [t.response_tokens for t in rows.values()],
         [False] * len(rows),
+        [t.turn_rewards for t in rows.values()],
     )
     return rows, summary
 
@@ -111,17 +116,27 @@ def in_halves(t):
     from rose import protocol as p
 
     half = len(t.mask) // 2
+    of_tokens = np.full(len(t.mask), -1)
+    of_tokens[np.frombuffer(t.mask, np.uint8) == 1] = np.repeat(*np.transpose(t.turn_tokens))
 
     def branch(kept: slice):
         mask = np.zeros(len(t.mask), np.uint8)
         mask[kept] = np.frombuffer(t.mask, np.uint8)[kept]
         logprobs = np.where(mask, p.unpack_floats(t.logprobs), 0)
         versions = np.where(mask, p.unpack_tokens(t.versions), -1)
-        return p.Branch(t.tokens, mask.tobytes(), p.pack_floats(logprobs), p.pack_tokens(versions))
+        turns = of_tokens[kept][of_tokens[kept] >= 0].tolist()
+        counts = [(turn, turns.count(turn)) for turn in sorted(set(turns))]
+        floats, ids = p.pack_floats(logprobs), p.pack_tokens(versions)
+        return p.Branch(t.tokens, mask.tobytes(), floats, ids, counts)
 
     first, second = branch(slice(0, half)), branch(slice(half, None))
     return msgspec.structs.replace(
-        t, mask=first.mask, logprobs=first.logprobs, versions=first.versions, branches=[second]
+        t,
+        mask=first.mask,
+        logprobs=first.logprobs,
+        versions=first.versions,
+        turn_tokens=first.turn_tokens,
+        branches=[second],
     )
 
 
@@ -235,6 +250,7 @@ def main(job: dict, rank: int) -> None:
                 summary.groups,
                 summary.response_tokens,
                 summary.truncated,
+                summary.turn_rewards,
             )
             everyone, trees = plan(seed, rows, job["ranks"], limit, updates)
             mine = {

@@ -98,6 +98,12 @@ def check(env: config.Env | config.Mixture) -> None:
             ) from error.__cause__
 
 
+def rewards_turns(env: config.Env) -> bool:
+    """Whether its steps' rewards say what turns are worth (`base.Environment`). Raises as
+    `build`."""
+    return bool(getattr(build(env), "rewards_turns", False))
+
+
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
     """With the arguments that a class calls its `paths` from the root: ranks may start in another
     folder. What follows a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call it after `check`."""

@@ -50,8 +50,8 @@ class Start:
 class Step:
     """Result of an action. `observation` goes back to the policy unless `done`.
 
-    `reward` is this step's; the trajectory's is the sum. `invalid` marks an action that the
-    environment could not carry out (unknown tool, bad argument): counted, never raised.
+    `reward` is this step's; the turn's, and the trajectory's, is the sum. `invalid` marks an action
+    that the environment could not carry out (unknown tool, bad argument): counted, never raised.
     """
 
     observation: str
@@ -69,6 +69,9 @@ class Environment(Protocol):
     A turn may hold several calls. Each is a `step` of its own, one after the other until one is
     done, unless the class has `several_calls = True`: then one `step` gets them all, in
     `action.calls`, and returns `observations`.
+
+    `rewards_turns = True`, of the class or an instance, says that steps' rewards rank
+    good turns above bad ones, instead of only how the episode ended: algorithms of turns need it.
     """
 
     requires_tool: bool  # a turn without a call is answered by the loop with a reminder

@@ -81,6 +81,7 @@ class Calculator:
             operators,
             float(shaping),
         )
+        self.rewards_turns = shaping > 0
         rng = random.Random(EXAMPLES_SEED)
         solved = [example(expression(rng, operations, largest, operators)) for _ in range(examples)]
         self._opening = [

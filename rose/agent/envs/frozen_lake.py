@@ -8,6 +8,7 @@ each observation is the full state.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium
@@ -44,12 +45,20 @@ class FrozenLake:
     """`size` x `size` cells; each cell but the corners S and G is a hole with `hole_probability`
     (maps without a path are drawn again); `slippery` makes a move go astray two times out of three.
 
-    Reward 1 on reaching the goal, else 0; success is reaching the goal. Raises `ConfigError`.
+    Reward 1 on reaching the goal, else 0; success is reaching the goal. A move also pays `shaping`
+    times the share of the way, from the start to the goal by the fewest moves, that it gains or
+    loses; falling into a hole gives back all that was gained. Raises `ConfigError`.
     """
 
     requires_tool = True
 
-    def __init__(self, size: int = 4, hole_probability: float = 0.2, slippery: bool = False):
+    def __init__(
+        self,
+        size: int = 4,
+        hole_probability: float = 0.2,
+        slippery: bool = False,
+        shaping: float = 0.0,
+    ):
         if type(size) is not int or not 2 <= size <= 16:
             raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 16")
         if (
@@ -63,10 +72,15 @@ class FrozenLake:
             )
         if not isinstance(slippery, bool):
             raise ConfigError(f"env.args.slippery={slippery!r}: true or false")
+        number = isinstance(shaping, int | float) and not isinstance(shaping, bool)
+        if not number or not 0 <= shaping < math.inf:
+            raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0")
         self.size, self.hole_probability, self.slippery = size, float(hole_probability), slippery
+        self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._lake: gymnasium.Env | None = None
         self._rows: list[str] = []
         self._cell = 0  # row * size + column
+        self._moves: dict[int, int] = {}  # fewest from a cell to the goal
 
     async def reset(self, seed: int) -> Start:
         self._rows = self._draw_map(seed)
@@ -78,6 +92,7 @@ class FrozenLake:
             disable_env_checker=True,
         )
         self._cell = int(self._lake.reset(seed=seed)[0])
+        self._moves = self._count_moves()
         system = SYSTEM + (SLIPPERY if self.slippery else "")
         return Start(
             messages=[
@@ -102,16 +117,37 @@ class FrozenLake:
         if problem:
             return Step(observation=f"{problem}\n{self.render()}", invalid=True)
         direction = DIRECTIONS.index(action.call.arguments["direction"])
+        before = self._way()
         cell, reward, done, _, _ = self._lake.step(direction)
         self._cell = int(cell)
         return Step(
-            observation=self.render(), reward=float(reward), done=bool(done), success=reward > 0
+            observation=self.render(),
+            reward=float(reward) + self.shaping * (self._way() - before),
+            done=bool(done),
+            success=reward > 0,
         )
 
     async def close(self) -> None:
         if self._lake is not None:
             self._lake.close()
             self._lake = None
+
+    def _way(self) -> float:
+        """Share of the way to the goal that lies behind; in a hole none, as at the start."""
+        return 1 - self._moves.get(self._cell, self._moves[0]) / self._moves[0]
+
+    def _count_moves(self) -> dict[int, int]:
+        """Of each cell from which the goal can be reached."""
+        cells, size = "".join(self._rows), self.size
+        moves = {len(cells) - 1: 0}
+        for cell in (queue := list(moves)):
+            beside = [cell - size, cell + size]
+            beside += [cell - 1] * (cell % size > 0) + [cell + 1] * ((cell + 1) % size > 0)
+            for other in beside:
+                if 0 <= other < len(cells) and cells[other] != "H" and other not in moves:
+                    moves[other] = moves[cell] + 1
+                    queue.append(other)
+        return moves
 
     def render(self) -> str:
         """The map, one row a line, cells separated by spaces: P the agent, G goal, H hole, F ice;

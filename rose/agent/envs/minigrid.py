@@ -8,6 +8,8 @@ MiniGrid's partial view of 7x7 cells. Paper: Chevalier-Boisvert et al., 2023, ar
 
 from __future__ import annotations
 
+import math
+
 import gymnasium
 import minigrid  # noqa: F401  (registers the tasks with gymnasium)
 from minigrid.core.constants import COLOR_NAMES
@@ -41,7 +43,8 @@ class Minigrid:
     """`task` is an id of minigrid. The episode also ends after `max_steps` actions (null: the
     task's own limit).
 
-    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. Raises
+    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it; and `shaping`
+    when something is first picked up, and once more when a door is first opened. Raises
     `ConfigError`.
     """
 
@@ -52,6 +55,7 @@ class Minigrid:
         task: str = "MiniGrid-DoorKey-5x5-v0",
         actions_per_turn: int = 4,
         max_steps: int | None = None,
+        shaping: float = 0.0,
     ):
         if task not in tasks():
             raise ConfigError(
@@ -63,13 +67,19 @@ class Minigrid:
             )
         if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
             raise ConfigError(f"env.args.max_steps={max_steps!r}: an integer from 1, or null")
+        number = isinstance(shaping, int | float) and not isinstance(shaping, bool)
+        if not number or not 0 <= shaping < math.inf:
+            raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0")
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
+        self.shaping, self.rewards_turns = float(shaping), shaping > 0
+        self._reached: set[str] = set()
         self._grid: gymnasium.Env | None = None
 
     async def reset(self, seed: int) -> Start:
         limit = {} if self.max_steps is None else {"max_steps": self.max_steps}
         self._grid = gymnasium.make(self.task, disable_env_checker=True, **limit).unwrapped
         self._grid.reset(seed=seed)
+        self._reached = self._milestones()
         return Start(
             messages=[
                 {"role": "system", "content": SYSTEM},
@@ -82,18 +92,26 @@ class Minigrid:
         problem = self._problem(action)
         if problem:
             return Step(observation=f"{problem}\n{self.render()}", invalid=True)
+        paid = 0.0
         for name in action.call.arguments["actions"]:
             _, reward, terminated, truncated, _ = self._grid.step(ACTIONS.index(name))
+            paid += self.shaping * len(self._milestones() - self._reached)
+            self._reached |= self._milestones()
             if terminated or truncated:
-                return Step(
-                    observation=self.render(), reward=float(reward), done=True, success=reward > 0
-                )
-        return Step(observation=self.render())
+                return Step(self.render(), paid + float(reward), done=True, success=reward > 0)
+        return Step(observation=self.render(), reward=paid)
 
     async def close(self) -> None:
         if self._grid is not None:
             self._grid.close()
             self._grid = None
+
+    def _milestones(self) -> set[str]:
+        """What of the way to a goal behind a door is done now."""
+        opened = any(cell and cell.type == "door" and cell.is_open for cell in self._grid.grid.grid)
+        return {
+            name for name, done in (("carried", self._grid.carrying), ("opened", opened)) if done
+        }
 
     def render(self) -> str:
         """Mission, what is carried, and the grid: one row a line, cells separated by spaces."""

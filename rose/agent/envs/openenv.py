@@ -35,6 +35,7 @@ class Openenv:
     `ConfigError`."""
 
     requires_tool = True
+    rewards_turns = True  # where the server gives some: it alone knows
     paths = ("token_file",)
 
     def __init__(

@@ -77,6 +77,7 @@ class Node:
     versions: bytes  # int32
     parent: Node | None
     closed: bool  # whether the last token is an end of turn
+    turn: int  # of the trajectory's calls, from 0
     delivered: bool = False  # whether the agent got the answer
     children: list[Node] = field(default_factory=list)
     conversation: tuple[Message, ...] = ()  # up to the answer; () of a call by token ids
@@ -135,7 +136,7 @@ class History:
             return None
 
     def record(self, place: Place, result: TurnResult) -> Node:
-        """Add what the policy made at `place`."""
+        """Add what the policy made at `place`, in a turn whose name ends with t and its number."""
         parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
         last = int(unpack_tokens(result.tokens)[-1])
         node = Node(
@@ -145,6 +146,7 @@ class History:
             (parent.versions if parent else b"") + pack_tokens([-1]) * new + result.versions,
             parent,
             last in self._chat.eos_ids,
+            int(result.turn.rpartition(".t")[2]),
         )
         (parent.children if parent else self._roots).append(node)
         return node
@@ -182,9 +184,13 @@ class History:
 def _branch(leaf: Node, seen: set[int]) -> Branch:
     """`seen`: ids of the nodes that earlier leaves have trained; grows."""
     node, shared = leaf, 0
+    turns: list[tuple[int, int]] = []  # the leaf's last first
     while node is not None:
         if id(node) in seen and not shared:
             shared = len(node.mask)
+        if not shared:
+            before = node.parent.mask if node.parent else b""
+            turns.append((node.turn, sum(node.mask) - sum(before)))
         seen.add(id(node))
         node = node.parent
     return Branch(
@@ -192,6 +198,7 @@ def _branch(leaf: Node, seen: set[int]) -> Branch:
         bytes(shared) + leaf.mask[shared:],
         bytes(4 * shared) + leaf.logprobs[4 * shared :],
         pack_tokens([-1]) * shared + leaf.versions[4 * shared :],
+        turns[::-1],
     )
 
 

@@ -266,4 +266,5 @@ def _trajectory(
         finished=finished,
         domain=start.domain,
         branches=others,
+        turn_tokens=first.turn_tokens,
     )

@@ -27,6 +27,9 @@ class Summary:
     groups: Tensor  # (N,) int64 in [0, G)
     response_tokens: Tensor  # (N,) int64
     truncated: Tensor  # (N,) bool
+    # (N, K) float64, K turns at most: of each turn, NaN behind a trajectory's last and where the
+    # environment gives none
+    turn_rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class TokenBatch:
     logprobs: Tensor  # (B, T) float32: the policy being trained, with gradient
     proximal: Tensor  # (B, T) float32: the policy at the start of the step, or the engine's
     behaviour: Tensor  # (B, T) float32: what the engine reported when it sampled
-    advantages: Tensor  # (B,) float32
+    advantages: Tensor  # (B,) float32; (B, T) of an algorithm whose advantages are of turns
     mask: Tensor  # (B, T) float32, 1 where the policy made the token
 
 
@@ -45,7 +48,8 @@ class Algorithm(Protocol):
     corrects_mismatch: bool  # token_loss weighs by proximal/behaviour; no importance on top
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(N,) float32."""
+        """(N,) float32, or (N, K) with one for each turn; whose algorithm says so by
+        `needs_turn_rewards = True`, so that a run without them is refused."""
 
     def token_weights(self, summary: Summary) -> Tensor:
         """(N,) float32: the weight of each response token of trajectory i in the batch's loss."""

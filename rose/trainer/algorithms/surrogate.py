@@ -63,7 +63,7 @@ def clipped_surrogate(
     || policy)).
     """
     ratio = log_ratios.exp()
-    advantages = batch.advantages[:, None]  # (B, 1)
+    advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
     with torch.no_grad():

@@ -53,6 +53,27 @@ def test_reaching_the_goal_is_reward_1_and_success():
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 
 
+def test_shaping_pays_the_way_that_a_move_gains_and_takes_it_back():
+    moves = ("right", "left", "left", "right", "down", "down", "down", "right", "right")
+    plain, _ = start(hole_probability=0.0)
+    shaped, _ = start(hole_probability=0.0, shaping=0.6)
+    pays = [call(shaped, direction=move).reward for move in moves]
+    assert pays == pytest.approx([0.1, -0.1, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 1.1])
+    assert [call(plain, direction=move).reward for move in moves] == [0.0] * 8 + [1.0]
+    assert shaped.rewards_turns and not plain.rewards_turns
+    assert call(shaped, direction="north").reward == 0.0
+
+
+def test_the_way_leads_round_holes_and_falling_into_one_gives_it_all_back():
+    env, _ = start(size=3, hole_probability=0.0, shaping=1.0)
+    env._draw_map = lambda seed: ["SFF", "FHF", "HFG"]
+    asyncio.run(env.reset(1))
+    assert [call(env, direction="right").reward for _ in range(2)] == [0.25, 0.25]
+    assert call(env, direction="left").reward == -0.25
+    fallen = call(env, direction="down")
+    assert (fallen.reward, fallen.done, fallen.success) == (-0.25, True, False)
+
+
 def test_a_hole_ends_the_episode_without_reward():
     env, first = next(
         (env, s) for env, s in map(start, range(50)) if " down H" in s.messages[1]["content"]

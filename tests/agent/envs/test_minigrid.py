@@ -69,6 +69,21 @@ def test_key_and_door_are_seen_carried_and_opened():
     assert act(env, *plan[toggle + 1 :]).success
 
 
+def test_shaping_pays_the_first_thing_carried_and_the_first_door_opened_once():
+    def played(**args):
+        env, _ = started("MiniGrid-DoorKey-5x5-v0", seed=3, actions_per_turn=50, **args)
+        return [act(env, *part).reward for part in parts]
+
+    plan = solve("MiniGrid-DoorKey-5x5-v0", 3)
+    pickup, toggle = plan.index("pickup"), plan.index("toggle")
+    again = ["drop", "pickup"], ["toggle", "toggle"]
+    parts = [plan[: pickup + 1], again[0], plan[pickup + 1 : toggle + 1], again[1]]
+    parts.append(plan[toggle + 1 :])
+    plain, shaped = played(), played(shaping=0.25)
+    assert plain[:4] == [0.0] * 4 and plain[4] > 0.5
+    assert shaped == pytest.approx([0.25, 0, 0.25, 0, plain[4]])
+
+
 @pytest.mark.parametrize("actions", [[], ["fly"], ["left"] * 5, "left", [["left"]], None])
 def test_what_is_no_list_of_actions_is_refused_and_changes_nothing(actions):
     env, start = started("MiniGrid-Empty-5x5-v0", actions_per_turn=4)

@@ -200,6 +200,8 @@ def test_an_unknown_argument_is_refused_with_the_known_ones():
         ("minigrid", {"task": []}, "task"),
         ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
         ("minigrid", {"max_steps": 0}, "max_steps"),
+        ("minigrid", {"shaping": -1}, "shaping"),
+        ("frozen_lake", {"shaping": "much"}, "shaping"),
     ],
 )
 def test_a_bad_argument_is_named(name, args, key):

@@ -40,6 +40,10 @@ def test_edited_histories_branch_and_shared_tokens_are_trained_once(serve):
             assert sorted(trained) == sorted([made[0] + made[1], made[2], made[3]]) or sorted(
                 trained
             ) == sorted([made[0] + made[2], made[1], made[3]])
+            # each turn in one branch only, over the tokens that it made
+            found = sorted(turn for b in branches for turn in b.turn_tokens)
+            assert found == [(k, len(tokens) // 4) for k, tokens in enumerate(made)]
+            assert all(sum(n for _, n in b.turn_tokens) == sum(b.mask) for b in branches)
             for b in branches:
                 for mask, logprob, version in zip(
                     b.mask, memoryview(b.logprobs).cast("f"), unpack_tokens(b.versions), strict=True

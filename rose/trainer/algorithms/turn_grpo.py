@@ -1,0 +1,74 @@
+"""Turn-level GRPO: a turn's advantage is that of its own return-to-go, beside the trajectory's.
+
+For turn k of trajectory i, with rewards r of turns, R[i, k] = sum over l >= k of gamma^(l - k)
+r[i, l], and
+
+    A[i, k] = (1 - w) * normalised(R[i, k]) + w * normalised(reward[i])
+
+both by GRPO's (x - mean) / std within the group, w = `trajectory_weight`. The mixture of a turn's
+and an outcome's advantage is MT-GRPO's (Zeng et al. 2025, arXiv:2505.11821), at GRPO's scale;
+w = 0.5 is its 1 : 1, and GiGPO's (Feng et al. 2025, arXiv:2505.10978, omega = 1). With one turn it
+is GRPO.
+
+R[i, k] is compared with the returns of the group's other trajectories at the same turn k, as
+MT-GRPO compares a turn's rewards. A baseline over all turns of the group would be blind to how much
+of the way is left: returns shrink from turn to turn as rewards are collected, so early turns would
+look good and late ones bad, whatever was done in them. Trajectories that have ended before turn k
+take no part in it. Where only one trajectory is left, or all returns are equal, nothing is known of
+the turn, and the trajectory's term stands alone. MT-GRPO's turn term has the turn's reward alone,
+and its turns a fixed number; here a turn also answers for what it leads to. Left out: GiGPO's
+groups of turns that stand in the same state, which environments would have to name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Summary
+from rose.trainer.algorithms.grpo import Grpo
+from rose.trainer.algorithms.surrogate import group_advantages
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class TurnGrpo(Grpo):
+    """Loss and weights are GRPO's. `gamma` discounts by turns, not tokens."""
+
+    gamma: Share
+    trajectory_weight: Share
+
+    needs_turn_rewards: ClassVar[bool] = True
+
+    def advantages(self, summary: Summary) -> Tensor:
+        """(N, K) float32, 0 in the turn's term where a trajectory has no such turn. Raises
+        `ValueError` for a trajectory without rewards of turns."""
+        rewards = summary.turn_rewards
+        if rewards is None or rewards.isnan().all(1).any():
+            raise ValueError(
+                "algorithm=turn_grpo: the batch has trajectories without rewards of turns"
+            )
+        returns = returns_to_go(rewards, self.gamma)
+        made = ~returns.isnan()
+        turns = returns.shape[1]
+        same_turn = summary.groups[:, None] * turns + torch.arange(turns)  # (N, K)
+        of_turns = torch.zeros_like(returns)
+        of_turns[made] = group_advantages(returns[made], same_turn[made], self.scale_by_std)
+        outcome = group_advantages(summary.rewards, summary.groups, self.scale_by_std)
+        return of_turns.lerp(outcome[:, None].expand_as(of_turns), self.trajectory_weight)
+
+
+def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
+    """Rewards of turns (N, K) float64, NaN where there is no turn -> (N, K) float32, NaN likewise.
+    Rounded after the sums: returns that are equal but for the order of their terms then are
+    equal."""
+    later, columns = torch.zeros_like(rewards[:, 0]), []
+    for column in rewards.unbind(1)[::-1]:
+        columns.append(column + gamma * later)
+        later = columns[-1].nan_to_num(0.0)
+    return torch.stack(columns[::-1], 1).float()
