@@ -172,3 +172,10 @@ def test_a_batch_without_rewards_of_turns_is_refused():
 def test_shares_are_between_0_and_1(key, value):
     with pytest.raises(ConfigError, match=rf"algorithm\.args\.{key}={value}: "):
         build("turn_grpo", ARGS | {key: value})
+
+
+def test_a_trajectory_without_a_turn_has_nothing_to_train_and_spoils_nothing():
+    some = summary([[[0.5, 1.0], [0.0, -1.0], []]])
+    got = build("turn_grpo", ARGS).advantages(some)
+    assert torch.isfinite(got).all()
+    assert got[0, 0] > 0 > got[1, 0]

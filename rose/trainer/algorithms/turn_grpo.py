@@ -49,7 +49,8 @@ class TurnGrpo(Grpo):
         """(N, K) float32, 0 in the turn's term where a trajectory has no such turn. Raises
         `ValueError` for a trajectory without rewards of turns."""
         rewards = summary.turn_rewards
-        if rewards is None or rewards.isnan().all(1).any():
+        spoke = summary.response_tokens > 0  # where no prompt fits the context there is no turn
+        if rewards is None or (rewards.isnan().all(1) & spoke).any():
             raise ValueError(
                 "algorithm=turn_grpo: the batch has trajectories without rewards of turns"
             )
