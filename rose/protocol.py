@@ -403,8 +403,8 @@ class VersionFailed(Message):
 
 
 class JoinHello(Message):
-    """First word of a serving rank over MPI; until it was found right nothing else of it is
-    heard."""
+    """First message of a borrowed rank over MPI; until it was found valid no other message of
+    the rank is accepted."""
 
     token: str  # the run's
     worker: str  # the name that the coordinator gave it

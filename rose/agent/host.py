@@ -1,9 +1,8 @@
 """An environment host: its trajectories, each an asyncio task that asks for one turn at a
 time.
 
-The host owns its trajectories to their end. Engines come and go behind `TurnResult`; the host never
-hears of them.
-"""
+The host owns its trajectories to their end. Engines join and leave behind `TurnResult`; the host
+does not notice. """
 
 from __future__ import annotations
 

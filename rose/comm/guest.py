@@ -33,7 +33,7 @@ class Guest:
     ) -> None:
         self._porter, self._reader, self._writer = porter, reader, writer
         self.port = port  # where the rank connects
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
         self._closing = False
 
     @classmethod
@@ -77,12 +77,12 @@ class Guest:
         """The rank comes in this moment. Raises `GuestGone` when it does not."""
         self._writer.write(frame(b""))
         await self._frame()
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:
         """Its next message, or what is wrong with it. Raises `GuestGone`."""
         data = await self._frame()
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
         try:
             return decode(data)
         except WireError as error:

@@ -431,10 +431,10 @@ class Coordinator:
             )
             + 30.0
         )
-        self.hub.heard_at = time.time()
-        await self._changed.while_heard(
+        self.hub.progress_at = time.time()
+        await self._changed.while_progressing(
             ready,
-            lambda: time.time() - self.hub.heard_at,
+            lambda: time.time() - self.hub.progress_at,
             patience,
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
@@ -484,7 +484,7 @@ class Coordinator:
             case p.TrainDone():
                 self.trained[message.index] = message
             case p.DeviceChanged():
-                self.device.heard(message)
+                self.device.received(message)
             case p.Goodbye():
                 self.gone.add(message.rank)
             case p.RankFailed():

@@ -53,7 +53,7 @@ class DeviceTurns:
         self.holder = role
         self._recorder.instant("device_turn", holder=role.value)
 
-    def heard(self, answer: p.DeviceChanged) -> None:
+    def received(self, answer: p.DeviceChanged) -> None:
         """Answers to orders that were broken off are late."""
         if answer.turn == self._turn:
             self._answers[answer.rank] = answer

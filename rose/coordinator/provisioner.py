@@ -53,7 +53,7 @@ class Provisioner:
         self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
 
     def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
-        """Begin to carry it out; the scheduler hears how it ends."""
+        """Begin to carry it out; its end becomes an event of the scheduler."""
         self._wishes.put_nowait(action)
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
 """The coordinator's half that moves turns: between environment hosts, the scheduler and the
 workers.
 
-Every event that the scheduler hears is made here and journaled; every action about turns and
+Every event that the scheduler receives is made here and journaled; every action about turns and
 weights is carried out here. Actions about groups and batches go to `on_action`: they belong to the
 step loop.
 """
@@ -94,7 +94,7 @@ class TurnHub:
         self.returned = 0  # turns that engines gave back since `begin_step`
         # tokens since `begin_step` of workers that are gone
         self.past = {"dedicated": 0, "borrowed": 0}
-        self.heard_at = time.time()  # last progress of any kind
+        self.progress_at = time.time()  # last progress of any kind
         self._begun_at = self._token_at = (
             0.0  # the last `begin_step`, and the last token since then
         )
@@ -157,13 +157,13 @@ class TurnHub:
 
     def end(self, trajectory: p.Trajectory) -> None:
         """It is in. An agent may have ended while turns of it ran."""
-        self.heard_at = time.time()
+        self.progress_at = time.time()
         if trajectory.stats.get("cut_turns"):
             self._drop_turns(trajectory.id)
         self._made.pop(trajectory.id, None)
         self.feed(
             ev.TrajectoryEnded(
-                at=self.heard_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
+                at=self.progress_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
             )
         )
 
@@ -274,7 +274,7 @@ class TurnHub:
             return None  # taken back and waiting in the queue, or with another by now
         count = self.ledger.add(m)
         if count:
-            now = self.heard_at = self._token_at = time.time()
+            now = self.progress_at = self._token_at = time.time()
             worker = self.workers[name]
             worker.tokens += count
             worker.total_tokens += count
@@ -388,7 +388,7 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
-        self.heard_at = time.time()
+        self.progress_at = time.time()
         worker.version = m.version
         self.sync_bytes += m.nbytes
         self.sync_pause_s = max(self.sync_pause_s, m.pause_s)

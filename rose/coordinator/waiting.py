@@ -37,7 +37,7 @@ class Changes:
                 raise RunFailed(f"waited {deadline_s:g} s for {what()}")
             await self._next(left)
 
-    async def while_heard(
+    async def while_progressing(
         self,
         ready: Callable[[], bool],
         silent_s: Callable[[], float],

@@ -3,9 +3,8 @@
     python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
 Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's
-would. Says `open`, then every join, first word, loss and farewell; ends when one rank was lost and
-one has left, or after `HOST_S`.
-"""
+would. Prints `open`, then every join, first message, loss and leave; ends when one rank was lost
+and one has left, or after `HOST_S`. """
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ class Listener:
     version = 0
 
     def __init__(self) -> None:
-        self.heard_at: dict[str, float] = {}
+        self.last_seen: dict[str, float] = {}
         self.lost = asyncio.Event()
 
     def handle(self, _: int, message: p.WorkerLoad | p.WorkerLeft) -> None:
-        if message.worker not in self.heard_at:
-            say("heard", worker=message.worker)
-        self.heard_at[message.worker] = time.monotonic()
+        if message.worker not in self.last_seen:
+            say("received", worker=message.worker)
+        self.last_seen[message.worker] = time.monotonic()
 
     def lose(self, worker: str, _: str) -> int:
-        heard = self.heard_at.get(worker)
-        say("lost", worker=worker, seconds=None if heard is None else time.monotonic() - heard)
+        at = self.last_seen.get(worker)
+        say("lost", worker=worker, seconds=None if at is None else time.monotonic() - at)
         self.lost.set()
         return 0
 

@@ -26,9 +26,9 @@ LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
 STAGES = (
     ("joined", 1, "no rank could join"),
-    ("heard", 1, "a rank joined, and no message of it came"),
+    ("received", 1, "a rank joined, and no message of it arrived"),
     ("joined", 2, "after one was killed, no other rank could join"),
-    ("heard", 2, "after one was killed, no message of the next came"),
+    ("received", 2, "after one was killed, no message of the next arrived"),
     ("lost", 1, "that a rank was killed went unnoticed"),
     ("left", 2, "the next rank could not leave"),
 )

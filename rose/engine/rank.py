@@ -238,9 +238,9 @@ class RolloutWorker:
                     self.dismissed = reason
                     return
                 case _:
-                    self._hear(message)
+                    self._handle(message)
 
-    def _hear(self, message: p.Message) -> None:
+    def _handle(self, message: p.Message) -> None:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:

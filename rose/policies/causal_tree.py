@@ -116,7 +116,7 @@ class Levels:
             self._judge(trajectory, turn)
         return trajectory.level
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
             case TurnEnded(turn=name, tokens=tokens):
                 turn = cluster.turns[name]

@@ -82,7 +82,7 @@ class LongestFirst:
             return 0, group.made[turn.trajectory] + turn.made_tokens
         return 1, float("-inf")
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         self._moved = []
         match event:
             case TurnEnded(turn=name, tokens=tokens):

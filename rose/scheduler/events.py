@@ -1,5 +1,5 @@
-"""What the scheduler hears (events) and what it says (actions). Both go into the journal as they
-are.
+"""What the scheduler receives (events) and what it orders (actions). Both go into the journal
+unchanged.
 
 Times are seconds of whatever clock the driver has: the wall's in a live run, the simulation's in a
 simulated one.

@@ -30,7 +30,7 @@ class TurnState:
     attempt: int = 0  # dispatches so far
     worker: str | None = None  # None: in the queue
     assigned_at: float = 0.0  # the last time
-    heard_at: float = 0.0  # last sign of life since it was assigned
+    progress_at: float = 0.0  # last progress since it was assigned
     avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
     stalls: int = 0
     moves: int = 0  # to faster workers

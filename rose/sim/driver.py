@@ -389,9 +389,9 @@ class Simulation:
                 self._attempt_ended(what, 0)
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
-        """The coordinator hears of it. A word about an attempt that it took back meanwhile is not
-        heard, as in rose.coordinator.turns; nor is one of a worker that was lost before it had sent
-        it."""
+        """The coordinator receives the turn's end. It ignores an attempt that it took back
+        meanwhile, as rose.coordinator.turns does, and a worker that was lost before it had sent the
+        end."""
         trajectory, turn, attempt = what
         if (
             trajectory.dead

@@ -187,7 +187,7 @@ class Serving:
     reserve: float  # share of KV memory never lent beyond what serving holds
     # gate: share in use or lent above which what is lent is halved, until the next training step
     high_watermark: float
-    # the rollout side hears of a change of lendable KV of at least this share of the whole
+    # the rollout side is sent a change of lendable KV of at least this share of the whole
     step: float
     # between two tokens of a request: alone, beside; if known
     gap_p99_s: tuple[float, float] = (math.nan, math.nan)

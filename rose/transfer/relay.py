@@ -175,7 +175,8 @@ class Relay:
         self, request: web.Request, path: str, stat: Stat, fresh: bool
     ) -> web.StreamResponse:
         """Raises what keeps the first piece from coming; after that the header is out, and the
-        client only sees a broken connection: it asks for the rest, and hears why not."""
+        client only sees a broken connection: it asks for the rest, and the answer to that names the
+        error."""
         at, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if at == end:

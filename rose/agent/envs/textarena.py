@@ -79,7 +79,7 @@ class Textarena:
 
     async def reset(self, seed: int) -> Start:
         self._rng = random.Random(seed)
-        self._seed, self._heard = seed, ""
+        self._seed, self._observed = seed, ""
         self.seat = (
             self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
         )
@@ -87,7 +87,7 @@ class Textarena:
         await asyncio.to_thread(self._begin, seed)
         if await self._others_play():
             raise RuntimeError(f"{self.game} ended before the policy's first turn")
-        return Start(messages=[{"role": "user", "content": self._heard.strip()}])
+        return Start(messages=[{"role": "user", "content": self._observed.strip()}])
 
     async def step(self, action: Action) -> Step:
         said = action.text.rpartition("</think>")[2].strip()
@@ -96,7 +96,7 @@ class Textarena:
         invalid = self._refused(self.seat)
         done = done or await self._others_play()
         if not done:
-            return Step(observation=self._heard.strip() or "Your turn.", invalid=invalid)
+            return Step(observation=self._observed.strip() or "Your turn.", invalid=invalid)
         rewards, _ = self._game.close()
         reward = (rewards or {}).get(self.seat, 0.0)
         # some games put the reason of the last invalid move where its reward belongs
@@ -123,12 +123,13 @@ class Textarena:
             return self._game.step(move)[0]
 
     async def _others_play(self) -> bool:
-        """Until it is the policy's turn, whose news are then in `_heard`; True if the game ends."""
+        """Until it is the policy's turn, whose observation is then in `_observed`; True if the game
+        ends."""
         while True:
             player, news = self._game.get_observation()
             text = "\n".join(str(said) for sender, said, _ in news or () if sender != player)
             if player == self.seat:
-                self._heard = text
+                self._observed = text
                 return False
             move = await self._opponents_move(player, text)
             done = await asyncio.to_thread(self._play, move)

@@ -261,8 +261,8 @@ def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
-    """First thing in a child of the operator's process. In a group of its own it hears nothing of
-    what a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
+    """First thing in a child of the operator's process. In a group of its own it receives no
+    signal that a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
     process of a step."""
 
     def begin() -> None:

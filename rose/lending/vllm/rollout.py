@@ -211,7 +211,7 @@ class RolloutScheduler(Member):
         if not self._moves(target):
             target = held
         elif target > held:
-            # who maps hears of no revocation
+            # a thread that maps memory receives no revocation
             target = min(target, held + max(AT_ONCE, self.pool.grain))
             # Said before it is looked once more whether it is free: the online engine does it the
             # same way round.

@@ -102,8 +102,10 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
         return run_all(jobs, workers, lambda o: bar.update(task, advance=1, description=words(o)))
 
 
-def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None]) -> list[Outcome]:
-    """In order of `jobs`; `heard` is told of each as it ends. Equal ones run once. Raises
+def run_all(
+    jobs: Sequence[Job], workers: int, on_outcome: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """In order of `jobs`; `on_outcome` is called with each as it ends. Equal ones run once. Raises
     `SimulationFailed`."""
     first: dict[str, Job] = {}
     for job in jobs:
@@ -111,7 +113,7 @@ def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None])
     found: dict[str, Outcome] = {}
     for key, outcome in _carried_out(first, workers):
         found[key] = outcome
-        heard(outcome)
+        on_outcome(outcome)
     return [
         msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs
     ]
