@@ -2,7 +2,8 @@
 time.
 
 The host owns its trajectories to their end. Engines join and leave behind `TurnResult`; the host
-does not notice. """
+does not notice.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ class TrajectoryHost:
 
 
 async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator says `Shutdown`."""
+    """Until the coordinator sends `Shutdown`."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     check(config.env)  # what this machine lacks is found now, and imports take seconds

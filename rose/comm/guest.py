@@ -20,7 +20,7 @@ START_S = 30.0
 
 
 class GuestGone(RuntimeError):
-    """The porter has ended: its rank died, or never came."""
+    """The porter has ended: its rank died, or never connected."""
 
 
 class Guest:
@@ -74,7 +74,7 @@ class Guest:
         return guest
 
     async def accept(self) -> None:
-        """The rank comes in this moment. Raises `GuestGone` when it does not."""
+        """The rank connects in this moment. Raises `GuestGone` when it does not."""
         self._writer.write(frame(b""))
         await self._frame()
         self.last_seen = time.monotonic()

@@ -1,6 +1,6 @@
 """One intercommunicator between two processes of which either may vanish at any instruction.
 
-MPI says nothing of a peer's death, or ends this process for it (MPICH calls a broken connection
+MPI does not report a peer's death, or ends this process for it (MPICH calls a broken connection
 fatal): so a link lives in a process that may die, never in one of the training's world. Nothing
 here waits for the peer: what MPI does not take stays in the outbox, and the rest of a large message
 is not waited for. Who is gone, the owner decides by silence.

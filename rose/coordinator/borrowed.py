@@ -3,7 +3,8 @@ notices that they are gone.
 
 Nothing that such a rank does, sends or leaves undone may stop the run: its messages are checked
 before anybody acts on them, and a rank that sends an invalid one is disconnected. Left out: the way
-to it (rose/comm/guest.py) and turns (rose/coordinator/turns.py). """
+to it (rose/comm/guest.py) and turns (rose/coordinator/turns.py).
+"""
 
 from __future__ import annotations
 
@@ -281,7 +282,7 @@ class Borrowed:
                 )
 
     def _disconnect(self, address: int, why: str) -> None:
-        """It may be alive: it is told, and may ask again."""
+        """It may be alive: it is sent the reason, and may ask again."""
         rank = self._ranks.pop(address, None)
         if rank is None:
             return

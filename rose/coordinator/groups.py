@@ -97,7 +97,7 @@ class Rollouts:
         """False once it is in, has failed or was cancelled: words about it are late."""
         return trajectory in self._host_of
 
-    # ----------------------------------------------------------------- what the scheduler says
+    # ----------------------------------------------------------------- the scheduler's actions
 
     def admit(self, index: int, name: str, spare: float) -> None:
         """`spare`: of a group's size, see `AdmitGroup`."""

@@ -1,7 +1,7 @@
-"""Carries out the scheduler's wishes for capacity: submits jobs that lend a worker, watches them,
+"""Carries out the scheduler's requests for capacity: submits jobs that lend a worker, watches them,
 cancels them.
 
-Left out: when to wish for one (rose/scheduler/provisioning.py), and the job's text
+Left out: when to request one (rose/policies), and the job's text
 (rose/launch/sbatch.py).
 """
 
@@ -33,8 +33,8 @@ class _Job:
 
 
 class Provisioner:
-    """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt
-    finds them."""
+    """`feed` passes an event to the scheduler. The jobs are noted in status/lent.json, so that the
+    next attempt finds them."""
 
     def __init__(
         self,

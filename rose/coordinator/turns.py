@@ -186,8 +186,8 @@ class TurnHub:
             self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
 
     def feed(self, event: ev.Event) -> None:
-        """Tell the scheduler; do what it says. Called while an action is carried out, it returns at
-        once, and the event is handled after the actions that are left."""
+        """Pass the event to the scheduler; carry out its actions. Called while an action is carried
+        out, it returns at once, and the event is handled after the actions that are left."""
         self._queue.feed(event)
 
     def _carry_out(self, action: ev.Action) -> None:
@@ -268,7 +268,7 @@ class TurnHub:
     def _count(
         self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
     ) -> int | None:
-        """Take the tokens of a word; None if it is about an attempt that was given up."""
+        """Take the tokens of a message; None if it is about an attempt that was given up."""
         name = self.ledger.worker_of(m.turn)
         if m.turn in self.ledger and (name is None or self.workers[name].rank != source):
             return None  # taken back and waiting in the queue, or with another by now

@@ -4,7 +4,8 @@
 
 Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's
 would. Prints `open`, then every join, first message, loss and leave; ends when one rank was lost
-and one has left, or after `HOST_S`. """
+and one has left, or after `HOST_S`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rose import protocol as p
 from rose.comm import join
 from rose.config import Config
 from rose.coordinator.borrowed import Borrowed
-from rose.doctor.finding import say
+from rose.doctor.finding import emit
 
 HOST_S = 50.0
 FIRST_ADDRESS = 1  # this process's own world has rank 0
@@ -36,12 +37,12 @@ class Listener:
 
     def handle(self, _: int, message: p.WorkerLoad | p.WorkerLeft) -> None:
         if message.worker not in self.last_seen:
-            say("received", worker=message.worker)
+            emit("received", worker=message.worker)
         self.last_seen[message.worker] = time.monotonic()
 
     def lose(self, worker: str, _: str) -> int:
         at = self.last_seen.get(worker)
-        say("lost", worker=worker, seconds=None if at is None else time.monotonic() - at)
+        emit("lost", worker=worker, seconds=None if at is None else time.monotonic() - at)
         self.lost.set()
         return 0
 
@@ -51,18 +52,18 @@ async def host(c: Config, run_dir: Path) -> None:
     listener, left = Listener(), asyncio.Event()
 
     def changed(what: str, detail: str) -> None:
-        say(what, worker=detail.partition(":")[0], detail=detail)
+        emit(what, worker=detail.partition(":")[0], detail=detail)
         if what == "left":
             left.set()
 
     def fault(what: str, detail: str) -> None:
-        say("fault", detail=f"{what}: {detail}")
+        emit("fault", detail=f"{what}: {detail}")
 
     borrowed = Borrowed(c, run_dir, 1, FIRST_ADDRESS, lambda: listener, fault, changed)
     serving = asyncio.create_task(borrowed.run())
     while join.endpoint(run_dir) is None and not serving.done():
         await asyncio.sleep(0.02)
-    say("open")
+    emit("open")
     seen = asyncio.gather(listener.lost.wait(), left.wait())
     await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():

@@ -93,7 +93,7 @@ def _nodes(ended: Ended, what: str) -> list[str]:
 
 
 def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
-    """What both sides' words tell. `two_nodes`: they should have been on different ones."""
+    """The finding from both sides' events. `two_nodes`: they should have been on different ones."""
     events = host.events()
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
     missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]

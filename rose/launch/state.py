@@ -43,7 +43,7 @@ FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
 class JobState(NamedTuple):
-    """One component of a job, as Slurm tells it."""
+    """One component of a job, as Slurm reports it."""
 
     job: str  # 12+0, or 12 if the job has one component
     state: str
@@ -205,9 +205,9 @@ def _ask(command: list[str]) -> str | None:
         raise RuntimeError(f"{name} can't be run: {error.strerror or error}") from None
     if done.returncode == 0:
         return done.stdout.decode(errors="replace")
-    said = done.stderr.decode(errors="replace").strip()
-    if name == "squeue" and UNKNOWN_JOB not in said.lower():
-        last = said.splitlines()[-1] if said else f"exit code {done.returncode}, without a word"
+    output = done.stderr.decode(errors="replace").strip()
+    if name == "squeue" and UNKNOWN_JOB not in output.lower():
+        last = output.splitlines()[-1] if output else f"exit code {done.returncode}, no output"
         raise RuntimeError(f"squeue failed: {last}")
     return None
 

@@ -327,7 +327,7 @@ class Scheduler:
 
     def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
         """No stall: however often that happens, the run goes on. The worker gets nothing before it
-        has said what it can take now, or it would give the next turn back at once; and this one
+        has reported what it can take now, or it would give the next turn back at once; and this one
         only if no other worker has room. None of that after a chunk."""
         turn = self.cluster.turns.get(e.turn)
         if turn is None or turn.worker is None or turn.attempt != e.attempt:

@@ -53,7 +53,8 @@ class Routing(Protocol):
     `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run on
     workers it watches are asked about, a few at each tick and the first whenever another worker
     gets free; where it names one of the workers `among`, the turn is aborted and goes there from
-    the tokens that it has (MAX_MOVES times). """
+    the tokens that it has (MAX_MOVES times).
+    """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
         """A worker that the fleet gave for this turn, or None: it waits, and what it asked the

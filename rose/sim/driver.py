@@ -312,7 +312,7 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # its last attempt ended, and the word of that was lost or came too late
+        # its last attempt ended, and the message of that was lost or arrived too late
         if trajectory.made:
             trajectory.total += trajectory.reported
             trajectory.made = trajectory.reported = 0

@@ -215,7 +215,7 @@ class Episode:
 
 
 class Environment(Protocol):
-    max_new_tokens: int  # per turn, as the scheduler is told
+    max_new_tokens: int  # per turn, as the scheduler counts it
 
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator

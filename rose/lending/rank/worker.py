@@ -180,7 +180,7 @@ class BorrowedWorker(RolloutWorker):
 
     async def _load(self, m: p.LoadVersion) -> None:
         if not self._awake.is_set():
-            return  # `_activate` says that it holds none, and another one is sent
+            return  # `_activate` reports that it holds none, and another one is sent
         self._loads += 1
         try:
             await super()._load(m)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rose import processes
 from rose.config import Config, SimSystem
-from rose.observe.terminal import say
+from rose.observe.terminal import echo
 from rose.sim.driver import simulate
 from rose.sim.study import build
 from rose.sim.study.outcome import Outcome, of
@@ -89,7 +89,7 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
 
     if not console.is_terminal:
-        return run_all(jobs, workers, lambda o: say(console, words(o)))
+        return run_all(jobs, workers, lambda o: echo(console, words(o)))
     columns = (
         TextColumn("simulating"),
         BarColumn(),
