@@ -74,7 +74,7 @@ def _front(name: str, arguments: list[str]) -> int:
         return 130
     mode = [] if name == "train" else [f"mode={name}"]
     if name != "train" and any(a.startswith("mode=") for a in arguments):
-        print(f"rose {name}: mode={name} is said by the command; leave mode= out", file=sys.stderr)
+        print(f"rose {name}: mode={name} is given by the command; leave mode= out", file=sys.stderr)
         return 2
     sys.argv = [sys.argv[0], *arguments]
     return front.main(CONF, [*mode, *arguments], "rose train")

@@ -1,7 +1,7 @@
 """Files that are written whole or not at all, private ones, locks that die with their holder, and
 disks that take no more: what refuses, and what to do about it.
 
-A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher says so
+A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher reports it
 once, whatever the ranks could still write about it. Imports nothing of ROSE. Left out: disks that
 lose what they took, and file systems without flock.
 """
@@ -113,7 +113,7 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
 
 class Lossy(io.FileIO):
     """A file of words that nobody needs to go on, a log or a trace: what the disk refuses is lost,
-    so that telling of an error neither fails nor hides it. What must be kept is written by others,
+    so that reporting an error neither fails nor hides it. What must be kept is written by others,
     who fail."""
 
     def write(self, data) -> int:
@@ -128,7 +128,8 @@ class Closes(Protocol):
 
 
 def close_all(*files: Closes) -> None:
-    """Close each. A refusal is only printed: whoever closes for an error has that error to tell."""
+    """Close each. A refusal is only printed: whoever closes for an error has that error to
+    report."""
     for file in files:
         try:
             file.close()

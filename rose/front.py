@@ -44,7 +44,7 @@ from rose.launch import (
     supervise,
 )
 from rose.observe import report, terminal, trackers
-from rose.observe.terminal import say
+from rose.observe.terminal import echo
 from rose.reward import scorers
 
 # Hydra's flags that compose no point
@@ -78,7 +78,7 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
         return _refuse(complaints, str(error))
     except KeyboardInterrupt as interrupt:
         (number,) = interrupt.args
-        say(complaints, f"ended by {signal.Signals(number).name}")
+        echo(complaints, f"ended by {signal.Signals(number).name}")
         return 128 + number
 
 
@@ -295,13 +295,13 @@ def _still_there(c: Config) -> str | None:
         ) from None
 
 
-def _say_still_there(c: Config, job: str, console: Console) -> int:
+def _report_still_there(c: Config, job: str, console: Console) -> int:
     try:
         what_now = state.cannot_start(job) or f"to end it: scancel {job}"
-        say(console, f"{c.name} is job {job} already; {what_now}")
+        echo(console, f"{c.name} is job {job} already; {what_now}")
         state.show(c.run_dir, console)
     except RuntimeError as error:  # Slurm answered a moment ago
-        say(console, f"{c.name} is job {job} already; {error}")
+        echo(console, f"{c.name} is job {job} already; {error}")
     return 0
 
 
@@ -309,20 +309,20 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
     """Start, submit or show one run; its exit code. `command` is kept with it."""
     c = made.config
     if c.why_not_borrowed:
-        say(console, c.why_not_borrowed, label="[yellow]warning:[/]")
+        echo(console, c.why_not_borrowed, label="[yellow]warning:[/]")
     if c.cluster.dry_run:
         plan.show(made, console)
         if c.cluster.kind == "slurm":
             print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
         return 0
     if c.cluster.kind == "slurm" and (job := _still_there(c)):
-        return _say_still_there(c, job, console)
+        return _report_still_there(c, job, console)
     if c.fresh and c.run_dir.exists():
         with local.locked(c.run_dir):
-            say(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
+            echo(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     with local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c.trainer.steps):
-            say(
+            echo(
                 console,
                 f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train "
                 "on, or set fresh=true to start over",
@@ -347,7 +347,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     check_formats(c)
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
-    say(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
+    echo(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
     processes.adopt_orphans()
     job = supervise.Job(
         local.start(c, made.ranks, c.run_dir.resolve(), attempt),
@@ -359,9 +359,9 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     outcome = _follow(job, c, console)
     report.build_views(c.observe, c.run_dir)
     if outcome.failure:
-        say(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
+        echo(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:
-        say(console, f"{c.name}: stopped; the same command continues it")
+        echo(console, f"{c.name}: stopped; the same command continues it")
     elif resume.is_finished(c.run_dir, c.trainer.steps):
         terminal.final_table(c.run_dir, console)
     return outcome.code
@@ -384,5 +384,5 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
 
 
 def _refuse(complaints: Console, message: str) -> int:
-    say(complaints, message, label="[red]bad configuration:[/]")
+    echo(complaints, message, label="[red]bad configuration:[/]")
     return 2

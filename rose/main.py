@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
-    """Join the world, run the role to its end, say goodbye. What goes wrong is also told to the
+    """Join the world, run the role to its end, leave. An error is also sent to the
     coordinator."""
     # Ctrl-C is the launcher's: it ends the run in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -114,7 +114,7 @@ class DeviceMemory(NamedTuple):
 
 
 def look(device) -> DeviceMemory:
-    """Of a torch device, now."""
+    """The memory of a torch device, now."""
     if device.type == "cuda":
         import torch
 

@@ -27,8 +27,8 @@ def seed_of(*parts: object) -> int:
 
 
 class Role(enum.StrEnum):
-    """What a rank of the job does; its number tells (rose/launch/layout.py). Borrowed ranks have
-    none: they join."""
+    """What a rank of the job does; its number determines it (rose/launch/layout.py). Borrowed ranks
+    have none: they join."""
 
     COORDINATOR = "coordinator"
     ENVIRONMENT = "environment"
@@ -45,7 +45,7 @@ class Phase(enum.StrEnum):
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-turn token
     LENGTH = "length"  # max_new_tokens or the model's context reached
-    ABORT = "abort"  # told to stop; the tokens so far are valid
+    ABORT = "abort"  # ordered to stop; the tokens so far are valid
 
 
 def pack_tokens(tokens) -> bytes:
@@ -256,7 +256,7 @@ class TrajectoryScored(Message):
 
     id: str
     reward: float = 0.0
-    success: bool | None = None  # null: the scorer has no word on it
+    success: bool | None = None  # null: the scorer doesn't judge it
     timed_out: bool = False
     queue_s: float = 0.0  # until a worker took it
     score_s: float = 0.0  # until it had the score
@@ -270,7 +270,8 @@ class CancelScore(Message):
 
 
 class CancelTrajectory(Message):
-    """Coordinator -> environment host: its tokens are no longer wanted; close it without a word."""
+    """Coordinator -> environment host: its tokens are no longer wanted; close it without a
+    result."""
 
     id: str
 
@@ -317,8 +318,9 @@ class WorkerLoad(Message):
 
 
 class WorkerCapacity(Message):
-    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady` said.
-    Sent on a material change, and after each `TurnReturned`: it gets no turn in between."""
+    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady`
+    declared. Sent on a material change, and after each `TurnReturned`: it gets no turn in
+    between."""
 
     worker: str
     incarnation: int
@@ -410,8 +412,8 @@ class VersionFailed(Message):
 
 
 class JoinHello(Message):
-    """First word of a serving rank over MPI; until it was found right nothing else of it is
-    heard."""
+    """First message of a borrowed rank over MPI; until it was found valid no other message of
+    the rank is accepted."""
 
     token: str  # the run's
     worker: str  # the name that the coordinator gave it

@@ -9,7 +9,7 @@ run. The link is not encrypted: put it into a trusted network or a tunnel. A rel
 killed goes on with what it had when it is started again. `GET /metrics` has its counters. Ends on
 SIGTERM or SIGINT.
 
-    0 told to end   1 can't listen there   2 bad arguments
+    0 stopped       1 can't listen there   2 bad arguments
 """  # noqa: E501
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     if remote:
         if not (args.upstream_token_file or args.token_file):
             raise TransferError(
-                f"UPSTREAM {upstream}: give the token file of that relay (it says at its start "
+                f"UPSTREAM {upstream}: give the token file of that relay (it prints at its start "
                 "where it is), as --token-file, or as --upstream-token-file if this one has "
                 "another"
             )

@@ -105,9 +105,9 @@ def listed(step: int, trajectories: list[Shown]) -> Table:
         versions = sorted({min(made), max(made)}) if made else []
         table.add_row(
             plain(shown.id),
-            plain(shown.told.get("domain") or ""),
+            plain(shown.record.get("domain") or ""),
             f"{shown.reward:g}",
-            plain(shown.told.get("turns", "")),
+            plain(shown.record.get("turns", "")),
             str(len(shown.samples)),
             str(shown.length),
             str(shown.made),
@@ -118,26 +118,26 @@ def listed(step: int, trajectories: list[Shown]) -> Table:
 
 
 def heading(step: int, shown: Shown) -> Panel:
-    told = shown.told
+    record = shown.record
     lines = [
-        f"step {step}, group {told.get('group', '')}, environment {told.get('domain') or '?'}",
-        f"reward {shown.reward:g}; {shown.outcome}; {told.get('turns', '?')} turns",
+        f"step {step}, group {record.get('group', '')}, environment {record.get('domain') or '?'}",
+        f"reward {shown.reward:g}; {shown.outcome}; {record.get('turns', '?')} turns",
         f"{shown.length} tokens, of which the policy made {shown.made}",
     ]
-    if told.get("stats"):
-        lines.append(", ".join(f"{name} {value:g}" for name, value in told["stats"].items()))
+    if record.get("stats"):
+        lines.append(", ".join(f"{name} {value:g}" for name, value in record["stats"].items()))
     return Panel(plain("\n".join(lines)), title=plain(shown.id), title_align="left")
 
 
 def panel(part: Part, turn: str, texts: Texts) -> Panel:
     first, last = part.start, part.start + len(part.tokens) - 1
-    told = f"{'policy' if part.made else 'given'} · " + f"{turn} · " * bool(turn)
-    told += f"tokens {first} to {last}"
+    title = f"{'policy' if part.made else 'given'} · " + f"{turn} · " * bool(turn)
+    title += f"tokens {first} to {last}"
     if part.made:
-        told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.3f}"
+        title += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.3f}"
     style = "green" if part.made else "dim"
     text = plain(texts.of(part.tokens), style="" if part.made else "dim")
-    return Panel(text, title=Text(told), title_align="left", border_style=style)
+    return Panel(text, title=Text(title), title_align="left", border_style=style)
 
 
 def token_table(part: Part, texts: Texts) -> Table:

@@ -86,9 +86,9 @@ async def converse(seed: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
         answer = await ask({"model": "m", "messages": messages, "tools": start.tools})
         if "choices" not in answer:  # the context is full
             break
-        said = answer["choices"][0]["message"]
-        messages.append(said)
-        calls = said.get("tool_calls") or []
+        message = answer["choices"][0]["message"]
+        messages.append(message)
+        calls = message.get("tool_calls") or []
         if not calls:
             messages.append({"role": "user", "content": "Call move."})
         for call in calls:

@@ -445,14 +445,16 @@ def targets(rows: list[Row]) -> list[str]:
     ours = [row for row in rows if row.encoding == "ours"]
     lines = []
 
-    def say(what: str, met: bool, found: str) -> None:
+    def verdict(what: str, met: bool, found: str) -> None:
         lines.append(f"  {'met    ' if met else 'NOT met'}  {what}: {found}")
 
     for row in ours:
         if row.workload.startswith(("1% ", "5% ")):
-            say(f"at most 1.1 x the bound, {row.workload}", row.ratio <= 1.1, f"{row.ratio:.3f}")
+            verdict(
+                f"at most 1.1 x the bound, {row.workload}", row.ratio <= 1.1, f"{row.ratio:.3f}"
+            )
         if row.workload.startswith("1% "):
-            say(
+            verdict(
                 f"encode at least 1.5 GB/s per core, {row.workload}",
                 row.encode >= 1.5,
                 f"{row.encode:.2f} GB/s",
@@ -462,7 +464,7 @@ def targets(rows: list[Row]) -> list[str]:
         ]
         if beside:
             fastest = max(beside, key=lambda r: r.decode)
-            say(
+            verdict(
                 f"decode faster than every rival that is as small, {row.workload}",
                 row.decode > fastest.decode,
                 f"{row.decode:.2f} GB/s, {fastest.encoding} {fastest.decode:.2f}",
@@ -473,7 +475,7 @@ def targets(rows: list[Row]) -> list[str]:
                 "  met      decode faster than every rival that is as small: no rival was as small"
             )
         largest = max(ours, key=lambda r: r.raw)
-        say(
+        verdict(
             "never more than 1.01 x raw",
             largest.raw <= 1.01,
             f"{largest.raw:.5f} on {largest.workload}",

@@ -70,7 +70,7 @@ RUN = (
     "trainer.checkpoint_every=1000000",
     "transfer.keep_versions=4",
 )
-TELL_S = PROGRESS_S  # a rank with turns tells their new tokens so often
+REPORT_S = PROGRESS_S  # a rank with turns sends their new tokens so often
 RATE_S = 2.0  # a killed rank's rate of tokens is that of so long before its last word
 
 
@@ -252,7 +252,7 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
     return Loss(
         noticed - killed,
         turns=len(held),
-        lost=rate * min(killed - last, TELL_S) if held else 0.0,
+        lost=rate * min(killed - last, REPORT_S) if held else 0.0,
         again=sum(held),
     )
 

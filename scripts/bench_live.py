@@ -202,15 +202,15 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
         cwd=REPOSITORY,
         env=environment(folder),
     )
-    said = []
+    lines = []
     for line in process.stdout:
-        said.append(line)
+        lines.append(line)
         if "measuring" in line:  # an engine has started
             quota.add(process.pid, everybody=True)
             quota.limit()
     quota.close()
     if process.wait():
-        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(said[-20:])}")
+        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(lines[-20:])}")
     return file
 
 

@@ -90,7 +90,7 @@ class Load:
         self.ready: deque[str] = deque()  # turns to be asked for
         self.version, self.step, self.loads = 0, 0, deque()
         self.wanted = 5 * workers
-        self.say(ev.VersionPublished(at=0.0, version=0))
+        self.feed(ev.VersionPublished(at=0.0, version=0))
         for i in range(workers):
             self.join(i)
         self.begin()
@@ -102,7 +102,7 @@ class Load:
         name = f"worker-{i}"
         if kind in ("cooperative", "spot") and i < len(self.scheduler.cluster.workers) + 1:
             self.borrowed.append(name)
-        self.say(
+        self.feed(
             ev.WorkerJoined(
                 at=self.at,
                 worker=name,
@@ -116,7 +116,7 @@ class Load:
 
     def begin(self) -> None:
         self.step += 1
-        self.say(ev.StepBegun(at=self.at, step=self.step, groups=max(self.wanted // GROUP, 1)))
+        self.feed(ev.StepBegun(at=self.at, step=self.step, groups=max(self.wanted // GROUP, 1)))
 
     def fill(self) -> None:
         """Ask for turns until the concurrency is reached."""
@@ -126,7 +126,7 @@ class Load:
             if trajectory not in self.left:
                 continue  # dropped
             group = trajectory.partition(".")[0]
-            self.say(
+            self.feed(
                 ev.TurnRequested(
                     at=self.at,
                     turn=turn,
@@ -142,28 +142,28 @@ class Load:
     def end(self, turn: str) -> None:
         tokens = int(self.draw.integers(50, 2000))
         self.forget(turn)
-        self.say(ev.TurnEnded(at=self.at, turn=turn, tokens=tokens))
+        self.feed(ev.TurnEnded(at=self.at, turn=turn, tokens=tokens))
         trajectory, _, number = turn.rpartition(".t")
         self.left[trajectory] -= 1
         if self.left[trajectory]:
             self.ready.append(f"{trajectory}.t{int(number) + 1}")
             return
         del self.left[trajectory]
-        self.say(ev.TrajectoryEnded(at=self.at, trajectory=trajectory, tokens=tokens * TURNS))
+        self.feed(ev.TrajectoryEnded(at=self.at, trajectory=trajectory, tokens=tokens * TURNS))
         group = trajectory.partition(".")[0]
         self.group[group].remove(trajectory)
         if not self.group[group]:
             del self.group[group]
-            self.say(ev.GroupFinished(at=self.at, group=group, accepted=True))
+            self.feed(ev.GroupFinished(at=self.at, group=group, accepted=True))
 
     def disturb(self, n: int) -> None:
         """What is rare: one tick in 500 events, and a change of a borrowed worker."""
-        self.say(ev.Tick(at=self.at))
+        self.feed(ev.Tick(at=self.at))
         name = self.borrowed[int(self.draw.integers(len(self.borrowed)))]
         match n % 5:
             case 0 | 1:
                 share = float(self.draw.choice([0.0, 0.25, 0.5, 1.0]))
-                self.say(
+                self.feed(
                     ev.WorkerCapacity(
                         at=self.at,
                         worker=name,
@@ -177,8 +177,8 @@ class Load:
                 turn = self.running[int(self.draw.integers(len(self.running)))]
                 worker, attempt = self.attempt[turn]
                 self.forget(turn)
-                self.say(ev.TurnReturned(at=self.at, turn=turn, attempt=attempt))
-                self.say(
+                self.feed(ev.TurnReturned(at=self.at, turn=turn, attempt=attempt))
+                self.feed(
                     ev.WorkerCapacity(
                         at=self.at,
                         worker=worker,
@@ -191,7 +191,7 @@ class Load:
             case 3:
                 for turn in list(self.scheduler.cluster.workers[name].turns):
                     self.forget(turn)
-                self.say(ev.WorkerLost(at=self.at, worker=name, reason="preempted"))
+                self.feed(ev.WorkerLost(at=self.at, worker=name, reason="preempted"))
                 self.join(int(name.partition("-")[2]))
 
     def run(self, events: int) -> None:
@@ -200,7 +200,7 @@ class Load:
             self.fill()
             if self.loads:
                 worker, version = self.loads.popleft()
-                self.say(ev.WorkerLoaded(at=self.at, worker=worker, version=version))
+                self.feed(ev.WorkerLoaded(at=self.at, worker=worker, version=version))
             if self.running:
                 self.end(self.running[int(self.draw.integers(len(self.running)))])
             if n % 500 == 0:
@@ -208,7 +208,7 @@ class Load:
 
     # ----------------------------------------------------------------- what the scheduler says
 
-    def say(self, event: ev.Event) -> None:
+    def feed(self, event: ev.Event) -> None:
         began = time.thread_time_ns()
         actions = self.scheduler.handle(event)
         self.costs.setdefault(type(event).__name__, []).append(time.thread_time_ns() - began)
@@ -227,7 +227,7 @@ class Load:
                     self.drop(group)
                 case ev.StartTraining():
                     self.version += 1
-                    self.say(ev.VersionPublished(at=self.at, version=self.version))
+                    self.feed(ev.VersionPublished(at=self.at, version=self.version))
                     self.begin()
 
     def admit(self, group: str) -> None:
@@ -242,8 +242,8 @@ class Load:
             for n in range(TURNS):
                 if (turn := f"{trajectory}.t{n}") in self.scheduler.cluster.turns:
                     self.forget(turn)
-                    self.say(ev.TurnEnded(at=self.at, turn=turn))
-            self.say(ev.TrajectoryEnded(at=self.at, trajectory=trajectory))
+                    self.feed(ev.TurnEnded(at=self.at, turn=turn))
+            self.feed(ev.TrajectoryEnded(at=self.at, trajectory=trajectory))
 
     def forget(self, turn: str) -> None:
         place = self.place.pop(turn, None)

@@ -132,10 +132,10 @@ class Stolen(NamedTuple):
         return (self.seconds - before.seconds) / (self.at - before.at) / CORES
 
 
-def wait_for_calm(say: Callable[[str], None]) -> None:
+def wait_for_calm(log: Callable[[str], None]) -> None:
     """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may
     come later."""
-    end, said = time.monotonic() + PATIENCE_S, False
+    end, logged = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
         busy = [
@@ -147,12 +147,12 @@ def wait_for_calm(say: Callable[[str], None]) -> None:
         share = Stolen.now().share_since(before)
         if share < CALM:
             return
-        if not said:
-            say(
+        if not logged:
+            log(
                 f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, "
                 f"{PATIENCE_S:g} s at most"
             )
-            said = True
+            logged = True
 
 
 class Ran:

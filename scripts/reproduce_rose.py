@@ -281,13 +281,13 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             line += ["1" if name == "roll_grpo" else brief(over), f"{step_s:.0f}"]
             line += [f"{stale:.2f}, {dropped:.1%}"]
         lines.append(line)
-    said = markdown(header, lines)
+    text = markdown(header, lines)
     if attained:
-        said += (
+        text += (
             f"\n\nOnline requests within both targets where GPUs are borrowed from serving: "
             f"{min(attained):.2%} to {max(attained):.2%}."
         )
-    return said
+    return text
 
 
 def brief(found: Interval) -> str:

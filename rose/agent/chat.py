@@ -219,11 +219,11 @@ class ChatFormat:
         """What the template writes for one call, up to the end of the turn; None if it ignores
         calls."""
         call = {"id": _call_id(0), "type": "function", "function": _probe_function()}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         tools = [tool_formats.PROBE_TOOL]
         try:
             before = self._render([_message("user")], tools)
-            text = self._render([_message("user"), said], tools, prompt=False)
+            text = self._render([_message("user"), reply], tools, prompt=False)
         except (TemplateError, TypeError, KeyError):
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
@@ -244,10 +244,10 @@ class ChatFormat:
             for i, (role, content) in enumerate(zip(roles, contents, strict=True))
         ]
         observed = observed if self.native_tools else _as_text(observed)
-        said = _message("assistant", ANSWER)
-        between = self._after_answer([_message("user"), said, *observed])
+        reply = _message("assistant", ANSWER)
+        between = self._after_answer([_message("user"), reply, *observed])
         later = self._after_answer(
-            [_message("user"), _message("assistant"), _message("user"), said, *observed]
+            [_message("user"), _message("assistant"), _message("user"), reply, *observed]
         )
         if between != later:
             raise self._cannot(
@@ -320,22 +320,22 @@ def _describe(messages: list[dict], tools: list[dict]) -> list[dict]:
 def _as_text(messages: list[dict]) -> list[dict]:
     """For templates that know no tools: calls in Hermes form, results in a user's message, those in
     a row in one."""
-    told: list[dict] = []
+    merged: list[dict] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-            if told and told[-1].get("results"):
-                told[-1]["content"] += f"\n{content}"
+            if merged and merged[-1].get("results"):
+                merged[-1]["content"] += f"\n{content}"
             else:
-                told.append(_message("user", content) | {"results": True})
+                merged.append(_message("user", content) | {"results": True})
             continue
         for call in message.get("tool_calls") or ():
             function = call["function"]
             written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
             content += f"{OPEN}\n{written}\n{CLOSE}"
-        told.append(_message(role, content))
-    return [_message(message["role"], message["content"]) for message in told]
+        merged.append(_message(role, content))
+    return [_message(message["role"], message["content"]) for message in merged]
 
 
 def _call_id(index: int) -> str:

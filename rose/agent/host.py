@@ -1,8 +1,8 @@
 """An environment host: its trajectories, each an asyncio task that asks for one turn at a
 time.
 
-The host owns its trajectories to their end. Engines come and go behind `TurnResult`; the host never
-hears of them.
+The host owns its trajectories to their end. Engines join and leave behind `TurnResult`; the host
+does not notice.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TrajectoryHost:
 
 
 async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator says `Shutdown`."""
+    """Until the coordinator sends `Shutdown`."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     check(config.env)  # what this machine lacks is found now, and imports take seconds

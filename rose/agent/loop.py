@@ -231,8 +231,8 @@ class _Episode:
             text, closed = await self._turn()
             steps, observed = await self._act(text, first.tools)
             invalid = any(step.invalid for step in steps)
-            said = observed[0][0] == "user" and not invalid
-            self.outcome = "" if said else "failed" if invalid else "ok"
+            by_user = observed[0][0] == "user" and not invalid
+            self.outcome = "" if by_user else "failed" if invalid else "ok"
             self.turn_rewards.append(sum(step.reward for step in steps))
             for step in steps:
                 self.reward += step.reward

@@ -17,12 +17,12 @@ from rose.reward.episode import Episode, Said
 def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
     """An episode's texts from its tokens, int32 (T,), in stretches of equal `mask`, uint8 (T,)."""
     ids = p.unpack_tokens(tokens)
-    said, at = [], 0
+    parts, at = [], 0
     for policy, run in groupby(mask):
         end = at + sum(1 for _ in run)
-        said.append(Said(bool(policy), chat.decode(ids[at:end])))
+        parts.append(Said(bool(policy), chat.decode(ids[at:end])))
         at = end
-    return said
+    return parts
 
 
 class Scoring:

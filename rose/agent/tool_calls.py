@@ -54,15 +54,15 @@ def parse(text: str) -> Action | BadCall:
 
 def split_thought(text: str) -> tuple[str, str]:
     """(thought, said)."""
-    thought, closed, said = text.rpartition("</think>")
-    return (THOUGHT.sub("", thought), said.lstrip("\n")) if closed else ("", text)
+    thought, closed, answer = text.rpartition("</think>")
+    return (THOUGHT.sub("", thought), answer.lstrip("\n")) if closed else ("", text)
 
 
-def read(thought: str, said: str) -> Reading:
-    """Every call of `said`, or none."""
-    if OPEN not in said and CLOSE not in said:
-        return Reading(thought, said)
-    content, *parts = said.split(OPEN)
+def read(thought: str, answer: str) -> Reading:
+    """Every call of `answer`, or none."""
+    if OPEN not in answer and CLOSE not in answer:
+        return Reading(thought, answer)
+    content, *parts = answer.split(OPEN)
     calls: list[ToolCall] = []
     problem = "" if parts and CLOSE not in content else _unpaired()
     for part in parts:
@@ -73,7 +73,7 @@ def read(thought: str, said: str) -> Reading:
         else:
             calls += found
     if problem:
-        return Reading(thought, said, problem=f"Bad tool call: {problem}")
+        return Reading(thought, answer, problem=f"Bad tool call: {problem}")
     return Reading(thought, content.strip(), tuple(calls))
 
 

@@ -44,15 +44,15 @@ class ToolFormat(Protocol):
     name: str
     form: str  # what a call looks like, for messages to the model
 
-    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
-        """Every call of `said`, or what is wrong with one. Never raises."""
+    def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
+        """Every call of `answer`, or what is wrong with one. Never raises."""
 
 
 class Hermes:
     name, form = HERMES, tool_calls.FORM
 
-    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
-        return tool_calls.read(thought, said)
+    def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
+        return tool_calls.read(thought, answer)
 
 
 class OfVllm:
@@ -80,22 +80,22 @@ class OfVllm:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"model.tool_format={name!r}: {error}") from None
 
-    def read(self, thought: str, said: str, tools: list[dict[str, Any]]) -> Reading:
+    def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
         request = self._request(json.dumps(tools))
         try:
-            found = self._parser(self._tokenizer, request.tools).extract_tool_calls(said, request)
+            found = self._parser(self._tokenizer, request.tools).extract_tool_calls(answer, request)
             calls = tuple(_call(each.function) for each in found.tool_calls)
         except Exception:  # whatever a parser does about a text that it doesn't understand
-            return self._bad(thought, said)
-        if self._closing and said.count(self._opening) != said.count(self._closing):
-            return self._bad(thought, said)
-        begun = said.lstrip().startswith(self._opening)
-        if not calls and (begun or self._anywhere and self._opening in said):
-            return self._bad(thought, said)
-        return Reading(thought, (found.content or "").strip() if calls else said, calls)
+            return self._bad(thought, answer)
+        if self._closing and answer.count(self._opening) != answer.count(self._closing):
+            return self._bad(thought, answer)
+        begun = answer.lstrip().startswith(self._opening)
+        if not calls and (begun or self._anywhere and self._opening in answer):
+            return self._bad(thought, answer)
+        return Reading(thought, (found.content or "").strip() if calls else answer, calls)
 
-    def _bad(self, thought: str, said: str) -> Reading:
-        return Reading(thought, said, problem=f"Bad tool call: write it as {self.form}")
+    def _bad(self, thought: str, answer: str) -> Reading:
+        return Reading(thought, answer, problem=f"Bad tool call: write it as {self.form}")
 
 
 def _call(function: Any) -> ToolCall:
@@ -175,9 +175,9 @@ def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
 
     def split(text: str) -> tuple[str, str]:
         try:
-            thought, said = parser.extract_reasoning(text, request)
+            thought, answer = parser.extract_reasoning(text, request)
         except Exception:  # as above
             return "", text
-        return (thought or "").strip(), said or ""
+        return (thought or "").strip(), answer or ""
 
     return split

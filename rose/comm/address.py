@@ -55,7 +55,7 @@ class Host(msgspec.Struct, frozen=True):
 @dataclass
 class Place:
     """Where the ranks meet. `listener`: rank 0's open socket, null on the others. `interface`: by
-    which this rank reaches the others, null when it can't be told."""
+    which this rank reaches the others, null when it can't be found."""
 
     address: str
     port: int
@@ -105,8 +105,8 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
     only one to use. Raises `RendezvousError` on every rank when all can't reach one address within
     `MEET_S` seconds and what `gather` takes."""
     here = Host(socket.gethostname(), _space(), _addresses(interface))
-    told = gather(msgspec.json.encode(here).decode())
-    hosts = [msgspec.json.decode(text, type=Host) for text in told]
+    answers = gather(msgspec.json.encode(here).decode())
+    hosts = [msgspec.json.decode(text, type=Host) for text in answers]
     alone = len({host.space for host in hosts}) == 1
     if rank == 0:
         with _Listeners([LOOPBACK] if alone else _by_vote(hosts)) as listeners:
@@ -198,14 +198,14 @@ def _try(place: list, token: bytes) -> str | None:
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
-            said = b""
-            while len(said) < TOKEN_BYTES and (left := end - time.monotonic()) > 0:
+            token_seen = b""
+            while len(token_seen) < TOKEN_BYTES and (left := end - time.monotonic()) > 0:
                 connection.settimeout(left)
-                part = connection.recv(TOKEN_BYTES - len(said))
+                part = connection.recv(TOKEN_BYTES - len(token_seen))
                 if not part:
                     return None
-                said += part
-            return connection.getsockname()[0] if said == token else None
+                token_seen += part
+            return connection.getsockname()[0] if token_seen == token else None
     except OSError:
         return None
 

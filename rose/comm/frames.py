@@ -35,7 +35,7 @@ async def read(reader: asyncio.StreamReader, limit: int) -> bytes:
 
 
 class Frames:
-    """What comes through a socket, in whole frames of `limit` bytes at most."""
+    """What arrives through a socket, in whole frames of `limit` bytes at most."""
 
     def __init__(self, channel: socket.socket, limit: int) -> None:
         self._channel, self._limit = channel, limit

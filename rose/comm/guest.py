@@ -20,7 +20,7 @@ START_S = 30.0
 
 
 class GuestGone(RuntimeError):
-    """The porter has ended: its rank died, or never came."""
+    """The porter has ended: its rank died, or never connected."""
 
 
 class Guest:
@@ -33,7 +33,7 @@ class Guest:
     ) -> None:
         self._porter, self._reader, self._writer = porter, reader, writer
         self.port = port  # where the rank connects
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
         self._closing = False
 
     @classmethod
@@ -74,15 +74,15 @@ class Guest:
         return guest
 
     async def accept(self) -> None:
-        """The rank comes in this moment. Raises `GuestGone` when it does not."""
+        """The rank connects in this moment. Raises `GuestGone` when it does not."""
         self._writer.write(frame(b""))
         await self._frame()
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:
         """Its next message, or what is wrong with it. Raises `GuestGone`."""
         data = await self._frame()
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
         try:
             return decode(data)
         except WireError as error:

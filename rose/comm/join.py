@@ -7,7 +7,7 @@
     outputs/RUN/join/ID.comes         ID.asks renamed: its engine is up, it connects in the next instant
 
 The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from
-the last of these on: a rank that dies in between costs nothing. Left out: what is said afterwards
+the last of these on: a rank that dies in between costs nothing. Left out: the messages afterwards
 (rose/coordinator/borrowed.py).
 """  # noqa: E501
 
@@ -105,7 +105,8 @@ class Door:
         (self.folder / "endpoint.json").unlink(missing_ok=True)
 
     def look(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
-        """[(id, its ask or what is wrong with it)] and [id that comes], of those not told yet."""
+        """[(id, its ask or what is wrong with it)] and [id that connects], of those not returned
+        yet."""
         paths = [p for p in sorted(self.folder.iterdir()) if p.suffix in (".asks", ".comes")]
         new = [path for path in paths if path.name not in self._seen]
         self._seen = {path.name for path in paths}
@@ -175,7 +176,7 @@ def endpoint(run_dir: Path) -> Endpoint | None:
 
 
 class Application:
-    """One rank's way in: `ask`, then `connect` with what it was told."""
+    """One rank's way in: `ask`, then `connect` with the answer."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = folder(run_dir)

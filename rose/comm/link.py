@@ -1,6 +1,6 @@
 """One intercommunicator between two processes of which either may vanish at any instruction.
 
-MPI says nothing of a peer's death, or ends this process for it (MPICH calls a broken connection
+MPI does not report a peer's death, or ends this process for it (MPICH calls a broken connection
 fatal): so a link lives in a process that may die, never in one of the training's world. Nothing
 here waits for the peer: what MPI does not take stays in the outbox, and the rest of a large message
 is not waited for. Who is gone, the owner decides by silence.
@@ -40,7 +40,7 @@ class Link:
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._receiving: tuple[MPI.Request, bytearray] | None = None
         self._errors = 0
-        self.heard_at = time.monotonic()
+        self.last_seen = time.monotonic()
 
     def send(self, data: bytes) -> None:
         """Returns at once. Raises `LinkError`."""
@@ -74,7 +74,7 @@ class Link:
             self._errors = 0
             if self._receiving is not None and self._receiving[0].Test():
                 _, buffer = self._receiving
-                self._receiving, self.heard_at = None, time.monotonic()
+                self._receiving, self.last_seen = None, time.monotonic()
                 return buffer
         except MPI.Exception as error:
             self._failed(error)

@@ -103,7 +103,7 @@ class Mailbox:
         return not self._sending
 
     def close(self) -> None:
-        """Withdraw the receives, before MPI_Finalize. What comes afterwards is lost."""
+        """Withdraw the receives, before MPI_Finalize. What arrives afterwards is lost."""
         while self._coming:
             request, _ = self._coming.popleft()
             request.Cancel()
@@ -148,7 +148,7 @@ def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> lis
 def _wait(request: MPI.Request, end: float, what: str) -> None:
     while not request.Test():
         if time.monotonic() > end:
-            raise TimeoutError(f"not every rank came for {what}")
+            raise TimeoutError(f"not every rank arrived for {what}")
         time.sleep(0.001)
 
 

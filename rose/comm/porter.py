@@ -5,7 +5,7 @@
 MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it
 accepts. So the coordinator connects to no borrowed rank: this process does, and may block or die of
 it, which costs that rank alone. On the socket go frames (`rose.comm.frames`): the first to the
-coordinator is the MPI port. An empty one from it says that the rank comes (accepting takes a whole
+coordinator is the MPI port. An empty one from it announces that the rank connects (accepting takes a whole
 core, so not before), the answer that it is here. By mpiexec, because to MPICH all processes without
 a launcher are the same one, and the rank has none. Imports little: one runs for each rank.
 """  # noqa: E501
@@ -36,9 +36,9 @@ def main() -> None:
     port = MPI.Open_port()
     channel.sendall(frame(port.encode()))
     received = Frames(channel, MAX_BYTES)
-    while not (said := received.take()):
-        if said is None:
-            return  # it never came
+    while not (data := received.take()):
+        if data is None:
+            return  # it never connected
     info = MPI.Info.Create()
     info.Set("timeout", str(ACCEPT_S))
     link = Link(MPI.COMM_SELF.Accept(port, info))
@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def forward(channel: socket.socket, received: Frames, link) -> None:
-    """Until the coordinator closes its end. A frame is forwarded when all of it is here."""
+    """Forward frames both ways until the coordinator closes its end. A frame is forwarded when all
+    of it is here."""
     pause = _FIRST_PAUSE_S
     while True:
         readable, _, _ = select.select([channel], [], [], pause)

@@ -32,7 +32,7 @@ class Tasks:
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
         """Run `services` beside the spawned tasks until one returns; raises what any task raised.
         Of a loop that stands still, as inside MPI, the threads' stacks go to standard error."""
-        running = [self.spawn(service) for service in (_tell_if_hung(), *services)]
+        running = [self.spawn(service) for service in (_feed_watchdog(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             self._failed.result()
@@ -48,8 +48,8 @@ class Tasks:
             await asyncio.wait(left, timeout=deadline_s)
 
 
-async def _tell_if_hung() -> None:
-    """Keep telling the process's one watchdog thread that this loop turns."""
+async def _feed_watchdog() -> None:
+    """Keep signalling to the process's one watchdog thread that this loop turns."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)

@@ -59,7 +59,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     view = memoryview(data)
     if len(view) != (whole := promised(view)):
         raise WireError(
-            f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} came"
+            f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} arrived"
         )
     try:
         return _decoder.decode(view[_HEADER.size :])

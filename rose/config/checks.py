@@ -36,9 +36,7 @@ NO_DRAFTS = (
 GROUP_RELATIVE = ("grpo", "turn_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
-SHORTEST_STALE_S = (
-    0.1  # the online engine says that it lives every 20 ms, on a machine that is busy
-)
+SHORTEST_STALE_S = 0.1  # the online engine renews its board every 20 ms, on a machine that is busy
 
 
 def check(c: Config) -> None:
@@ -178,8 +176,8 @@ def _check_serving(s: Serving, need: Need) -> None:
     need(
         lending.stale_after_s >= SHORTEST_STALE_S,
         "serving.lending.stale_after_s",
-        f"at least {SHORTEST_STALE_S:g}: engines that live say so every 0.02 to 0.05 s, and later "
-        "on a busy machine",
+        f"at least {SHORTEST_STALE_S:g}: engines that live renew their boards every 0.02 to 0.05 "
+        "s, and later on a busy machine",
     )
     _check_hours(lending.hours, need)
 

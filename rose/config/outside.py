@@ -59,14 +59,14 @@ def _imported(module: str, where: str, mine: list[EntryPoint]) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever a foreign module does as it is imported
-        said = f"{where}{by}: importing {module} failed: {type(error).__name__}: {error}"
+        message = f"{where}{by}: importing {module} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "."):
             folders = ", ".join(folder or "the current folder" for folder in sys.path)
-            said += (
+            message += (
                 f"; install its package into {sys.executable}, or put its folder into PYTHONPATH; "
                 f"looked in {folders}"
             )
-        raise ConfigError(said) from error
+        raise ConfigError(message) from error
 
 
 def _attribute(module: Any, path: str, where: str) -> type:

@@ -85,7 +85,7 @@ class SimServing(Section):
     contention: NotNegative  # memory_only: both take 1 + this times as long while serving computes
     reserve: Fraction  # share of KV memory never lent
     high_watermark: Share  # gate: share of it in use or lent above which what is lent is halved
-    step: Share  # the scheduler hears of a change of lendable memory of at least this share
+    step: Share  # the scheduler is sent a change of lendable memory of at least this share
 
 
 class SimSpot(Section):

@@ -140,7 +140,7 @@ class Reward(Section):
     timeout_s: Positive  # of one score
     adaptive: bool  # less, once a prompt has a correct answer: RollPacker's limit
     deadline_s: Positive  # from the end of an episode to its score, waiting and retries included
-    success_from: float  # a reward from here on is a success, where the scorer has no word on it
+    success_from: float  # a reward from here on is a success, where the scorer doesn't judge it
 
     @property
     def pools(self) -> int:
@@ -268,13 +268,13 @@ class Slo(Section):
 
 
 class Online(Section):
-    """The online server beside a lent engine: vLLM's OpenAI-compatible one."""
+    """The online server beside a borrowed engine: vLLM's OpenAI-compatible one."""
 
     # folder or hub id; null: no server of ours beside it, the whole device is lent
     model: str | None
     served_name: str | None  # as clients call it; null: the model as given
     host: str
-    port: Natural  # 0: a free one, said at start
+    port: Natural  # 0: a free one, printed at start
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     max_context: Count
     max_sequences: Count
@@ -303,7 +303,7 @@ class Lending(Section):
     patience_s: Positive  # turns held up at the gate for so long go back to the scheduler
     # "22-06": share of what could be lent, local time; hours not named: all of it
     hours: dict[str, NotNegative]
-    control_port: Natural  # of metrics, report and stop switch; 0: a free one, said at start
+    control_port: Natural  # of metrics, report and stop switch; 0: a free one, printed at start
     stop_file: str | None  # while it exists nothing is lent
 
 

@@ -1,9 +1,9 @@
-"""The coordinator's half that deals with borrowed ranks: lets them in, hears them, notices that
-they are gone.
+"""The coordinator's half that deals with borrowed ranks: admits them, receives their messages,
+notices that they are gone.
 
-Nothing that such a rank does, says or leaves undone may stop the run: what it says is checked
-before anybody acts on it, and a rank that says nonsense is disconnected. Left out: the way to it
-(rose/comm/guest.py) and turns (rose/coordinator/turns.py).
+Nothing that such a rank does, sends or leaves undone may stop the run: its messages are checked
+before anybody acts on them, and a rank that sends an invalid one is disconnected. Left out: the way
+to it (rose/comm/guest.py) and turns (rose/coordinator/turns.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rose.launch import local
 LOOK_S = 0.1  # between two looks at who asks
 LATE_S = 0.5  # a look that comes so late says nothing about others: this rank itself was busy
 BEAT_S = 2.0  # between two signs of life in the endpoint's file
-FAREWELL_S = 0.3  # for the last word to pass the porter
-HELLO_S = 5.0  # from the connection to a rank's first words
-SAYS = (
+FAREWELL_S = 0.3  # for the last message to pass the porter
+HELLO_S = 5.0  # from the connection to a rank's `JoinHello`
+ACCEPTED = (
     p.WorkerReady,
     p.WorkerDown,
     p.WorkerLoad,
@@ -175,7 +175,7 @@ class Borrowed:
             rank.connected = True
             self._tasks.spawn(self._expect_hello(address, rank))
             while address in self._ranks:
-                self._hear(address, rank, await rank.guest.receive())
+                self._handle(address, rank, await rank.guest.receive())
         except (GuestGone, TimeoutError) as error:
             never = "" if rank.connected else "before it had joined: "
             self._disconnect(
@@ -188,18 +188,18 @@ class Borrowed:
     async def _expect_hello(self, address: int, rank: _Rank) -> None:
         await asyncio.sleep(HELLO_S)
         if not rank.greeted:
-            self._disconnect(address, f"said nothing right within {HELLO_S:g} s")
+            self._disconnect(address, f"sent no valid message within {HELLO_S:g} s")
 
-    # ----------------------------------------------------------------- its words
+    # ----------------------------------------------------------------- its messages
 
-    def _hear(self, address: int, rank: _Rank, message: p.Message | WireError) -> None:
-        """Whatever is wrong with a word of it concerns this rank alone."""
+    def _handle(self, address: int, rank: _Rank, message: p.Message | WireError) -> None:
+        """Whatever is wrong with a message concerns the rank that sent it, and no other."""
         if isinstance(message, WireError):
             self._disconnect(address, f"sent what is no message: {message}")
         elif isinstance(message, p.JoinHello) and not rank.greeted:
             self._hello(address, rank, message)
-        elif not rank.greeted or not isinstance(message, SAYS):
-            self._disconnect(address, f"said {type(message).__name__}, which is not for it to say")
+        elif not rank.greeted or not isinstance(message, ACCEPTED):
+            self._disconnect(address, f"sent {type(message).__name__}, which it may not send")
         elif getattr(message, "worker", rank.worker) != rank.worker:
             self._disconnect(address, f"speaks for {message.worker}")
         elif isinstance(message, p.VersionFailed) and message.version >= self._hub().version:
@@ -273,7 +273,7 @@ class Borrowed:
 
     def _look_for_silence(self, now: float) -> None:
         for address, rank in list(self._ranks.items()):
-            silent = now - rank.guest.heard_at if rank.greeted else 0.0
+            silent = now - rank.guest.last_seen if rank.greeted else 0.0
             if silent > self._config.lost_after_s:
                 self._disconnect(
                     address,
@@ -282,7 +282,7 @@ class Borrowed:
                 )
 
     def _disconnect(self, address: int, why: str) -> None:
-        """It may be alive: it is told, and may ask again."""
+        """It may be alive: it is sent the reason, and may ask again."""
         rank = self._ranks.pop(address, None)
         if rank is None:
             return

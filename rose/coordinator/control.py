@@ -131,7 +131,7 @@ class Groups:
 
 
 def train_task(run_seed: int, index: int, weights: Mapping[str, float]) -> Task:
-    """Of training group `index`. Its seed is even, as no held-out task's is (see
+    """The task of training group `index`. Its seed is even, as no held-out task's is (see
     `rose.agent.envs.base`)."""
     return Task(chosen(weights, run_seed, index), seed_of(run_seed, "train", index) & ~1)
 

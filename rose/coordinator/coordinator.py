@@ -107,10 +107,10 @@ class Coordinator:
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
         self._costs: p.Costs | None = (
-            None  # of prefix trees, once the trainer says that its model can have some
+            None  # of prefix trees, once the trainer reports that its model can have some
         )
         self.trained: dict[int, p.TrainDone] = {}
-        self.saving: checkpoint.Save | None = None  # what the trainer ranks were told to write
+        self.saving: checkpoint.Save | None = None  # what the trainer ranks were ordered to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
         self.gone: set[int] = set()
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
@@ -200,7 +200,7 @@ class Coordinator:
             lambda: all(len(self.ranks[role]) >= n for role, n in wanted.items()),
             c.cluster.start_timeout_s,
             lambda: (
-                "ranks to say hello: "
+                "ranks to connect: "
                 + ", ".join(
                     f"{role.value} {len(self.ranks[role])} of {n}" for role, n in wanted.items()
                 )
@@ -437,10 +437,10 @@ class Coordinator:
             )
             + 30.0
         )
-        self.hub.heard_at = time.time()
-        await self._changed.while_heard(
+        self.hub.progress_at = time.time()
+        await self._changed.while_progressing(
             ready,
-            lambda: time.time() - self.hub.heard_at,
+            lambda: time.time() - self.hub.progress_at,
             patience,
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
@@ -490,7 +490,7 @@ class Coordinator:
             case p.TrainDone():
                 self.trained[message.index] = message
             case p.DeviceChanged():
-                self.device.heard(message)
+                self.device.received(message)
             case p.Goodbye():
                 self.gone.add(message.rank)
             case p.RankFailed():
@@ -527,7 +527,7 @@ class Coordinator:
             self.borrowed.send(address, message)
 
     def _act(self, action: ev.Action) -> None:
-        """What the scheduler says about groups and batches."""
+        """The scheduler's actions about groups and batches."""
         match action:
             case ev.AdmitGroup(index, name, spare):
                 self.rollouts.admit(index, name, spare)
@@ -552,7 +552,7 @@ class Coordinator:
         print(f"{what}: {detail}", flush=True)
 
     async def dismiss(self, reason: str) -> None:
-        """Tell every rank to leave and wait for their goodbyes; the launcher ends the laggards."""
+        """Send every rank `Shutdown` and wait until all left; the launcher ends the laggards."""
         others = set(range(self.mailbox.size)) - {self.mailbox.rank}
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))

@@ -1,8 +1,8 @@
 """Whose turn it is where trainer ranks and engines share devices (colocate=true).
 
 One role at a time holds the devices' memory: who gives it back answers when that is done, and only
-then the other is told to take it. Ranks begin as the trainer's turn: it loads its model on an empty
-device, and an engine is started by its first turn. Left out: how memory is given back
+then the other is ordered to take it. Ranks begin as the trainer's turn: it loads its model on an
+empty device, and an engine is started by its first turn. Left out: how memory is given back
 (rose/trainer/offload.py, rose/engine/activation.py).
 """
 
@@ -14,7 +14,7 @@ from rose import protocol as p
 from rose.config import Config
 from rose.observe.recorder import NullRecorder
 
-ANSWER_S = 60.0  # for a word to get through, beside what the work itself may take
+ANSWER_S = 60.0  # for a message to get through, beside what the work itself may take
 
 
 class DeviceTurns:
@@ -53,7 +53,7 @@ class DeviceTurns:
         self.holder = role
         self._recorder.instant("device_turn", holder=role.value)
 
-    def heard(self, answer: p.DeviceChanged) -> None:
+    def received(self, answer: p.DeviceChanged) -> None:
         """Answers to orders that were broken off are late."""
         if answer.turn == self._turn:
             self._answers[answer.rank] = answer
@@ -76,7 +76,7 @@ class DeviceTurns:
                 lambda: len(self._answers) == len(ranks),
                 self._deadline_s(role),
                 lambda: (
-                    f"{role.value} ranks to {what}: no word of "
+                    f"{role.value} ranks to {what}: no `DeviceChanged` of "
                     + ", ".join(str(i) for i, rank in ranks.items() if rank not in self._answers)
                 ),
             )

@@ -3,7 +3,7 @@ process of low priority reads the version from the weight store, of which it get
 hard links, as the trainer goes on removing old versions.
 
 One is written at a time; a step that comes meanwhile waits, and of several the newest is written.
-What fails is told and costs the run nothing. Left out: what is written (rose/export).
+What fails is reported and costs the run nothing. Left out: what is written (rose/export).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rose.processes import die_with_parent
 from rose.transfer import versions
 
 LOWEST = 19  # of Unix priorities: rollouts and training come first
-WORDS = 2000  # characters of what a failed process said last
+WORDS = 2000  # characters of the end of a failed process's output
 
 
 class Exports:
-    """`on_fault(what, detail)` is told of what was not written."""
+    """`on_fault(what, detail)` is called for what was not written."""
 
     def __init__(self, config: Config, run_dir: Path, on_fault: Callable[[str, str], None]) -> None:
         self._every, self._last = config.trainer.export_every, config.trainer.steps
@@ -55,7 +55,7 @@ class Exports:
 
     async def finish(self) -> None:
         """Wait for all that was offered, `trainer.step_timeout_s` at most; what isn't written by
-        then is told, and ended."""
+        then is reported, and ended."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=self._deadline_s)
@@ -116,11 +116,11 @@ class Exports:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        said = words.decode(errors="replace").strip()[-WORDS:]
+        output = words.decode(errors="replace").strip()[-WORDS:]
         if process.returncode:
-            self._on_fault("export failed", f"step {step}: {said}")
+            self._on_fault("export failed", f"step {step}: {output}")
             return
-        print(said, flush=True)
+        print(output, flush=True)
         # later ones are of an attempt that lost these steps, which are to be made again
         written = [number for number in self._written() if number <= step]
         for old in written[: -self._keep]:

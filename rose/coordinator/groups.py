@@ -97,7 +97,7 @@ class Rollouts:
         """False once it is in, has failed or was cancelled: words about it are late."""
         return trajectory in self._host_of
 
-    # ----------------------------------------------------------------- what the scheduler says
+    # ----------------------------------------------------------------- the scheduler's actions
 
     def admit(self, index: int, name: str, spare: float) -> None:
         """`spare`: of a group's size, see `AdmitGroup`."""
@@ -171,7 +171,7 @@ class Rollouts:
         """Another member takes its place. Raises `RunFailed` when environments fail one after the
         other."""
         del self._host_of[m.id]
-        self._hub.heard_at = time.time()
+        self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)

@@ -90,8 +90,8 @@ class Ledger:
         return turn in self._turns
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
-        """Take the tokens of a word on the current attempt; how many, or None for a late word.
-        Raises `ValueError`, and takes nothing, when it can't be true."""
+        """Take the tokens of a message on the current attempt; how many, or None for a late
+        message. Raises `ValueError`, and takes nothing, when it can't be true."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
             return None
@@ -123,7 +123,7 @@ class Ledger:
         return self._turns[turn].made
 
     def complete(self, turn: str) -> bool:
-        """True when every token asked for is here although no worker said the end (it died
+        """True when every token asked for is here although no worker sent the end (it died
         first)."""
         entry = self._turns[turn]
         return entry.made >= entry.request.sampling.max_new_tokens

@@ -1,7 +1,7 @@
-"""Carries out the scheduler's wishes for capacity: submits jobs that lend a worker, watches them,
+"""Carries out the scheduler's requests for capacity: submits jobs that lend a worker, watches them,
 cancels them.
 
-Left out: when to wish for one (rose/scheduler/provisioning.py), and the job's text
+Left out: when to request one (rose/policies), and the job's text
 (rose/launch/sbatch.py).
 """
 
@@ -33,8 +33,8 @@ class _Job:
 
 
 class Provisioner:
-    """`feed` tells the scheduler. The jobs are noted in status/lent.json, so that the next attempt
-    finds them."""
+    """`feed` passes an event to the scheduler. The jobs are noted in status/lent.json, so that the
+    next attempt finds them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Provisioner:
         self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
 
     def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
-        """Begin to carry it out; the scheduler hears how it ends."""
+        """Begin to carry it out; its end becomes an event of the scheduler."""
         self._wishes.put_nowait(action)
 
     async def run(self) -> None:

@@ -141,7 +141,7 @@ def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory])
 
 
 def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
-    """Of each token that the policy made, (T,) int; [0] of none."""
+    """The staleness of each token that the policy made, (T,) int; [0] of none."""
     samples = [sample for t in trajectories for sample in t.samples()]
     versions = np.concatenate([np.frombuffer(s.versions, "<i4") for s in samples])
     made = versions[versions >= 0]

@@ -1,7 +1,7 @@
 """The coordinator's half that moves turns: between environment hosts, the scheduler and the
 workers.
 
-Every event that the scheduler hears is made here and journaled; every action about turns and
+Every event that the scheduler receives is made here and journaled; every action about turns and
 weights is carried out here. Actions about groups and batches go to `on_action`: they belong to the
 step loop.
 """
@@ -97,7 +97,7 @@ class TurnHub:
         self.returned = 0  # turns that engines gave back since `begin_step`
         # tokens since `begin_step` of workers that are gone
         self.past = {"dedicated": 0, "borrowed": 0}
-        self.heard_at = time.time()  # last progress of any kind
+        self.progress_at = time.time()  # last progress of any kind
         self._begun_at = self._token_at = (
             0.0  # the last `begin_step`, and the last token since then
         )
@@ -161,13 +161,13 @@ class TurnHub:
 
     def end(self, trajectory: p.Trajectory) -> None:
         """It is in. An agent may have ended while turns of it ran."""
-        self.heard_at = time.time()
+        self.progress_at = time.time()
         if trajectory.stats.get("cut_turns"):
             self._drop_turns(trajectory.id)
         self._made.pop(trajectory.id, None)
         self.feed(
             ev.TrajectoryEnded(
-                at=self.heard_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
+                at=self.progress_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
             )
         )
 
@@ -190,8 +190,8 @@ class TurnHub:
             self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
 
     def feed(self, event: ev.Event) -> None:
-        """Tell the scheduler; do what it says. Called while an action is carried out, it returns at
-        once, and the event is handled after the actions that are left."""
+        """Pass the event to the scheduler; carry out its actions. Called while an action is carried
+        out, it returns at once, and the event is handled after the actions that are left."""
         self._queue.feed(event)
 
     def _carry_out(self, action: ev.Action) -> None:
@@ -235,7 +235,7 @@ class TurnHub:
         if (recorded := self.log.find(m, self.version)) is not None:
             made = len(recorded.tokens) // 4
             self._made[m.trajectory] = self._made.get(m.trajectory, 0) + made
-            self.heard_at = time.time()
+            self.progress_at = time.time()
             if recorded.finish is not p.FinishReason.ABORT:
                 self._send(source, recorded)
                 return
@@ -280,13 +280,13 @@ class TurnHub:
     def _count(
         self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
     ) -> int | None:
-        """Take the tokens of a word; None if it is about an attempt that was given up."""
+        """Take the tokens of a message; None if it is about an attempt that was given up."""
         name = self.ledger.worker_of(m.turn)
         if m.turn in self.ledger and (name is None or self.workers[name].rank != source):
             return None  # taken back and waiting in the queue, or with another by now
         count = self.ledger.add(m)
         if count:
-            now = self.heard_at = self._token_at = time.time()
+            now = self.progress_at = self._token_at = time.time()
             worker = self.workers[name]
             worker.tokens += count
             worker.total_tokens += count
@@ -412,7 +412,7 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
-        self.heard_at = time.time()
+        self.progress_at = time.time()
         worker.version = m.version
         self.sync_bytes += m.nbytes
         self.sync_pause_s = max(self.sync_pause_s, m.pause_s)

@@ -15,10 +15,10 @@ class RunFailed(RuntimeError):
 
 
 class Changes:
-    """`say(what)` shows the user what is waited for."""
+    """`show(what)` shows the user what is waited for."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
         self._changed = asyncio.Event()
 
     def set(self) -> None:
@@ -32,12 +32,12 @@ class Changes:
         end = time.monotonic() + deadline_s
         while not ready():
             left = end - time.monotonic()
-            self._say(what())
+            self._show(what())
             if left <= 0:
                 raise RunFailed(f"waited {deadline_s:g} s for {what()}")
             await self._next(left)
 
-    async def while_heard(
+    async def while_progressing(
         self,
         ready: Callable[[], bool],
         silent_s: Callable[[], float],

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from rose.doctor.finding import say
+from rose.doctor.finding import emit
 
 FLOATS = 2**24  # 64 MiB
 ROUNDS = 5
@@ -55,7 +55,9 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     values.sum().item()  # waits for the device
     seconds = time.monotonic() - began
     if rank == 0:
-        say("all-reduce", gib_per_s=2 * (ranks - 1) / ranks * 4 * FLOATS * ROUNDS / seconds / 2**30)
+        emit(
+            "all-reduce", gib_per_s=2 * (ranks - 1) / ranks * 4 * FLOATS * ROUNDS / seconds / 2**30
+        )
     dist.destroy_process_group()
 
 

@@ -1,13 +1,14 @@
 """GPUs of a node: driver and CUDA, memory, links, /dev/shm; each with the remedy.
 
-    python -m rose.doctor.devices WANTED SHM_GIB        on a node of a Slurm job; says its findings as events
+    python -m rose.doctor.devices WANTED SHM_GIB        on a node of a Slurm job; emits its findings as events
 
-`nvidia-smi` tells of the driver, a process of its own of what torch makes of it. Left out: whether
+`nvidia-smi` reports the driver; a process of its own reports what torch makes of it. Left out: whether
 they compute right and how fast (scripts/gpu_check.py), and NCCL (all_reduce.py).
 """  # noqa: E501
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.config import Config, ConfigError
-from rose.doctor.finding import IMPORT_S, Ended, Finding, run, say
+from rose.doctor.finding import IMPORT_S, Ended, Finding, emit, run
 from rose.launch import gpus
 
 FIELDS = "index,name,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
@@ -96,15 +97,15 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
     if not listed:
         if not wanted and not (asked and asked.code):
             return [Finding("ok", PART, "none, and none needed on this machine"), room]
-        told = asked and (asked.code or asked.err)
+        fails = asked and (asked.code or asked.err)
         words = f"none of {wanted}: " if wanted else "none: "
-        words += f"nvidia-smi: {asked.last}" if told else "no NVIDIA driver"
+        words += f"nvidia-smi: {asked.last}" if fails else "no NVIDIA driver"
         remedy = (
             "nvidia-smi must list them (a container needs --nv or its like; a reboot mends a "
             "driver that was just updated), or use cluster=local"
         )
         return [Finding("failed" if wanted else "warning", PART, words, remedy), room]
-    seen = run([sys.executable, "-m", "rose.doctor.torch_view"], deadline_s=IMPORT_S)
+    seen = run([sys.executable, "-m", "rose.doctor.devices", "torch"], deadline_s=IMPORT_S)
     found = [here(listed, wanted), *named(wanted), cuda(listed, seen), room, *old(listed)]
     if len(listed) > 1:
         found.append(between(links(run([smi, "topo", "-m"]).out), seen))
@@ -242,7 +243,7 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
     return Finding("ok", part, words)
 
 
-def said(done: Ended) -> list[Finding]:
+def findings(done: Ended) -> list[Finding]:
     """The findings of this program on another node."""
     found = [
         Finding(e["state"], f"{e['part']} on {e['node']}", e["words"], e["remedy"])
@@ -253,6 +254,32 @@ def said(done: Ended) -> list[Finding]:
     return found or [Finding("failed", "GPUs of a node", done.last, remedy)]
 
 
+def emit_torch() -> None:
+    """Emit what torch makes of this machine's GPUs, as one event: {"what": "torch", "version",
+    "cuda": what it was built for or null, "count", "error": "" if it computes on each, "no_peer":
+    pairs that can't read each other's memory}. Called in a process of its own (`python -m
+    rose.doctor.devices torch`), since a broken driver can end it."""
+    import torch
+
+    count, error, no_peer = 0, "", []
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+            count = torch.cuda.device_count()
+            for index in range(count):
+                torch.ones(2, device=f"cuda:{index}").sum().item()
+            pairs = itertools.combinations(range(count), 2)
+            no_peer = [p for p in pairs if not torch.cuda.can_device_access_peer(*p)]
+        except RuntimeError as found:
+            error = str(found).splitlines()[0]
+        error = error or ("" if count else "it sees no GPU")
+    version, cuda = torch.__version__, torch.version.cuda
+    emit("torch", version=version, cuda=cuda, count=count, error=error, no_peer=no_peer)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["torch"]:
+        emit_torch()
+        sys.exit()
     for finding in of_node(int(sys.argv[1]), float(sys.argv[2])):
-        say("finding", **finding._asdict())
+        emit("finding", **finding._asdict())

@@ -1,5 +1,5 @@
-"""What the doctor says of a part, and the processes by which it finds out, here or by srun. Imports
-nothing but the standard library."""
+"""What the doctor finds of a part, and the processes by which it finds out, here or by srun.
+Imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a process ended (124: not by itself), and what it said."""
+    """How a process ended (124: not by itself), and its output."""
 
     code: int
     out: str
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """What it printed by `say`, in order. An event may begin within a line: a launcher that
+        """What it printed by `emit`, in order. An event may begin within a line: a launcher that
         merges the output of several ranks can put it between another's and their line break."""
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
@@ -64,7 +64,7 @@ class Ended(NamedTuple):
         return found
 
 
-def say(what: str, **details: Any) -> None:
+def emit(what: str, **details: Any) -> None:
     """One event of a program that the doctor started, for `Ended.events`."""
     # in one write, unlike print's
     sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")

@@ -3,8 +3,8 @@
     python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
 Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's
-would. Says `open`, then every join, first word, loss and farewell; ends when one rank was lost and
-one has left, or after `HOST_S`.
+would. Prints `open`, then every join, first message, loss and leave; ends when one rank was lost
+and one has left, or after `HOST_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rose import protocol as p
 from rose.comm import join
 from rose.config import Config
 from rose.coordinator.borrowed import Borrowed
-from rose.doctor.finding import say
+from rose.doctor.finding import emit
 
 HOST_S = 50.0
 FIRST_ADDRESS = 1  # this process's own world has rank 0
@@ -32,17 +32,17 @@ class Listener:
     version = 0
 
     def __init__(self) -> None:
-        self.heard_at: dict[str, float] = {}
+        self.last_seen: dict[str, float] = {}
         self.lost = asyncio.Event()
 
     def handle(self, _: int, message: p.WorkerLoad | p.WorkerLeft) -> None:
-        if message.worker not in self.heard_at:
-            say("heard", worker=message.worker)
-        self.heard_at[message.worker] = time.monotonic()
+        if message.worker not in self.last_seen:
+            emit("received", worker=message.worker)
+        self.last_seen[message.worker] = time.monotonic()
 
     def lose(self, worker: str, _: str) -> int:
-        heard = self.heard_at.get(worker)
-        say("lost", worker=worker, seconds=None if heard is None else time.monotonic() - heard)
+        at = self.last_seen.get(worker)
+        emit("lost", worker=worker, seconds=None if at is None else time.monotonic() - at)
         self.lost.set()
         return 0
 
@@ -52,18 +52,18 @@ async def host(c: Config, run_dir: Path) -> None:
     listener, left = Listener(), asyncio.Event()
 
     def changed(what: str, detail: str) -> None:
-        say(what, worker=detail.partition(":")[0], detail=detail)
+        emit(what, worker=detail.partition(":")[0], detail=detail)
         if what == "left":
             left.set()
 
     def fault(what: str, detail: str) -> None:
-        say("fault", detail=f"{what}: {detail}")
+        emit("fault", detail=f"{what}: {detail}")
 
     borrowed = Borrowed(c, run_dir, 1, FIRST_ADDRESS, lambda: listener, fault, changed)
     serving = asyncio.create_task(borrowed.run())
     while join.endpoint(run_dir) is None and not serving.done():
         await asyncio.sleep(0.02)
-    say("open")
+    emit("open")
     seen = asyncio.gather(listener.lost.wait(), left.wait())
     await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():

@@ -26,9 +26,9 @@ LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
 STAGES = (
     ("joined", 1, "no rank could join"),
-    ("heard", 1, "a rank joined, and no message of it came"),
+    ("received", 1, "a rank joined, and no message of it arrived"),
     ("joined", 2, "after one was killed, no other rank could join"),
-    ("heard", 2, "after one was killed, no message of the next came"),
+    ("received", 2, "after one was killed, no message of the next arrived"),
     ("lost", 1, "that a rank was killed went unnoticed"),
     ("left", 2, "the next rank could not leave"),
 )
@@ -93,7 +93,7 @@ def _nodes(ended: Ended, what: str) -> list[str]:
 
 
 def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
-    """What both sides' words tell. `two_nodes`: they should have been on different ones."""
+    """The finding from both sides' events. `two_nodes`: they should have been on different ones."""
     events = host.events()
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
     missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]

@@ -18,7 +18,7 @@ from rose import config as configuration
 from rose import protocol as p
 from rose.comm import join, mpi_process
 from rose.comm.wire import decode, encode
-from rose.doctor.finding import say
+from rose.doctor.finding import emit
 
 FOUND_S = 10.0  # until the host's endpoint is seen
 ANSWER_S = 15.0
@@ -27,7 +27,7 @@ BEATS = 2  # of the host, until it is killed or leaves
 
 
 def main(run_dir: Path) -> int:
-    say("started")
+    emit("started")
     mpi = configuration.load(run_dir / "config.json").cluster.mpi
     for name in mpi_process.launchers():
         del os.environ[name]

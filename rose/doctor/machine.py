@@ -83,7 +83,7 @@ def nccl(
 
 
 def reduced(done: Ended, count: int) -> Finding:
-    """What the end of rose.doctor.all_reduce tells."""
+    """The finding from the end of rose.doctor.all_reduce."""
     part = f"NCCL between {count} GPUs"
     for event in done.events():
         if event["what"] == "all-reduce" and done.code == 0:
@@ -108,12 +108,14 @@ def local_world(c: Config) -> Finding:
 
 
 def world(done: Ended, how: str, remedy: str) -> Finding:
-    """What the events of two ranks tell of their MPI world."""
+    """The finding from two ranks' events about their MPI world."""
     part = f"one MPI world, {how}"
-    said = [event for event in done.events() if event["what"] == "world"]
-    if done.code or not said:
+    events = [event for event in done.events() if event["what"] == "world"]
+    if done.code or not events:
         return Finding("failed", part, done.last, remedy)
-    if len(said) == 2 and all(event["size"] == 2 for event in said):
-        return Finding("ok", part, said[0]["library"])
-    words = f"{len(said)} ranks, each in a world of {said[0]['size']}: mpi4py's MPI is not the one "
+    if len(events) == 2 and all(event["size"] == 2 for event in events):
+        return Finding("ok", part, events[0]["library"])
+    words = (
+        f"{len(events)} ranks, each in a world of {events[0]['size']}: mpi4py's MPI is not the one "
+    )
     return Finding("failed", part, f"{words}whose launcher this is", remedy)

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from rose.doctor.finding import Ended, Finding, say
+from rose.doctor.finding import Ended, Finding, emit
 
 ROUNDS = 5
 SEEN_S = 10.0  # a file that takes longer is not shared
@@ -26,14 +26,14 @@ PART = "files seen between nodes"
 
 def main() -> None:
     if len(sys.argv) > 1:
-        say("files", **exchange(Path(sys.argv[1]), int(sys.argv[2])))
+        emit("files", **exchange(Path(sys.argv[1]), int(sys.argv[2])))
     from mpi4py import MPI
 
     from rose.comm import mpi_process
 
     world = MPI.COMM_WORLD
     mpi_process.unname(world)
-    say("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
+    emit("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
     world.Barrier()
     os._exit(0)
 
@@ -60,7 +60,7 @@ def exchange(folder: Path, side: int) -> dict:
 
 
 def _publish(path: Path) -> None:
-    """As the run does it: whole, on the disk, then under its name."""
+    """Make a file as the run does: whole, on the disk, then under its name."""
     part = path.with_suffix(".part")
     with part.open("w") as file:
         file.write(path.name)
@@ -80,9 +80,9 @@ def _appears(path: Path) -> bool:
 
 
 def files(done: Ended, folder: Path) -> Finding:
-    """What two sides' words tell of `folder`."""
-    said = [event for event in done.events() if event["what"] == "files"]
-    unseen = next((event for event in said if "missing" in event), None)
+    """The finding about `folder` from two sides' events."""
+    events = [event for event in done.events() if event["what"] == "files"]
+    unseen = next((event for event in events if "missing" in event), None)
     if unseen is not None:
         words = f"{unseen['node']} did not see {unseen['missing']} within {SEEN_S:g} s"
         remedy = (
@@ -90,14 +90,14 @@ def files(done: Ended, folder: Path) -> Finding:
             f"{folder} is on none"
         )
         return Finding("failed", PART, words, remedy)
-    if len(said) < 2:
+    if len(events) < 2:
         words = "not tried, since no job over two components ran"
         return Finding("warning", PART, words, "see the MPI world below")
-    here, there = (event["node"] for event in said)
+    here, there = (event["node"] for event in events)
     if here == there:
         words = f"both components ran on {here}"
         return Finding("warning", PART, words, "try again when two nodes are free")
-    seconds = statistics.median(min((event["round_trips"] for event in said), key=sum)) / 2
+    seconds = statistics.median(min((event["round_trips"] for event in events), key=sum)) / 2
     words = f"a file of {here} is seen on {there} after {1e3 * seconds:.0f} ms"
     if seconds > SLOW_S:
         remedy = "joining and weights wait for it; a mount without attribute caching (actimeo=1 or "

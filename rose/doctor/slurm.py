@@ -105,5 +105,5 @@ def gpus(c: Config) -> list[Finding]:
         *container.command(c, []),
     ]
     asked = [*starter, "-m", "rose.doctor.devices", str(count), "0"]
-    found = devices.said(run(asked, local.environment(c), QUEUE_S + GPUS_S))
+    found = devices.findings(run(asked, local.environment(c), QUEUE_S + GPUS_S))
     return [*found, machine.nccl(count, c, starter, QUEUE_S + GPUS_S)] if count > 1 else found

@@ -160,6 +160,6 @@ class Activation:
 
 
 def _moved(found: list[list[float]]) -> Moved:
-    """Of the workers' (given back, free, total)."""
+    """The least of the workers' (given back, free, total)."""
     given, free, total = zip(*found, strict=False)
     return Moved(min(given, key=abs), min(free), min(total))

@@ -90,7 +90,7 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 
 def _measure_headroom(worker: Worker) -> None:
-    """When vLLM's profile run comes, which follows the model's loading; on the instance, too."""
+    """Measure at vLLM's profile run, which follows the model's loading; on the instance, too."""
     profile = worker.determine_available_memory
     worker.rose_headroom = Headroom(worker.device)
 
@@ -142,7 +142,7 @@ class KvWorker:
             return FAILED
 
     def rose_release_blocks(self, block_ids: list[int]) -> int:
-        """What is in these blocks is lost. Returns the bytes that the system got; see
+        """Release these blocks; what is in them is lost. Returns the bytes that the system got; see
         `BlockMemory.release`. On a GPU this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
 

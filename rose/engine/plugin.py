@@ -2,7 +2,7 @@
 engine.
 
 It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to
-wake its loop. A scheduler of another class is left alone. It tells vLLM the GPU of a MIG slice. And
+wake its loop. A scheduler of another class is left alone. It gives vLLM the GPU of a MIG slice. And
 on a CPU it does what vLLM leaves to its environment: it asks Linux for AMX, and keeps the memory of
 one step for the next.
 """

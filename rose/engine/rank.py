@@ -1,9 +1,9 @@
 """A rollout worker: a token server around one engine, without state worth losing.
 
-Tokens go to the coordinator as they are made. When the engine process dies the worker says so at
+Tokens go to the coordinator as they are made. When the engine process dies the worker reports it at
 once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
 elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is
-started, woken and put to sleep when the coordinator says so.
+started, woken and put to sleep at the coordinator's orders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
 class _Word:
-    """Tokens of one version that the coordinator has not been told of."""
+    """Tokens of one version that were not sent to the coordinator yet."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -86,7 +86,7 @@ class RolloutWorker:
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
-        """Until the coordinator says `Shutdown`. Raises when the engine died too often."""
+        """Until the coordinator sends `Shutdown`. Raises when the engine died too often."""
         self._tasks = Tasks()
         try:
             await self._tasks.run_until(*self._services())
@@ -238,9 +238,9 @@ class RolloutWorker:
                     self.dismissed = reason
                     return
                 case _:
-                    self._hear(message)
+                    self._handle(message)
 
-    def _hear(self, message: p.Message) -> None:
+    def _handle(self, message: p.Message) -> None:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
@@ -249,9 +249,10 @@ class RolloutWorker:
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:
-        """Stream one attempt of a turn; an engine's death ends it silently: `WorkerDown` tells."""
+        """Stream one attempt of a turn; an engine's death ends it silently: `WorkerDown` reports
+        that."""
         engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
-        word, told = _Word(engine.version), began
+        word, progress_at = _Word(engine.version), began
         try:
             async for delta in engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
                 now = time.time()
@@ -264,9 +265,9 @@ class RolloutWorker:
                     word = _Word(delta.version)
                 word.add(delta)
                 if delta.finish is None:
-                    if now - told >= PROGRESS_S:
+                    if now - progress_at >= PROGRESS_S:
                         self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
-                        word, told = _Word(delta.version), now
+                        word, progress_at = _Word(delta.version), now
                 else:
                     if delta.finish is p.FinishReason.ABORT:
                         self._returned += 1

@@ -63,7 +63,7 @@ class Staging:
         self._broke_off = any(status["state"] in TOOK for status in found)
 
     async def _settled(self, state: str, timeout_s: float) -> list[dict]:
-        """What the workers say once none of them is in `state` any more. Raises `TransferError`,
+        """What the workers report once none of them is in `state` any more. Raises `TransferError`,
         `EngineError`.
 
         Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile.

@@ -83,7 +83,7 @@ class PagePool:
     waits for by itself. So whoever calls it must have submitted those kernels. vLLM's scheduler
     plans a step while the last one runs, and frees the blocks of a request that has ended though
     that step still writes to them; but it hands each step to the workers before it plans the next,
-    and they do what they are told in that order. A release out of `schedule` is therefore behind
+    and they carry orders out in that order. A release out of `schedule` is therefore behind
     all steps planned so far.
     """
 

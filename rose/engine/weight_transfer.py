@@ -182,7 +182,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if not self._hand_over(staged, status):
                 staged.release()
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
-        except Exception as error:  # the old version goes on serving, and the caller is told
+        except Exception as error:  # the old version goes on serving, and the caller gets the error
             self._failed(error, mixture=False)
 
     def _device_bytes(self, info: UpdateInfo) -> int | None:
@@ -203,7 +203,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staged.check()
         except Exception as error:
             wrong = error
-        staged.release()  # before it is said that this one is done: the next may come at once
+        staged.release()  # before this one is reported done: the next may arrive at once
         if wrong is None:
             took = time.perf_counter() - began
             self._status = self._status | {"state": "loaded", "check_s": took}

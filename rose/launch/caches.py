@@ -23,9 +23,9 @@ FOLDERS = {
 
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
-    """Those of `FOLDERS` that are not `given`, under cluster.cache_dir, or under this node's TMPDIR
-    in a Slurm job; none elsewhere, and none where the folder is somebody else's. Makes the folder,
-    for this user alone."""
+    """The variables of `FOLDERS` that are not `given`, under cluster.cache_dir, or under this
+    node's TMPDIR in a Slurm job; none elsewhere, and none where the folder is somebody else's.
+    Makes the folder, for this user alone."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

@@ -1,9 +1,9 @@
 """The first thing a rank's process does: log, status file, and a guard that sees how it ends.
 
 `run` forks. The parent, a few MB, is the guard: it does nothing but wait, and writes into the
-status file how the rank ended, which nobody else could say of a rank that was killed (mpiexec only
-tells of its first, and without naming it). The child is the rank. Both die with their parents. Left
-out: what a rank does.
+status file how the rank ended, which nobody else could report of a rank that was killed (mpiexec
+only reports its first, and without naming it). The child is the rank. Both die with their parents.
+Left out: what a rank does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     if path.exists():
         last = rank_status.read(run_dir, attempt, rank)
         state = "done" if code == 0 else "failed"
-        _tell(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
+        _write_status(run_dir, attempt, msgspec.structs.replace(last, state=state, exit_code=code))
     return code if code >= 0 else 128 - code
 
 
@@ -109,16 +109,16 @@ def _body(
         BaseException
     ) as error:  # the process ends here whatever it was: say so where it will be looked for
         traceback.print_exc()
-        # still "running": the guard alone says that it ended, so that its exit code is there too
+        # still "running": the guard alone reports that it ended, so that its exit code is there too
         text = f"{type(error).__name__}: {error}"
-        _tell(run_dir, attempt, msgspec.structs.replace(status, error=text))
+        _write_status(run_dir, attempt, msgspec.structs.replace(status, error=text))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     return code
 
 
-def _tell(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
+def _write_status(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
     """Write the status of a rank that ends. It ends, in order, on a full disk too: the launcher,
     which finds its process gone, looks at the disk itself."""
     try:

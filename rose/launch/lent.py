@@ -24,7 +24,7 @@ def noted(run_dir: Path) -> dict[str, str]:
 
 
 def cancel_all(run_dir: Path) -> None:
-    """The run is over: give back what it asked for. Says what Slurm refuses."""
+    """The run is over: give back what it asked for. Prints what Slurm refuses."""
     jobs = list(noted(run_dir).values())
     if not jobs:
         return

@@ -49,8 +49,8 @@ def mpiexec_argv(
     rank_command: Sequence[str] = RANK_COMMAND,
     given: Sequence[str] = (),
 ) -> list[str]:
-    """One block per stretch of ranks with the same environment; `given` names the GPUs to hand out.
-    Pure."""
+    """mpiexec's command line: one block per stretch of ranks with the same environment; `given`
+    names the GPUs to hand out. Pure."""
 
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
@@ -67,7 +67,7 @@ def mpiexec_argv(
 
 
 def find_mpiexec() -> str:
-    """That of this Python's environment (PyPI mpich), else the one on PATH. Raises
+    """The mpiexec of this Python's environment (PyPI mpich), else the one on PATH. Raises
     `ConfigError`."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

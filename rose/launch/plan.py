@@ -17,7 +17,7 @@ from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import ASK_FOR_JOBS
 from rose.launch import container, memory
 from rose.launch.layout import Rank, layout
-from rose.observe.terminal import say
+from rose.observe.terminal import echo
 from rose.protocol import Role
 
 
@@ -179,7 +179,7 @@ def show(plan: Plan, console: Console) -> None:
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
-    say(
+    echo(
         console,
         f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of "
         f"{c.trainer.batch_size} "
@@ -191,18 +191,18 @@ def show(plan: Plan, console: Console) -> None:
         states, weights = memory.waiting_gib(
             c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT]
         )
-        say(
+        echo(
             console,
             f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; "
             f"in host memory wait {states:.1f} GiB of the trainer while engines roll out, "
             f"{weights:.1f} GiB of the engines' weights while the trainer trains",
         )
     if plan.gpus:
-        say(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
+        echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
     if c.cluster.kind == "slurm":
-        say(console, "; ".join(_nodes(plan)))
+        echo(console, "; ".join(_nodes(plan)))
     for warning in plan.warnings:
-        say(console, warning, label="[yellow]warning:[/]")
+        echo(console, warning, label="[yellow]warning:[/]")
 
 
 def _span(members: list[Rank]) -> str:

@@ -30,7 +30,7 @@ from rose.config import Config, ConfigError, Slurm
 from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe import report
-from rose.observe.terminal import say
+from rose.observe.terminal import echo
 
 COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
@@ -104,8 +104,8 @@ def _as_outside_a_job() -> Iterator[None]:
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
-    """Send the run to Slurm; say its id and how to follow it. Raises `ConfigError` with sbatch's
-    own words when it refuses."""
+    """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
+    sbatch's own words when it refuses."""
     run_dir = c.run_dir.resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
@@ -117,7 +117,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
             f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}"
         ) from None
     state.remember(run_dir, job.job_id)
-    say(console, f"submitted {c.name} as job {job.job_id}")
+    echo(console, f"submitted {c.name} as job {job.job_id}")
     log = run_dir / "logs" / f"slurm-{job.job_id}.out"
     for what, command in (
         ("log", f"tail -F {log}"),
@@ -130,7 +130,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
 
 
 class RunFailed(RuntimeError):
-    """The run ended in failure; the message says how. Slurm then calls the job FAILED."""
+    """The run ended in failure; the message is the cause. Slurm then calls the job FAILED."""
 
 
 @dataclass
@@ -246,8 +246,8 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
 def _end_time() -> float | None:
     """When Slurm will end this job, seconds of the epoch; inf without a limit, None while Slurm
     does not say."""
-    if said := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
-        return float(said)
+    if given := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
+        return float(given)
     try:
         asked = subprocess.run(
             ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],

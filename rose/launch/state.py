@@ -38,12 +38,12 @@ ACTIVE = {
     "STAGE_OUT",
 }
 # what squeue says of a job that ended some minutes ago, or never was
-NEVER_HEARD_OF = "invalid job id"
+UNKNOWN_JOB = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
 class JobState(NamedTuple):
-    """One component of a job, as Slurm tells it."""
+    """One component of a job, as Slurm reports it."""
 
     job: str  # 12+0, or 12 if the job has one component
     state: str
@@ -80,8 +80,8 @@ def components(job: str) -> list[JobState]:
     Raises RuntimeError when Slurm doesn't answer, or not with states of jobs: nobody may take a run
     for one that has ended because the controller was busy.
 
-    The controller (squeue) is believed before the accounting (sacct), which hears of a job a moment
-    later but knows it for longer.
+    The controller (squeue) is believed before the accounting (sacct), which knows of a job a moment
+    later, but for longer.
     """
     found = {
         row.job: row
@@ -205,9 +205,9 @@ def _ask(command: list[str]) -> str | None:
         raise RuntimeError(f"{name} can't be run: {error.strerror or error}") from None
     if done.returncode == 0:
         return done.stdout.decode(errors="replace")
-    said = done.stderr.decode(errors="replace").strip()
-    if name == "squeue" and NEVER_HEARD_OF not in said.lower():
-        last = said.splitlines()[-1] if said else f"exit code {done.returncode}, without a word"
+    output = done.stderr.decode(errors="replace").strip()
+    if name == "squeue" and UNKNOWN_JOB not in output.lower():
+        last = output.splitlines()[-1] if output else f"exit code {done.returncode}, no output"
         raise RuntimeError(f"squeue failed: {last}")
     return None
 

@@ -182,7 +182,7 @@ class Job:
         )
 
     def _explained(self, failure: str) -> Outcome:
-        """A rank that dies of a disk that takes no more may not be able to say so: it then looks
+        """A rank that dies of a disk that takes no more may not be able to report it: it then looks
         lost, and isn't."""
         refused = files.refusal(self.run_dir)
         if refused and self.lost:
@@ -206,9 +206,9 @@ class Job:
             return  # `end_all` ends it
 
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
-        """Ranks that failed, and ranks whose process is gone without a word (their guard died too),
-        once they have been so at two looks in a row: a guard needs a moment to write. Those on
-        other hosts are believed while the starter, which watches them, lives."""
+        """Ranks that failed, and ranks whose process is gone without a status (their guard died
+        too), once they have been so at two looks in a row: a guard needs a moment to write. Those
+        on other hosts are believed while the starter, which watches them, lives."""
         gone = {
             s.rank
             for s in states.values()

@@ -1,11 +1,11 @@
-"""What the two engines of a device tell each other, in shared memory: one writer a board, any
-number of readers.
+"""The states that the two engines of a device publish to each other, in shared memory: one writer a
+board, any number of readers.
 
 A board is a file of fixed size in /dev/shm: header (magic, layout, sequence number, checksum), then
 its fields as float64. Each write has a number of its own, and the checksum is over that number and
 the fields: a reader takes a copy and checks it. So a torn, damaged, foreign or outdated board is
-never taken for a state: `read` says None, and `why` says what is wrong. Times are CLOCK_MONOTONIC,
-which all processes of a node share and nobody sets.
+never taken for a state: `read` returns None, and `why` states what is wrong. Times are
+CLOCK_MONOTONIC, which all processes of a node share and nobody sets.
 """
 
 from __future__ import annotations

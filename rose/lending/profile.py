@@ -151,7 +151,7 @@ def measure(
     # both as on a shared device: KV caches of that layout, though here each keeps its own
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
     os.environ.pop(plugin.FOLDER, None)  # an engine that finds boards asks before each step
-    say("importing vLLM")
+    log("importing vLLM")
     start.preload()
     found = fingerprint(config, model)
     began, stolen = time.monotonic(), stolen_s()
@@ -178,19 +178,19 @@ async def _measure(
 
     engines: list[m.Measured] = []
     try:
-        say(f"starting the online engine of {config.serving.online.model}")
+        log(f"starting the online engine of {config.serving.online.model}")
         engines.append(m.Measured(online_side(config), gpus, scratch / "online.jsonl"))
-        say("measuring it alone")
+        log("measuring it alone")
         online = await m.alone(engines[0], ALONE * seconds)
-        say(f"starting the rollout engine of {model}")
+        log(f"starting the rollout engine of {model}")
         engines.append(
             m.Measured(rollout_side(config, model), gpus, scratch / "rollout.jsonl", seed=1)
         )
-        say("measuring it alone")
+        log("measuring it alone")
         rollout = await m.alone(engines[1], ALONE * seconds)
         if not gpus and config.serving.lending.priority == "idle":
             engines[1].lower_priority()
-        say("measuring both together")
+        log("measuring both together")
         return (
             {"online": online, "rollout": rollout},
             await m.together(*engines, online, rollout, (1 - 2 * ALONE) * seconds),
@@ -309,7 +309,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def say(words: str) -> None:
+def log(words: str) -> None:
     print(f"rose.lending.profile {time.strftime('%H:%M:%S')} {words}", flush=True)
 
 

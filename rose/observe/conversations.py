@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps, telling
+from rose.observe.trajectories import Part, Shown, Texts, notable, read, saved_steps
 
 MAX_STEPS = 24  # evenly thinned, the first and the last among them
 MAX_CHARACTERS = 4000  # of a trajectory: some 400 kB for the most steps
@@ -38,7 +38,7 @@ def _step(run_dir: Path, step: int, texts: Texts) -> str:
         trajectories = read(run_dir, step)
     except (OSError, ValueError) as error:
         return f"<p class=muted>Step {step}: {escape(str(error))}</p>"
-    shown = "".join(_trajectory(why, each, texts) for why, each in telling(trajectories))
+    shown = "".join(_trajectory(why, each, texts) for why, each in notable(trajectories))
     rewards = [each.reward for each in trajectories]
     mean = f", mean reward {np.mean(rewards):.3f}" if rewards else ""
     return (
@@ -48,10 +48,10 @@ def _step(run_dir: Path, step: int, texts: Texts) -> str:
 
 
 def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
-    domain = shown.told.get("domain")
+    domain = shown.record.get("domain")
     words = (
         f"{why}: {shown.id}{f', {domain}' if domain else ''}; reward {shown.reward:g}, "
-        f"{shown.outcome}; {shown.told.get('turns', '?')} turns, {shown.made} of {shown.length} "
+        f"{shown.outcome}; {shown.record.get('turns', '?')} turns, {shown.made} of {shown.length} "
         "tokens made"
     )
     left = MAX_CHARACTERS
@@ -72,11 +72,11 @@ def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
 
 
 def _part(part: Part, turn: str, text: str) -> str:
-    told = f"{turn} · " * bool(turn) + f"{len(part.tokens)} tokens"
+    title = f"{turn} · " * bool(turn) + f"{len(part.tokens)} tokens"
     if part.made:
-        told += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.2f}"
+        title += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.2f}"
     kind = "made" if part.made else "given"
-    return f"<div class={kind}><span class=muted>{told}</span><pre>{escape(text)}</pre></div>"
+    return f"<div class={kind}><span class=muted>{title}</span><pre>{escape(text)}</pre></div>"
 
 
 def cut(text: str, most: int) -> str:

@@ -39,10 +39,10 @@ def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def html(run_dir: Path) -> str:
     """A table, "" without any such device."""
-    rows = [_row(Path(run_dir).resolve(), folder, told) for folder, told in read(run_dir)]
+    rows = [_row(Path(run_dir).resolve(), folder, summary) for folder, summary in read(run_dir)]
     if not rows:
         return ""
-    begin = ("Online server beside a lent engine", "Attainment while lending", "otherwise")
+    begin = ("Online server beside a borrowed engine", "Attainment while lending", "otherwise")
     titles = (*begin, *LATENCIES.values(), "Preempted", "Tokens lent", "Handed back")
     return f"<h3>What serving kept</h3>{table(titles, rows)}" + (
         "<p class=muted>Attainment: online requests within both P99 targets. Latencies: measured, "
@@ -50,15 +50,15 @@ def html(run_dir: Path) -> str:
     )
 
 
-def _row(run_dir: Path, folder: Path, told: dict[str, Any]) -> list[str]:
+def _row(run_dir: Path, folder: Path, summary: dict[str, Any]) -> list[str]:
     link = escape(f"../{folder.relative_to(run_dir.parent)}/report.html", quote=True)
-    at = time.strftime("%H:%M", time.localtime(told["time"]))
-    cells = [f'<a href="{link}">{escape(told["device"])}</a> <span class=muted>{at}</span>']
-    cells += [_share(*told["attained"][when]) for when in ("with", "without")]
+    at = time.strftime("%H:%M", time.localtime(summary["time"]))
+    cells = [f'<a href="{link}">{escape(summary["device"])}</a> <span class=muted>{at}</span>']
+    cells += [_share(*summary["attained"][when]) for when in ("with", "without")]
     for key in LATENCIES:
-        measured, target = told["measured"].get(key), told["slo"].get(key)
+        measured, target = summary["measured"].get(key), summary["slo"].get(key)
         cells.append(f"{milliseconds(measured)} <span class=muted>of {milliseconds(target)}</span>")
-    return cells + [f"{told[key]:,.0f}" for key in ("preempted", "made_tokens", "evicted")]
+    return cells + [f"{summary[key]:,.0f}" for key in ("preempted", "made_tokens", "evicted")]
 
 
 def _share(met: float, finished: float) -> str:

@@ -22,7 +22,7 @@ from rose.observe.recorder import read_lines
 from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
-EVENTS = ("fault", "worker")  # kinds of rows that say what happened: `what` and `detail`
+EVENTS = ("fault", "worker")  # kinds of rows that record what happened: `what` and `detail`
 
 
 class MetricsWriter:

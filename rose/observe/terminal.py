@@ -40,7 +40,7 @@ def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> N
         _follow_lines(Path(run_dir), stop, console)
 
 
-def say(console: Console, text: str, label: str = "", style: str | None = None) -> None:
+def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:
     """Print `text` as it stands, whatever brackets and lines it has, after `label` (markup)."""
     if label:
         console.print(label, end=" ")
@@ -66,7 +66,7 @@ def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> 
     for _ in _polls(stop):
         rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
         for row in rows[min(shown, len(rows)) :]:  # a resume cuts the file back
-            say(console, describe(row, status.steps))
+            echo(console, describe(row, status.steps))
         shown = len(rows)
 
 
@@ -224,17 +224,17 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
         utf, width = "utf" in (console.encoding or "").lower(), min(60, console.width - 8)
-        say(console, "\nSuccess of the training episodes")
+        echo(console, "\nSuccess of the training episodes")
         for line in curve(values, width, 6, dots=utf):
-            say(console, line, style="blue" if utf else None)
+            echo(console, line, style="blue" if utf else None)
         first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
-        say(console, f"      {first}{last:>{max(1, width - len(first))}}")
+        echo(console, f"      {first}{last:>{max(1, width - len(first))}}")
     path = Path(run_dir) / report.FILE
     if path.exists():
-        say(console, f"\nReport: {path}")
+        echo(console, f"\nReport: {path}")
     if steps:
         run = shlex.quote(str(run_dir))
-        say(console, f"Take the model home: python -m rose.export {run} --out my-model")
+        echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:

@@ -2,8 +2,8 @@
 observe.mlflow) and installed.
 
 Each tracker has a thread of its own, which takes rows from a queue: a server that is slow or away
-costs the run nothing, and what it misses is told once. A resumed run continues the tracker's own
-run, whose id is in trackers.json. Left out: files and media; keys and passwords, which both
+costs the run nothing, and what it misses is reported once. A resumed run continues the tracker's
+own run, whose id is in trackers.json. Left out: files and media; keys and passwords, which both
 packages take from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
 """
 
@@ -35,7 +35,7 @@ _ids_lock = threading.Lock()  # of FILE, which each tracker's thread adds its id
 
 
 class Tracker(Protocol):
-    """Made, used and closed in one thread; whatever it raises is told, and ends nothing."""
+    """Made, used and closed in one thread; whatever it raises is reported, and ends nothing."""
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None: ...
 
@@ -84,9 +84,11 @@ class MlflowTracker:
         self._metric, self._client = Metric, MlflowClient(tracking_uri=wanted.uri)
         self.id = run_id(run_dir, "mlflow", lambda: self._new(wanted.experiment, config.name))
         self._client.update_run(self.id, status="RUNNING")
-        told = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in _flat(to_dict(config))]
+        params = [
+            Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in _flat(to_dict(config))
+        ]
         known = self._client.get_run(self.id).data.params  # which can't be changed
-        new = [param for param in told if param.key not in known]
+        new = [param for param in params if param.key not in known]
         for at in range(0, len(new), PARAMETERS_AT_ONCE):
             self._client.log_batch(self.id, params=new[at : at + PARAMETERS_AT_ONCE])
 
@@ -160,7 +162,7 @@ def _ids(path: Path) -> dict[str, str]:
 
 
 class Background:
-    """A tracker behind a queue. `faults` are what went wrong and has not been told yet."""
+    """A tracker behind a queue. `faults` are what went wrong and has not been reported yet."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], close_s: float):
         self.name, self._close_s = name, close_s
@@ -175,7 +177,7 @@ class Background:
         try:
             self._rows.put_nowait((step, time_s, dict(values)))
         except queue.Full:
-            self._tell(f"it takes no rows: {WAITING_ROWS} are waiting")
+            self._report(f"it takes no rows: {WAITING_ROWS} are waiting")
 
     def close(self) -> None:
         """Give it `close_s` seconds for what is waiting."""
@@ -185,29 +187,29 @@ class Background:
             return
         self._thread.join(self._close_s)
         if self._thread.is_alive():
-            self._tell(f"it has not taken all rows {self._close_s:g} s after the run's end")
+            self._report(f"it has not taken all rows {self._close_s:g} s after the run's end")
 
     def _run(self, make: Callable[[], Tracker]) -> None:
         # A tracker may raise anything, SystemExit included.
         try:
             tracker = make()
         except BaseException as error:
-            self._tell(f"it did not start: {type(error).__name__}: {error}")
+            self._report(f"it did not start: {type(error).__name__}: {error}")
             return
         while (row := self._rows.get()) is not None:
             try:
                 tracker.write(*row)
             except BaseException as error:
-                self._tell(
+                self._report(
                     f"rows are missing from step {row[0]} on: {type(error).__name__}: {error}"
                 )
         try:
             tracker.close()
         except BaseException as error:
-            self._tell(f"it did not end in order: {type(error).__name__}: {error}")
+            self._report(f"it did not end in order: {type(error).__name__}: {error}")
 
-    def _tell(self, what: str) -> None:
-        """Once: a server that is away says the same of each row."""
+    def _report(self, what: str) -> None:
+        """Once: a server that is away fails in the same way for each row."""
         if not self._lost:
             self._lost = True
             self.faults.put(f"{self.name}: {what}"[:1000])

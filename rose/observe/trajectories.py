@@ -62,22 +62,22 @@ class Sample(NamedTuple):
 
 @dataclass
 class Shown:
-    """A trajectory with its samples. `told` is its record without tokens and branches."""
+    """A trajectory with its samples. `record`: what its file holds, without tokens and branches."""
 
-    told: dict[str, Any]
+    record: dict[str, Any]
     samples: list[Sample]
 
     @property
     def id(self) -> str:
-        return str(self.told["id"])
+        return str(self.record["id"])
 
     @property
     def reward(self) -> float:
-        return float(self.told.get("reward") or 0.0)
+        return float(self.record.get("reward") or 0.0)
 
     def about(self, part: Part) -> str:
         """Which turn made it, and what that one's reward was, in words; "" where not known."""
-        rewards = self.told.get("turn_rewards") or []
+        rewards = self.record.get("turn_rewards") or []
         if part.turn < 0:
             return ""
         paid = f", reward {rewards[part.turn]:g}" if part.turn < len(rewards) else ""
@@ -96,15 +96,15 @@ class Shown:
     @property
     def failed(self) -> bool:
         """A limit ended it, or a tool call of it could not be read."""
-        return bool(self.told.get("truncated") or self.told.get("invalid_calls"))
+        return bool(self.record.get("truncated") or self.record.get("invalid_calls"))
 
     @property
     def outcome(self) -> str:
         """In words."""
-        words = ["solved" if self.told.get("success") else "not solved"]
-        if self.told.get("truncated"):
+        words = ["solved" if self.record.get("success") else "not solved"]
+        if self.record.get("truncated"):
             words.append("cut by a limit")
-        if calls := self.told.get("invalid_calls"):
+        if calls := self.record.get("invalid_calls"):
             words.append(f"{calls} unreadable call{'s' * (calls > 1)}")
         return ", ".join(words)
 
@@ -121,12 +121,12 @@ def read(run_dir: Path, step: int) -> list[Shown]:
     try:
         for group in msgspec.msgpack.decode(path.read_bytes()):
             for record in group:
-                # by name, not by type: a later release may have told more of it
+                # by name, not by type: a later release may have stored more fields
                 leaves = [record, *record.get("branches", ())]
-                told = {k: v for k, v in record.items() if not isinstance(v, bytes)}
+                record = {k: v for k, v in record.items() if not isinstance(v, bytes)}
                 for key in ("branches", "turn_tokens"):
-                    told.pop(key, None)
-                found.append(Shown(told, [_sample(leaf) for leaf in leaves]))
+                    record.pop(key, None)
+                found.append(Shown(record, [_sample(leaf) for leaf in leaves]))
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: holds no trajectories: {type(error).__name__}: {error}"
@@ -151,8 +151,8 @@ def _sample(record: dict[str, Any]) -> Sample:
     return found
 
 
-def telling(trajectories: list[Shown]) -> list[tuple[str, Shown]]:
-    """(why, trajectory) of the few that tell most of a step, none twice: with the best and the
+def notable(trajectories: list[Shown]) -> list[tuple[str, Shown]]:
+    """(why, trajectory) of the few that show most of a step, none twice: with the best and the
     worst reward, the one of the most tokens, and one that failed."""
     if not trajectories:
         return []

@@ -25,7 +25,7 @@ class Stream:
         return len(self._again)
 
     def admit(self) -> AdmitGroup:
-        """What was put back first, else the next index."""
+        """Admit what was put back first, else the next index."""
         if self._again:
             index, retry = self._again.popleft()
             return AdmitGroup(index, group_name(index, retry))

@@ -110,13 +110,13 @@ class Levels:
         self._running: dict[str, _Trajectory] = {}
 
     def of(self, turn: TurnState) -> int:
-        """From 0; judged anew at a trajectory's next turn."""
+        """The trajectory's level, from 0; judged anew at a trajectory's next turn."""
         trajectory = self._running.setdefault(turn.trajectory, _Trajectory())
         if trajectory.judged != turn.turn:  # it is asked for again when it lost its worker
             self._judge(trajectory, turn)
         return trajectory.level
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
             case TurnEnded(turn=name, tokens=tokens):
                 turn = cluster.turns[name]

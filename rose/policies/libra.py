@@ -47,8 +47,8 @@ class Mlfq:
         rank = level if self.first == "short" else len(self._levels.limits) - level
         return turn.sequence + rank * self.patience
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
-        self._levels.heard(event, cluster)
+    def on_event(self, event: Event, cluster: Cluster) -> None:
+        self._levels.on_event(event, cluster)
 
 
 class LibraRouting:
@@ -76,8 +76,8 @@ class LibraRouting:
         self._bucket: dict[str, int] = {}  # worker -> its bucket
         self._sizes = [0] * len(shares)  # workers of each
 
-    def heard(self, event: Event, cluster: Cluster) -> list:
-        self._levels.heard(event, cluster)
+    def on_event(self, event: Event, cluster: Cluster) -> list:
+        self._levels.on_event(event, cluster)
         match event:
             case WorkerJoined(worker=worker):
                 self._remove(worker)
@@ -168,7 +168,7 @@ class LibraPlanner:
     def joins_resting(self, kind: str) -> bool:
         return kind == "hybrid"
 
-    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
+    def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         match event:
             case TrajectoryEnded(tokens=tokens) if tokens:
                 self._lengths.append(tokens)

@@ -130,8 +130,8 @@ class AllIdle(RoseProvisioning):
     def joins_resting(self, kind: str) -> bool:
         return kind in ("cooperative", "hybrid")
 
-    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
-        actions = super().heard(event, cluster)
+    def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
+        actions = super().on_event(event, cluster)
         match event:
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since = self._waited_s, at
@@ -166,7 +166,7 @@ class DueFirst:
     def key(self, turn: TurnState, cluster: Cluster) -> int:
         return self._versions.setdefault(turn.group, cluster.version)
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
             case GroupFinished(group=group):
                 self._versions.pop(group, None)
@@ -203,9 +203,9 @@ class EarliestFinish:
         # KV tokens of all ready workers, and decisions until it is summed anew
         self._kv, self._look_in = (0, 0)
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
-        self._speeds.heard(event, cluster)
-        self._lengths.heard(event, cluster)
+    def on_event(self, event: Event, cluster: Cluster) -> None:
+        self._speeds.on_event(event, cluster)
+        self._lengths.on_event(event, cluster)
         if isinstance(event, TrajectoryEnded):
             self._begun.pop(event.trajectory, None)
 

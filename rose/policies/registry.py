@@ -104,8 +104,8 @@ def _policy(kind: str, chosen: cfg.Policy) -> Any:
         try:
             msgspec.convert(value, types.get(key, Any))
         except msgspec.ValidationError as error:
-            said = str(error)[0].lower() + str(error)[1:]
-            raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={value!r}: {said}") from None
+            reason = str(error)[0].lower() + str(error)[1:]
+            raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={value!r}: {reason}") from None
     try:
         made = policy(**chosen.args)
     except (TypeError, ValueError) as error:

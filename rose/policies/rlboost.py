@@ -47,7 +47,7 @@ class RlBoost:
         self._rested: float | None = None
         self._trained: float | None = None
 
-    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
+    def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         match event:
             case TrajectoryEnded(tokens=tokens):
                 self._tokens += tokens

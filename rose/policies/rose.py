@@ -66,9 +66,9 @@ class RoseRouting:
         ] = {}  # lane -> decisions until it is asked again whether waiting pays
         self._all_wait = False  # those of the lane that was asked about last
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
-        self._speeds.heard(event, cluster)
-        self._lengths.heard(event, cluster)
+    def on_event(self, event: Event, cluster: Cluster) -> None:
+        self._speeds.on_event(event, cluster)
+        self._lengths.on_event(event, cluster)
         match event:
             case TrajectoryEnded(trajectory=trajectory):
                 self._leave(trajectory)
@@ -221,10 +221,11 @@ class RoseRouting:
 
     def _rest(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
         """Seconds until the running turn has made `left` tokens more."""
-        token_s, silent = self._speeds.token_s(turn), at - turn.heard_at
+        token_s, silent = self._speeds.token_s(turn), at - turn.progress_at
         if token_s is not None:
             return max(
-                token_s * left, silent if silent > 2 * (turn.heard_at - turn.assigned_at) else 0.0
+                token_s * left,
+                silent if silent > 2 * (turn.progress_at - turn.assigned_at) else 0.0,
             )
         if self._is_known(here):
             return self._speeds.staying_s(turn, here, left)
@@ -294,7 +295,7 @@ class RoseProvisioning:
     def joins_resting(self, kind: str) -> bool:
         return kind == "cooperative"
 
-    def heard(self, event: Event, cluster: Cluster) -> list[Action]:
+    def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         match event:
             case WorkerJoined(at=at, worker=name, kind="cooperative"):
                 self._use[name] = RecentMean(at, 0.0)

@@ -36,8 +36,8 @@ class Seer:
         return self.chunk_tokens if left > self.chunk_tokens else 0
 
     def kv_need(self, turn: TurnState) -> int:
-        """Of the next chunk, not of the whole output: what a chunk needs is known, so engines are
-        filled with no preemption (Seer's divided rollout does both with one cut)."""
+        """KV tokens of the next chunk, not of the whole output: what a chunk needs is known, so
+        engines are filled with no preemption (Seer's divided rollout does both with one cut)."""
         made = turn.made_tokens
         return turn.context_tokens + min(made + self.chunk_tokens, turn.max_new_tokens)
 
@@ -82,7 +82,7 @@ class LongestFirst:
             return 0, group.made[turn.trajectory] + turn.made_tokens
         return 1, float("-inf")
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         self._moved = []
         match event:
             case TurnEnded(turn=name, tokens=tokens):

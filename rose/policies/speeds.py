@@ -30,7 +30,7 @@ class Lengths:
             str | None, tuple[float, int]
         ] = {}  # domain -> mean output of a turn, and their number
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
             case TurnEnded(turn=name, tokens=tokens) if tokens:
                 turn = cluster.turns[name]
@@ -95,7 +95,7 @@ class Speeds:
         self._sent: dict[str, Sent] = {}
         self._held: dict[str, int] = {}  # worker -> tokens of context
 
-    def heard(self, event: Event, cluster: Cluster) -> None:
+    def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
             case TurnReturned(at=at, turn=name, chunk=True):
                 turn = cluster.turns[name]
@@ -156,13 +156,13 @@ class Speeds:
 
     def moved(self, turn: TurnState, worker: WorkerState) -> None:
         """Learns from an attempt that is cut off now, up to the last word of it."""
-        self.ended(turn, worker, turn.heard_at, turn.made_tokens)
+        self.ended(turn, worker, turn.progress_at, turn.made_tokens)
 
     def token_s(self, turn: TurnState) -> float | None:
         """Seconds per token of the attempt that runs, as measured; None: too few have come."""
         sent = self._sent.get(turn.turn)
         tokens = turn.made_tokens - sent.made if sent is not None else 0
-        return (turn.heard_at - turn.assigned_at) / tokens if tokens >= FEW_TOKENS else None
+        return (turn.progress_at - turn.assigned_at) / tokens if tokens >= FEW_TOKENS else None
 
     def knows(self, worker: WorkerState) -> bool:
         """Whether an attempt went to its end there."""

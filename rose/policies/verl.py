@@ -63,7 +63,7 @@ class OneStepOff:
     Batches don't mix: a slow group holds up its own batch, never another (`bounded_staleness` with
     eta=1 mixes). A group that the filter refuses is replaced within its batch, up to `max_admitted`
     times it, as in `synchronous`. After the last step one batch has been begun in vain: no policy
-    is told which step is the last. Live: turns in flight when the new version comes go on by
+    is given the last step. Live: turns in flight when the new version comes go on by
     `transfer.in_flight`, so a trajectory may end on newer weights than it began with.
     """
 

@@ -33,8 +33,9 @@ class Decider(Protocol):
 
 
 class ActionQueue:
-    """`carry_out` does what the scheduler says, at once or by a message. What it raises goes to the
-    caller of `feed`; events that still wait are handled by the next `feed`, before its own."""
+    """`carry_out` does one action of the scheduler's, at once or by a message. What it raises goes
+    to the caller of `feed`; events that still wait are handled by the next `feed`, before its
+    own."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class ActionQueue:
         self._draining = False
 
     def feed(self, event: Event) -> None:
-        """Tell the scheduler, and do what it says, before this returns; called while an action is
-        carried out, after the actions that are left."""
+        """Pass the event to the scheduler, and do its actions, before this returns; called while an
+        action is carried out, after the actions that are left."""
         self._events.append(event)
         if self._draining:
             return

@@ -16,8 +16,8 @@ from rose.scheduler.dispatch import Dispatch
 from rose.scheduler.events import Action, Event
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.policies import (
-    HEARD,
-    HEARD_BEFORE,
+    OBSERVED,
+    OBSERVED_BEFORE,
     Batching,
     Order,
     Provisioning,
@@ -47,7 +47,7 @@ class Scheduler:
         self._sequence = 0
         self._deadlines: list[
             tuple[float, int, str, int]
-        ] = []  # heap: (heard at, sequence, turn, attempt)
+        ] = []  # heap: (progress at, sequence, turn, attempt)
         handlers: dict[type[Event], Callable[[Any], list[Action]]] = {
             ev.WorkerJoined: self._worker_joined,
             ev.WorkerLost: self._worker_lost,
@@ -68,34 +68,36 @@ class Scheduler:
             ev.GroupFinished: self._group_finished,
             ev.Tick: self._tick,
         }
-        # the handler of each event, and whether policies hear of it before, or after
+        # the handler of each event, and whether policies receive it before, or after
         self._handlers = {
-            kind: (handler, kind in HEARD_BEFORE, kind in HEARD)
+            kind: (handler, kind in OBSERVED_BEFORE, kind in OBSERVED)
             for kind, handler in handlers.items()
         }
         self._listeners: list[Callable] = [
-            policy.heard
+            policy.on_event
             for policy in (provisioning, routing, order, batching)
-            if hasattr(policy, "heard")
+            if hasattr(policy, "on_event")
         ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
         self._published = optional(batching, "published", lambda version: [])
-        self._hears_of_ends = optional(batching, "trajectory_ended", lambda trajectory, group: [])
+        self._batching_trajectory_ended = optional(
+            batching, "trajectory_ended", lambda trajectory, group: []
+        )
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return what must be done now, in this order (`ActionQueue`): what follows
-        from the event, what policies that hear of it say, then the turns that find a worker. So an
-        action comes after those that make room for it: a turn is aborted before another takes its
-        place, a worker is told to load before it is given turns."""
+        from the event, what policies that observe it decide, then the turns that find a worker. So
+        an action comes after those that make room for it: a turn is aborted before another takes
+        its place, a worker is ordered to load before it is given turns."""
         kind = type(event)
         if kind is ev.TurnProgressed:  # frees nothing, and comes most often
             self._turn_progressed(event)
             return []
         handler, before, after = self._handlers[kind]
-        heard = self._hear(event) if before else []
-        actions = handler(event) + heard
+        decided = self._notify(event) if before else []
+        actions = handler(event) + decided
         if after:
-            actions += self._hear(event)
+            actions += self._notify(event)
         if before or after:
             self._queue.reorder(event)
         tick = kind is ev.Tick
@@ -122,15 +124,15 @@ class Scheduler:
     def waiting(self) -> int:
         return self.cluster.waiting
 
-    def _hear(self, event: Event) -> list[Action]:
-        """Policies hear of what is true only: no word on a turn or worker that is gone, or on a
-        late attempt."""
+    def _notify(self, event: Event) -> list[Action]:
+        """Policies receive an event only if it is true: none of a turn or worker that is gone, or
+        of a late attempt."""
         if not self._listeners or not self._is_true(event):
             return []
         actions: list[Action] = []
-        for heard in self._listeners:
-            if said := heard(event, self.cluster):
-                actions += self._carry_out(said)
+        for on_event in self._listeners:
+            if decided := on_event(event, self.cluster):
+                actions += self._carry_out(decided)
         return actions
 
     def _is_true(self, event: Event) -> bool:
@@ -145,10 +147,10 @@ class Scheduler:
         return True
 
     def _carry_out(self, actions: list[Action]) -> list[Action]:
-        """What policies said, and what follows from it."""
-        said: list[Action] = []
+        """What policies decided, and what follows from it."""
+        done: list[Action] = []
         for action in actions:
-            said.append(action)
+            done.append(action)
             match action:
                 case ev.StartTraining():
                     self.cluster.training = True
@@ -157,10 +159,10 @@ class Scheduler:
                 case ev.ReleaseCapacity(request):
                     del self.cluster.requests[request]
                 case ev.UseWorker(worker):
-                    said += self._use(worker)
+                    done += self._use(worker)
                 case ev.RestWorker(worker):
-                    said += self._rest(worker)
-        return said
+                    done += self._rest(worker)
+        return done
 
     # ----------------------------------------------------------------- workers
 
@@ -184,7 +186,7 @@ class Scheduler:
         actions: list[Action] = []
         for name in e.ended:
             if turn := self.cluster.turns.get(name):
-                actions += self._hear(ev.TurnEnded(at=e.at, turn=name, tokens=turn.made_tokens))
+                actions += self._notify(ev.TurnEnded(at=e.at, turn=name, tokens=turn.made_tokens))
             self._end(name)
         self._forget_worker(e.worker)
         return actions
@@ -316,7 +318,7 @@ class Scheduler:
         turn = self.cluster.turns.get(e.turn)
         if turn is not None and turn.worker is not None and turn.attempt == e.attempt:
             turn.made_tokens += e.tokens
-            turn.heard_at = e.at
+            turn.progress_at = e.at
         return []
 
     def _turn_ended(self, e: ev.TurnEnded) -> list[Action]:
@@ -325,7 +327,7 @@ class Scheduler:
 
     def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
         """No stall: however often that happens, the run goes on. The worker gets nothing before it
-        has said what it can take now, or it would give the next turn back at once; and this one
+        has reported what it can take now, or it would give the next turn back at once; and this one
         only if no other worker has room. None of that after a chunk."""
         turn = self.cluster.turns.get(e.turn)
         if turn is None or turn.worker is None or turn.attempt != e.attempt:
@@ -340,7 +342,7 @@ class Scheduler:
     def _trajectory_ended(self, e: ev.TrajectoryEnded) -> list[Action]:
         self._leave_home(e.trajectory)
         group = self.cluster.group_of.pop(e.trajectory, "")
-        return self._carry_out(self._hears_of_ends(e.trajectory, group))
+        return self._carry_out(self._batching_trajectory_ended(e.trajectory, group))
 
     def _end(self, name: str) -> None:
         turn = self.cluster.turns.pop(name, None)
@@ -391,7 +393,7 @@ class Scheduler:
         """Turns without a token for `turn_timeout_s` go elsewhere (stall deadline)."""
         actions: list[Action] = []
         while self._deadlines and at - self._deadlines[0][0] > self._turn_timeout_s:
-            heard_at, sequence, name, attempt = heappop(self._deadlines)
+            progress_at, sequence, name, attempt = heappop(self._deadlines)
             turn = self.cluster.turns.get(name)
             if (
                 turn is None
@@ -399,8 +401,8 @@ class Scheduler:
                 or (turn.sequence, turn.attempt) != (sequence, attempt)
             ):
                 continue
-            if turn.heard_at != heard_at and at - turn.heard_at <= self._turn_timeout_s:
-                heappush(self._deadlines, (turn.heard_at, sequence, name, attempt))
+            if turn.progress_at != progress_at and at - turn.progress_at <= self._turn_timeout_s:
+                heappush(self._deadlines, (turn.progress_at, sequence, name, attempt))
                 continue
             turn.stalls += 1
             actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt, "stalled"))

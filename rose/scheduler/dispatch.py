@@ -171,7 +171,7 @@ class Dispatch:
         return self._assign(turn, worker, at)
 
     def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> AssignTurn:
-        turn.worker, turn.assigned_at, turn.heard_at = worker.worker, at, at
+        turn.worker, turn.assigned_at, turn.progress_at = worker.worker, at, at
         turn.attempt += 1
         worker.hold(turn)
         self._fleet.changed(worker.worker)

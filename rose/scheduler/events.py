@@ -1,5 +1,5 @@
-"""What the scheduler hears (events) and what it says (actions). Both go into the journal as they
-are.
+"""What the scheduler receives (events) and what it orders (actions). Both go into the journal
+unchanged.
 
 Times are seconds of whatever clock the driver has: the wall's in a live run, the simulation's in a
 simulated one.
@@ -46,7 +46,7 @@ class WorkerLost(Event):
 
 
 class WorkerDraining(Event):
-    """It finishes the turns that it has and takes no others."""
+    """The worker finishes the turns that it has and takes no others."""
 
     worker: str
 
@@ -73,7 +73,7 @@ class CapacityQueued(Event):
 
 
 class CapacityGranted(Event):
-    """Its job runs; the worker joins by itself."""
+    """The requested job runs; the worker joins by itself."""
 
     request: str
 
@@ -119,7 +119,7 @@ class TurnEnded(Event):
 
 
 class TurnReturned(Event):
-    """Its worker gave it back before its end: nothing is wrong with it, and it goes elsewhere.
+    """A worker gave the turn back before its end: nothing is wrong with it, and it goes elsewhere.
     `chunk`: it has made the `max_tokens` of its attempt, and nothing is wrong with the worker
     either."""
 
@@ -141,7 +141,7 @@ class StepBegun(Event):
 
 
 class GroupFinished(Event):
-    """All trajectories of the group are in; `accepted` says whether the filter keeps it."""
+    """All trajectories of the group are in; `accepted`: whether the filter keeps it."""
 
     group: str
     accepted: bool
@@ -176,8 +176,8 @@ AnyEvent = (
 
 
 class AssignTurn(Action):
-    """With `max_tokens` the engine ends the attempt after so many new tokens, and the driver feeds
-    `TurnReturned` with `chunk`; 0: the turn's own limit."""
+    """Send the turn to the worker. With `max_tokens` the engine ends the attempt after so many new
+    tokens, and the driver feeds `TurnReturned` with `chunk`; 0: the turn's own limit."""
 
     turn: str
     worker: str
@@ -236,13 +236,13 @@ class ReleaseCapacity(Action):
 
 
 class UseWorker(Action):
-    """It may take turns. Carried out inside the scheduler; a driver may ignore it."""
+    """The worker may take turns. Carried out inside the scheduler; a driver may ignore it."""
 
     worker: str
 
 
 class RestWorker(Action):
-    """It takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that
+    """The worker takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that
     follow). Carried out inside the scheduler; a driver may ignore it."""
 
     worker: str

@@ -133,7 +133,7 @@ class Fleet:
         self._settle()
         return (self._places[name].worker for name in self._names)
 
-    # ----------------------------------------------------------------- what the scheduler tells
+    # ----------------------------------------------------------------- the scheduler's updates
 
     def changed(self, worker: str) -> None:
         """Anything about it: it is looked at before the next answer."""

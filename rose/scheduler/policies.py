@@ -1,7 +1,7 @@
 """What the four policies must offer, and what they may.
 
-Any policy may also define `heard(event, cluster) -> list[Action] | None`: it hears of the events in
-HEARD and HEARD_BEFORE, and what it answers is done.
+Any policy may also define `on_event(event, cluster) -> list[Action] | None`: it is
+called with the events in OBSERVED and OBSERVED_BEFORE, and the actions that it returns are done.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rose.scheduler.events import Action
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# Heard when the cluster shows it already. The other four while the cluster still shows what ends:
-# so that the group of `cluster.turns[event.turn]` or `cluster.group_of[event.trajectory]` can be
-# told.
-HEARD = frozenset(
+# Delivered when the cluster shows the change already. The other four are delivered while it still
+# shows what ends, so that the group of `cluster.turns[event.turn]` or of
+# `cluster.group_of[event.trajectory]` can be found.
+OBSERVED = frozenset(
     {
         ev.StepBegun,
         ev.VersionPublished,
@@ -30,7 +30,7 @@ HEARD = frozenset(
         ev.CapacityEnded,
     }
 )
-HEARD_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
+OBSERVED_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
 
 
 def optional(policy: Any, method: str, otherwise: Callable) -> Callable:
@@ -44,14 +44,14 @@ class Routing(Protocol):
     `chunk(turn, worker) -> int`: new tokens of this attempt, then the turn goes back to the queue;
     0: all. `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn
     enters the queue; without it context + max_new_tokens. A policy that cuts turns into chunks
-    counts less. `lane(turn) -> Hashable`: where `choose` says None for a turn, it would for those
-    of the same lane that need no less. One lane by default, in which LOOK_AHEAD waiting turns hold
-    up the rest: with lanes they hold up their own. `closed() -> bool`: after `choose` said None,
-    whether it would in this round for all of the lane, whatever they need. `label(worker) ->
-    Hashable`: of a worker's name, from when it is heard that it joined and as long as it is there;
-    the least loaded of a label is what `fleet.least(turn, label=...)` finds. `watches(worker) ->
-    bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run
-    on workers it watches are asked about, a few at each tick and the first whenever another worker
+    counts less. `lane(turn) -> Hashable`: where `choose` returns None for a turn, it would for
+    those of the same lane that need no less. One lane by default, in which LOOK_AHEAD waiting turns
+    hold up the rest: with lanes they hold up their own. `closed() -> bool`: after `choose` returned
+    None, whether it would in this round for all of the lane, whatever they need. `label(worker) ->
+    Hashable`: of a worker's name, from when it joined and as long as it is there; the least loaded
+    of a label is what `fleet.least(turn, label=...)` finds. `watches(worker) -> bool` and
+    `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run on
+    workers it watches are asked about, a few at each tick and the first whenever another worker
     gets free; where it names one of the workers `among`, the turn is aborted and goes there from
     the tokens that it has (MAX_MOVES times).
     """

@@ -19,7 +19,7 @@ class Ranking:
         self._entries: dict[str, tuple[Any, ...]] = {}  # the one of each name that is true
 
     def add(self, name: str, *key: float) -> None:
-        """With this key from now on, whether it was in or not."""
+        """Rank the item by this key from now on, whether it was in or not."""
         entries, heap = self._entries, self._heap
         entry = entries[name] = *key, name
         heappush(heap, entry)
@@ -43,7 +43,8 @@ class Ranking:
     def find(
         self, suits: Callable[[str], bool], among: int, all_of_them: bool = False
     ) -> list[tuple[Any, ...]]:
-        """Of the first `among`, in order, the first that suits, or all that do; [] if none does."""
+        """Among the first `among`, in order, find the first that suits, or all that do; [] if none
+        does."""
         heap, seen, found = self._heap, [], []
         for _ in range(min(among, len(self._entries))):
             entry = self.first()

@@ -30,7 +30,7 @@ class TurnState:
     attempt: int = 0  # dispatches so far
     worker: str | None = None  # None: in the queue
     assigned_at: float = 0.0  # the last time
-    heard_at: float = 0.0  # last sign of life since it was assigned
+    progress_at: float = 0.0  # last progress since it was assigned
     avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
     stalls: int = 0
     moves: int = 0  # to faster workers
@@ -52,7 +52,7 @@ class WorkerState:
     whole_kv_tokens: int = 0  # of the whole cache; more than `kv_tokens` while a part is not lent
     expected_s: float = 0.0  # until it can take more; 0: nothing is held back; -1: unknown
     revoked: bool = False  # a part of its memory was taken back, and more may be
-    gave_back: bool = False  # a turn, and has not said since then what it can take
+    gave_back: bool = False  # a turn, and has not reported since then what it can take
     loading: bool = False
     draining: bool = False
     resting: bool = False  # by provisioning: neither turns nor weights

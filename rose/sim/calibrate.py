@@ -74,9 +74,9 @@ class Phases:
 
 
 def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int = 1) -> Phases:
-    """From a run's metrics.jsonl, without its first `skip` steps, in which kernels are compiled.
-    `tokens`: by step, those trained on; null: the rows' own `tokens`. Least squares with both
-    coefficients >= 0. Raises `OSError`, `CalibrationError` for fewer than two steps."""
+    """Calibrate from a run's metrics.jsonl, without its first `skip` steps, in which kernels are
+    compiled. `tokens`: by step, those trained on; null: the rows' own `tokens`. Least squares with
+    both coefficients >= 0. Raises `OSError`, `CalibrationError` for fewer than two steps."""
     rows = [row for _, row in _lines(Path(path)) if row.get("kind") == "step"][skip:]
     if len(rows) < 2:
         raise CalibrationError(
@@ -116,7 +116,7 @@ class _Turn:
 
 @dataclass
 class _Seen:
-    """What a journal tells of one trajectory."""
+    """What a journal has of one trajectory."""
 
     group: str
     turns: list[_Turn] = field(default_factory=list)

@@ -312,7 +312,7 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # its last attempt ended, and the word of that was lost or came too late
+        # its last attempt ended, and the message of that was lost or arrived too late
         if trajectory.made:
             trajectory.total += trajectory.reported
             trajectory.made = trajectory.reported = 0
@@ -389,9 +389,9 @@ class Simulation:
                 self._attempt_ended(what, 0)
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
-        """The coordinator hears of it. A word about an attempt that it took back meanwhile is not
-        heard, as in rose.coordinator.turns; nor is one of a worker that was lost before it had sent
-        it."""
+        """The coordinator receives the turn's end. It ignores an attempt that it took back
+        meanwhile, as rose.coordinator.turns does, and a worker that was lost before it had sent the
+        end."""
         trajectory, turn, attempt = what
         if (
             trajectory.dead

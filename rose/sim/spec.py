@@ -187,7 +187,7 @@ class Serving:
     reserve: float  # share of KV memory never lent beyond what serving holds
     # gate: share in use or lent above which what is lent is halved, until the next training step
     high_watermark: float
-    # the rollout side hears of a change of lendable KV of at least this share of the whole
+    # the rollout side is sent a change of lendable KV of at least this share of the whole
     step: float
     # between two tokens of a request: alone, beside; if known
     gap_p99_s: tuple[float, float] = (math.nan, math.nan)
@@ -215,7 +215,7 @@ class Episode:
 
 
 class Environment(Protocol):
-    max_new_tokens: int  # per turn, as the scheduler is told
+    max_new_tokens: int  # per turn, as the scheduler counts it
 
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator

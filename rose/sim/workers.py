@@ -37,7 +37,7 @@ class SimWorker:
         "asked_at",
         "alive",
         "loading",
-        "said",
+        "reported",
         "reporting",
     )
 
@@ -56,7 +56,7 @@ class SimWorker:
         self.asked_at = -1.0  # it was asked for, and can't take turns yet
         self.alive, self.loading = True, False
         # KV tokens and `revoked`, as the scheduler knows them
-        self.said = (pool.engine.kv_tokens, False)
+        self.reported = (pool.engine.kv_tokens, False)
         self.reporting = False
 
     def work(self, now: float) -> float:
@@ -391,7 +391,7 @@ class Workers:
     def _look(self, worker: SimWorker, _ticket: int) -> None:
         if worker.alive:
             worker.budget.update(self._loop.now)
-            self._say_capacity(worker)
+            self._report_capacity(worker)
             self._look_later(worker)
 
     def step_begins(self) -> None:
@@ -400,18 +400,20 @@ class Workers:
             if worker.budget is not None:
                 worker.budget.thaw()
                 worker.budget.update(self._loop.now)
-                self._say_capacity(worker)
+                self._report_capacity(worker)
 
-    def _say_capacity(self, worker: SimWorker) -> None:
+    def _report_capacity(self, worker: SimWorker) -> None:
         """To the engine, which may have to give turns back, and to the scheduler, if it is worth a
         word."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
-        said, was_revoked = worker.said
-        small = abs(tokens - said) < worker.pool.serving.step * whole and bool(tokens) == bool(said)
+        reported, was_revoked = worker.reported
+        small = abs(tokens - reported) < worker.pool.serving.step * whole and bool(tokens) == bool(
+            reported
+        )
         if small and revoked == was_revoked:
             return
-        worker.said = tokens, revoked
+        worker.reported = tokens, revoked
         self._capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
 
     def _capacity(self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool) -> None:
@@ -429,7 +431,7 @@ class Workers:
         self._feed(word)
         if gone:
             self._hub.returned(worker, gone)
-            self._feed(word)  # after each TurnReturned a worker says what it can take now
+            self._feed(word)  # after each TurnReturned a worker reports what it can take now
         self._hub.reschedule(worker)
 
     # ----------------------------------------------------------------- hybrid pools

@@ -40,7 +40,7 @@ class CheckpointWriter(CheckpointEngine):
         self._files: list[tuple[Path, Any]] = []  # copied, to be written
         self._written: list[Path] = []
         self._thread: threading.Thread | None = None
-        self._told = False
+        self._warned = False
 
     def create(self, info) -> None:
         self._files, self._written = [], []
@@ -61,8 +61,8 @@ class CheckpointWriter(CheckpointEngine):
         if needed < available_bytes():
             self._files.append((Path(path), host_copy(state_dict)))
             return
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             print(
                 f"checkpoints are written while training waits: a copy takes {needed / 2**30:.1f} "
                 f"GiB of host memory and {available_bytes() / 2**30:.1f} are free",
@@ -97,7 +97,7 @@ class CheckpointWriter(CheckpointEngine):
                 written.append(path)
             for path in written:
                 sync(path)
-        except Exception as error:  # whatever it was: the coordinator is told, and ends the run
+        except Exception as error:  # whatever it was: the coordinator is sent it, and ends the run
             why = f"{type(error).__name__}: {error}"
             refused = refusal(folder)  # of a full disk torch.save does not say so
             checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)

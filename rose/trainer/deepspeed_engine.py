@@ -212,7 +212,7 @@ class DeepSpeedEngine:
         Raises `NonFiniteGradient` on every rank, with nothing applied.
         """
         if stepped is not None and self.settings.zero_stage:
-            return self._update_and_tell(stepped)
+            return self._update_and_signal(stepped)
         lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -223,7 +223,7 @@ class DeepSpeedEngine:
         self.updates += 1
         return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
-    def _update_and_tell(self, stepped: Callable[[], None]) -> tuple[float, float]:
+    def _update_and_signal(self, stepped: Callable[[], None]) -> tuple[float, float]:
         """ZeRO steps torch's optimizer once per group of its partition."""
         zero = self.engine.optimizer
         left = len(zero.fp16_groups if self.settings.zero_stage == 3 else zero.bit16_groups)

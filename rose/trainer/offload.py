@@ -32,11 +32,11 @@ CHUNK_CPU = 2**26
 
 
 class Offload:
-    """Of `device`. `folder`: for the file, on a CPU. `own`: tensors that nobody but the trainer
-    uses, even if their memory is not torch's (a model's file mapped into memory, a checkpoint's).
-    `quiet` returns when no other thread reads tensors of the host, as one that writes a
-    checkpoint's copies does; called on a CPU, where these can't be told from the trainer's
-    states."""
+    """Moves the trainer's memory of `device` to the host and back. `folder`: for the file, on a
+    CPU. `own`: tensors that nobody but the trainer uses, even if their memory is not torch's (a
+    model's file mapped into memory, a checkpoint's). `quiet` returns when no other thread reads
+    tensors of the host, as one that writes a checkpoint's copies does; called on a CPU, where these
+    can't be told from the trainer's states."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """That are on the host now."""
+        """Bytes that are on the host now."""
         return sum(nbytes for _, nbytes in self._gone)
 
     def _settle(self) -> None:
@@ -112,8 +112,8 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those on the device, once each. What can't shrink others may share (NumPy's views): it
-        stays, unless it is the trainer's own."""
+        """The tensors' storages on the device, once each. What can't shrink others may share
+        (NumPy's views): it stays, unless it is the trainer's own."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
         seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():
@@ -129,7 +129,7 @@ class Offload:
 
     @staticmethod
     def _tensors() -> Iterator[Tensor]:
-        """Of this process, those that Python knows, and their gradients."""
+        """The process's tensors that Python knows, and their gradients."""
         gc.collect()
         for found in gc.get_objects():
             kind = type(found)  # not isinstance: it asks lazily loaded modules, which would load

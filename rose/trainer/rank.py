@@ -1,4 +1,4 @@
-"""A trainer rank: waits for a batch, trains, publishes the version, saves when told."""
+"""A trainer rank: waits for a batch, trains, publishes the version, saves on order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
     recorder: NullRecorder,
     resume_from: Path | None,
 ) -> None:
-    """Until the coordinator says `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
+    """Until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
     a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
@@ -107,7 +107,7 @@ def run(
 
 
 def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
-    """Give the device back or take it, and say so."""
+    """Give the device back or take it, and answer `DeviceChanged`."""
     began, before = time.time(), memory.look(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()

@@ -42,12 +42,12 @@ class Reference:
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
-        """As `Policy.forward`: (B, T) float32, 0 where mask is 0."""
+        """Log-probabilities as of `Policy.forward`: (B, T) float32, 0 where mask is 0."""
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         return self._forward(inputs, targets, mask, tree and tree.to(self.device))[0]
 
     def states(self) -> Iterator[Tensor]:
-        """Its weights, which leave the device with the trainer's own."""
+        """The reference's weights, which leave the device with the trainer's own."""
         yield from self.policy.parameters()
 
 

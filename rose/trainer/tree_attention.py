@@ -42,7 +42,7 @@ def attended(tree: PrefixTree, flex: bool) -> tuple[PrefixTree, Tensor | BlockMa
 
 
 def padded(tree: PrefixTree) -> PrefixTree:
-    """With tokens behind it that attend to themselves only, up to whole blocks."""
+    """The tree with tokens behind it that attend to themselves only, up to whole blocks."""
     length = len(tree.tokens)
     more = max(SMALLEST, -(-length // BLOCK) * BLOCK) - length
     alone = torch.arange(length + 1, length + more + 1, device=tree.ends.device)
@@ -89,8 +89,8 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d) -> (B, L,
-    heads, d)."""
+    """Attention as transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d)
+    -> (B, L, heads, d)."""
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -11,9 +11,9 @@ collectives of several communicators in one order at all ranks of a GPU.
 
 A trainer rank's `send` returns at once; a thread calls MPI until the file has left, as MPI moves
 large messages only when it is called. A receiver polls from its event loop. Whoever is late costs
-speed only: when a file takes more than `deadline_s` seconds the rank says so and takes no further
-part, and engines read the store's files. There is no hash of pieces: readers check those of the
-store's manifest, which also cover what may happen to the mirror.
+speed only: when a file takes more than `deadline_s` seconds the rank reports it and takes no
+further part, and engines read the store's files. There is no hash of pieces: readers check those of
+the store's manifest, which also cover what may happen to the mirror.
 """
 
 from __future__ import annotations

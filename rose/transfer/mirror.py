@@ -28,7 +28,7 @@ import numpy as np
 
 SHARED_MEMORY = Path("/dev/shm")
 REFUSED = "refused"
-# seconds for an edge to begin, and to be complete, after a rank heard that it was published
+# seconds for an edge to begin, and to be complete, after a rank received that it was published
 BEGINS_S, ARRIVES_S = 0.2, 30.0
 
 

@@ -4,7 +4,7 @@ What it answers is in `relay_client.py`, what it keeps in `relay_cache.py`. File
 chunks. Whoever asks for the same chunk, listing or size at the same time shares one *flight* to the
 upstream, which is used in threads, as it may block. Nothing is answered without the token, nothing
 outside of the store is named or read, nothing is unpickled, and no error of a client or of the
-upstream ends the relay: 503 says what went wrong, and clients ask again.
+upstream ends the relay: 503 names the error, and clients ask again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rose.transfer.source import Changed, Missing, Refused, Source, Stat, checke
 
 AHEAD = 8  # chunks of one request in flight: covers 80 ms of latency at 100 MB/s
 PULLS = 3 * AHEAD  # threads that read from the upstream
-WAIT_S = 8.0  # for the upstream, before a client is told so; less than its ATTEMPT_S
+WAIT_S = 8.0  # for the upstream, before a client gets 503; less than its ATTEMPT_S
 # A rank's file changes only with its folder's manifest, after a run was resumed. Listings,
 # manifests and absent files are always asked for.
 STAT_S = 5.0
@@ -39,7 +39,7 @@ STAT_S = 5.0
 FRESH_S = 5.0
 STALLED_S = 60.0  # a client that takes no byte for so long is cut off
 _REMEMBERED = 10_000  # files, and chunks that were pulled anew
-_STOP_S = 0.5  # for answers under way when the relay is told to stop
+_STOP_S = 0.5  # for answers under way when the relay is stopped
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 # 424, failed dependency: the upstream's refusal is final
 _STATUS = {Missing: 404, Changed: 412, Refused: 424}
@@ -175,7 +175,8 @@ class Relay:
         self, request: web.Request, path: str, stat: Stat, fresh: bool
     ) -> web.StreamResponse:
         """Raises what keeps the first piece from coming; after that the header is out, and the
-        client only sees a broken connection: it asks for the rest, and hears why not."""
+        client only sees a broken connection: it asks for the rest, and the answer to that names the
+        error."""
         at, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if at == end:

@@ -167,7 +167,7 @@ def create(store: Path, plan: Plan) -> None:
 
 
 def _attributes(plan: Plan, version: int, base: int | None, rank: int) -> dict:
-    """Of a rank's file."""
+    """The attributes of a rank's file."""
     text = "" if base is FULL else str(base)
     return dict(format=FORMAT, lineage=plan.lineage, version=version, base=text, rank=rank)
 
@@ -279,7 +279,7 @@ def _describe(path: Path, expected: dict) -> RankFile:
 
 
 def sync(path: Path) -> None:
-    """Until this file, or this folder's list of names, is on the disk."""
+    """Return once this file, or this folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

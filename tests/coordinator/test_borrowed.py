@@ -195,11 +195,11 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
         ("garbage after hello", "no message"),
         ("old version over MPI", "protocol version 1"),
         ("speaks for another", "speaks for rollout-0"),
-        ("tells the run to fail", "said RankFailed"),
+        ("tells the run to fail", "sent RankFailed"),
         ("impossible engine", "0 KV tokens"),
         ("impossible capacity", "-5 KV tokens"),
         ("wrong tokens", "1000 tokens, where 1 to 10"),
-        ("says nothing", "said nothing right|not for it to say"),
+        ("says nothing", "sent no valid message|may not send"),
     ],
 )
 def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behaviour, words):
@@ -269,9 +269,9 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
             with socket.create_connection(address, timeout=5) as end:
                 end.sendall(os.urandom(4096))
         [rank] = c.borrowed._ranks.values()
-        heard = {rank.guest.heard_at}
+        heard = {rank.guest.last_seen}
         await c.until(
-            lambda: heard.add(rank.guest.heard_at) or len(heard) > BEATS, "beats of the rank"
+            lambda: heard.add(rank.guest.last_seen) or len(heard) > BEATS, "beats of the rank"
         )
         assert (
             c.world.faults == []

@@ -106,7 +106,7 @@ RANKS = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
 
 
 def answer(device, rank, turn, awake=False):
-    device.heard(p.DeviceChanged(rank, turn, awake, 0.1, 1.0, 2.0, 3.0))
+    device.received(p.DeviceChanged(rank, turn, awake, 0.1, 1.0, 2.0, 3.0))
 
 
 def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
@@ -126,7 +126,8 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
         )
         device.holder = p.Role.ROLLOUT
         with pytest.raises(
-            RunFailed, match="rollout ranks to give their devices' memory back: no word of 1"
+            RunFailed,
+            match="rollout ranks to give their devices' memory back: no `DeviceChanged` of 1",
         ):
             await device.to(p.Role.TRAINER)
         assert device.holder is None

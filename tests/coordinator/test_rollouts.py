@@ -65,7 +65,7 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
         made.handle(p.TrajectoryFailed(f"{calculated}.1", calculated, "calculator", "boom"))
 
 
-def heard(world):
+def events(world):
     """Events of this kind in the journal, as (class name, trajectory or group)."""
     from rose.coordinator import journal
 
@@ -119,12 +119,12 @@ def test_what_is_dropped_is_counted_with_the_tokens_of_turns_that_still_run(roll
 def test_late_words_about_a_cancelled_trajectory_reach_nobody(rollouts, world):
     rollouts.admit(3, "g3", 0.0)
     rollouts.drop("g3")
-    before = heard(world)
+    before = events(world)
     assert rollouts.handle(arrived("g3.0"))
     assert rollouts.handle(p.TrajectoryFailed("g3.1", "g3", "frozen_lake", "boom"))
     turn = p.TurnRequest("g3.0.t1", "g3.0", "g3", p.Phase.TRAIN, b"", p.Sampling(3))
     assert rollouts.handle(turn), "the turn hub would open it"
-    assert heard(world) == before and rollouts.finished == {} and world.faults == []
+    assert events(world) == before and rollouts.finished == {} and world.faults == []
 
 
 def test_a_second_try_has_members_of_its_own_name(rollouts, world):
@@ -156,7 +156,7 @@ def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollo
     world.hub._on_action = lambda action: rollouts.drop(action.group)
     rollouts.handle(arrived("g0.1"))
     assert rollouts.finished == {} and rollouts.dropped_tokens == 6
-    assert ("GroupFinished", "g0") not in heard(world)
+    assert ("GroupFinished", "g0") not in events(world)
 
 
 def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, world):

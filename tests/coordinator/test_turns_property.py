@@ -48,7 +48,7 @@ class Engines:
         self.held: dict[str, Attempt] = {}
         self.over: list[tuple[str, Attempt]] = []  # of which late words may come
         self.asked, self.cancelled, self.results = 0, set(), {}
-        self.heard = {worker: 0 for worker in WORKERS}  # tokens that count
+        self.counted = {worker: 0 for worker in WORKERS}  # tokens that count
         self.incarnation = dict.fromkeys(WORKERS, 0)
         self.up, self.stalls = set(), 0
         self.world.hub.publish(0, "v0/manifest.json")
@@ -107,13 +107,13 @@ class Engines:
                 attempt = self.held[turn]
                 count = min(count, NEW - attempt.made)
                 if what == "progress":
-                    self.heard[worker] += self.speak(self.world.progress, turn, attempt, count)
+                    self.counted[worker] += self.speak(self.world.progress, turn, attempt, count)
                 else:
                     del self.held[turn]
                     self.over.append((turn, attempt))
                     at_least = int(what == "finish" and attempt.made == 0)
                     say = self.world.finish if what == "finish" else self.world.give_back
-                    self.heard[worker] += self.speak(say, turn, attempt, max(count, at_least))
+                    self.counted[worker] += self.speak(say, turn, attempt, max(count, at_least))
             case "capacity" if worker in self.up:
                 self.capacity(worker, kv=pick * WHOLE_KV // 7, sequences=count)
             case "late word" if self.over:
@@ -180,7 +180,7 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
         assert all(w.open_turns == 0 for w in hub.workers.values())
         assert all(w.turns == {} and w.takes for w in cluster.workers.values())
         assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(
-            engines.heard.values()
+            engines.counted.values()
         )
         engines.world.journal.close()
         assert replay(engines.world.journal_path, scheduler()) > 0

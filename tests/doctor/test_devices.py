@@ -233,8 +233,8 @@ def test_findings_of_another_node_come_through():
         "words": "8 x NVIDIA H200",
         "remedy": "",
     }
-    assert devices.said(Ended(0, json.dumps(event) + "\n", "")) == [
+    assert devices.findings(Ended(0, json.dumps(event) + "\n", "")) == [
         ("ok", "GPUs here on n7", "8 x NVIDIA H200", "")
     ]
-    [none] = devices.said(Ended(1, "", "srun: error: Unable to allocate resources\n"))
+    [none] = devices.findings(Ended(1, "", "srun: error: Unable to allocate resources\n"))
     assert none.state == "failed" and "Unable to allocate" in none.words

@@ -156,13 +156,13 @@ def story(*without):
             "worker": "borrowed-1",
             "detail": "borrowed-1: on n2, 1.0 s after it asked",
         },
-        {"what": "heard", "worker": "borrowed-1"},
+        {"what": "received", "worker": "borrowed-1"},
         {
             "what": "joined",
             "worker": "borrowed-2",
             "detail": "borrowed-2: on n2, 1.0 s after it asked",
         },
-        {"what": "heard", "worker": "borrowed-2"},
+        {"what": "received", "worker": "borrowed-2"},
         {"what": "left", "worker": "borrowed-2", "detail": "borrowed-2: done"},
         {"what": "lost", "worker": "borrowed-1", "seconds": 2.04},
     ]
@@ -192,7 +192,7 @@ def test_a_join_that_survives_a_kill_tells_the_times():
     ("missing", "words"),
     [
         (("joined", "borrowed-1"), "no rank could join"),
-        (("heard", "borrowed-1"), "no message of it came"),
+        (("received", "borrowed-1"), "no message of it arrived"),
         (("lost", "borrowed-1"), "went unnoticed"),
         (("joined", "borrowed-2"), "no other rank could join"),
         (("left", "borrowed-2"), "could not leave"),

@@ -85,7 +85,7 @@ def commands(tmp_path, monkeypatch):
             "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
             "squeue failed: slurm_load_jobs error: Unable to contact slurm controller",
         ),
-        ("exit 3", "squeue failed: exit code 3, without a word"),
+        ("exit 3", "squeue failed: exit code 3, no output"),
         ("echo hello", "squeue printed 'hello', which is no state of a job"),
         (r"printf '\377\376 garbage\n'", "squeue printed '\ufffd\ufffd garbage', which is no"),
         ("#!/no/such/shell", "squeue can't be run: No such file or directory"),

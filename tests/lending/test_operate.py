@@ -142,9 +142,7 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
     assert not (home / "token").exists()
     report = (home / "report.html").read_text()
-    assert "leaving, told by SIGTERM" in report and (home / "online.log").read_text().startswith(
-        "hello"
-    )
+    assert "leaving, at SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from rose import show
 from rose.coordinator import replay
 from rose.observe import conversations, trajectories
 from rose.observe.report import build_report
-from rose.observe.trajectories import Texts, read, saved_steps, telling
+from rose.observe.trajectories import Texts, notable, read, saved_steps
 
 WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
 
@@ -110,12 +110,12 @@ def test_a_trajectory_is_its_runs_of_given_and_made_tokens(run):
 
 
 def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_one(run):
-    assert [(why, each.id) for why, each in telling(read(run, 2))] == [
+    assert [(why, each.id) for why, each in notable(read(run, 2))] == [
         ("best", "g1.0"),
         ("worst, failed", "g2.1"),
         ("longest", "g2.0"),
     ]
-    assert telling([]) == []
+    assert notable([]) == []
 
 
 def test_the_list_and_the_conversation_as_the_command_prints_them(run):
@@ -166,7 +166,7 @@ def test_every_branch_of_a_trajectory_is_a_sample(run):
     found, other = read(run, 3)
     assert [len(s.tokens) for s in found.samples] == [2, 5] and len(other.samples) == 1
     assert (found.made, found.length) == (talk.response_tokens, 7) == (4, 7)
-    assert ("worst, longest", "g3.0") in [(why, each.id) for why, each in telling([found, other])]
+    assert ("worst, longest", "g3.0") in [(why, each.id) for why, each in notable([found, other])]
     code, out, _ = shown(run, "g3.0")
     assert code == 0 and "sample 2 of 2" in out and "again again again" in out
     code, out, _ = shown(run)

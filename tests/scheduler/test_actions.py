@@ -10,10 +10,10 @@ class Scripted:
     """Answers each event with the actions that the script has for its time."""
 
     def __init__(self, script):
-        self.script, self.heard = script, []
+        self.script, self.handled = script, []
 
     def handle(self, event):
-        self.heard.append(event.at)
+        self.handled.append(event.at)
         return self.script.get(event.at, [])
 
 
@@ -46,7 +46,7 @@ def test_events_that_an_action_causes_are_handled_after_the_actions_that_are_lef
 
     queue = ActionQueue(scheduler, carry_out, memory)
     queue.feed(ev.Tick(at=1.0))
-    assert done == [DROP, ASSIGN, ABORT, ADMIT] and scheduler.heard == [1.0, 2.0, 3.0]
+    assert done == [DROP, ASSIGN, ABORT, ADMIT] and scheduler.handled == [1.0, 2.0, 3.0]
     assert memory.entries == [(1.0, [DROP, ASSIGN]), (2.0, [ABORT]), (3.0, [ADMIT])]
 
 
@@ -64,7 +64,7 @@ def test_what_an_action_raises_reaches_the_caller_and_later_events_are_handled_i
     with pytest.raises(RuntimeError, match="no worker is left"):
         queue.feed(ev.Tick(at=1.0))
     queue.feed(ev.Tick(at=4.0))
-    assert scheduler.heard == [1.0, 2.0, 4.0] and done == [DROP, ABORT, ADMIT]
+    assert scheduler.handled == [1.0, 2.0, 4.0] and done == [DROP, ABORT, ADMIT]
 
 
 def test_a_thousand_events_that_cause_each_other_do_not_deepen_the_stack():

@@ -143,7 +143,7 @@ def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come
     old = key("g0")
     cluster.version = 4
     assert key("g0") == old < key("g1")
-    order.heard(ev.GroupFinished(at=0.0, group="g0", accepted=True), cluster)
+    order.on_event(ev.GroupFinished(at=0.0, group="g0", accepted=True), cluster)
     assert key("g0") == key("g1")
 
 

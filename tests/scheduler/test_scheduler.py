@@ -289,7 +289,7 @@ class Resting:
         said, self.next = self.next, []
         return said
 
-    def heard(self, event, cluster):
+    def on_event(self, event, cluster):
         self.words.append(type(event).__name__)
 
 

@@ -59,7 +59,7 @@ def test_first_token_loss_and_reroute():
     loss = story.losses["b"]
     assert (loss.notice, loss.reroute, loss.turns) == (2.0, 3.0, 2)
     assert loss.again == 10 + 4 + 20 + 6
-    assert loss.lost == pytest.approx(bench_elastic.TELL_S * (4 + 6) / bench_elastic.RATE_S)
+    assert loss.lost == pytest.approx(bench_elastic.REPORT_S * (4 + 6) / bench_elastic.RATE_S)
 
 
 def test_a_turn_whose_tokens_had_all_come_moves_nowhere():

@@ -21,7 +21,7 @@ def test_a_rank_may_take_as_long_to_import_as_ranks_may_take_to_start(
 
     def gather(peers, text, deadline_s, what):
         waited.append((deadline_s, what))
-        raise TimeoutError(f"not every rank came for {what}")
+        raise TimeoutError(f"not every rank arrived for {what}")
 
     monkeypatch.setattr(trainer, "gather_texts", gather)
     config = make_config("cluster.start_timeout_s=700")

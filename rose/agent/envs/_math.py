@@ -16,5 +16,5 @@ def reward(text: str, row: dict) -> float:
     marked = any(mark in gold for mark in (r"\boxed", "$", "####"))
     # bare LaTeX is no formula to `parse`, which takes a number out of it: 2 of 2\sqrt{3}
     right = parse(gold if marked else rf"\boxed{{{gold}}}") or parse(gold)
-    said = parse(text.rpartition("</think>")[2])
-    return float(bool(said) and verify(right or [gold], said))
+    answer = parse(text.rpartition("</think>")[2])
+    return float(bool(answer) and verify(right or [gold], answer))

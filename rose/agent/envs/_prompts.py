@@ -99,17 +99,17 @@ class Prompts:
         trajectory and domain, and how the chat template writes the messages."""
         asked = len(self.start(row).messages)
         prompt = "\n\n".join(message["content"] for message in messages[:asked])
-        said = [Said(m["role"] == "assistant", m["content"]) for m in messages[asked:]]
+        parts = [Said(m["role"] == "assistant", m["content"]) for m in messages[asked:]]
         return Episode(
             trajectory="",
             domain="",
             seed=seed,
             task=row,
-            transcript=[Said(False, prompt), *said],
+            transcript=[Said(False, prompt), *parts],
             reward=0.0,
             success=False,
             truncated=False,
-            turns=sum(each.policy for each in said),
+            turns=sum(each.policy for each in parts),
         )
 
 

@@ -60,7 +60,7 @@ class Agent:
         self.listen = listen
 
     def task(self, seed: int) -> dict[str, Any]:
-        """What the file ROSE_TASK says of the episode of this seed."""
+        """The content of the file ROSE_TASK for the episode of this seed."""
         task: dict[str, Any] = {"seed": seed}
         if self._tasks:  # lines of the seed's own parity, which tells training from held-out
             lines = self._tasks[seed % 2 :: 2]

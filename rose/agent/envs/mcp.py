@@ -84,13 +84,13 @@ class Mcp:
         if action.call is None:
             score = await self.source.score(self._row, self._seed, self._messages)
             return last_step(score, self.success_at)
-        told = [await self._use(call.name, call.arguments) for call in action.calls]
-        said = tuple(text for text, _ in told)
-        self._messages += [{"role": "tool", "content": text} for text in said]
+        results = [await self._use(call.name, call.arguments) for call in action.calls]
+        texts = tuple(text for text, _ in results)
+        self._messages += [{"role": "tool", "content": text} for text in texts]
         return Step(
-            observation="\n".join(said),
-            observations=said,
-            invalid=any(failed for _, failed in told),
+            observation="\n".join(texts),
+            observations=texts,
+            invalid=any(failed for _, failed in results),
         )
 
     async def close(self) -> None:

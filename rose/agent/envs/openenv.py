@@ -142,10 +142,10 @@ class Openenv:
         data = answer.get("data") or {}
         if answer.get("type") != "error":
             return data
-        said = f"{data.get('message')} {data.get('errors') or ''}".strip()
+        message = f"{data.get('message')} {data.get('errors') or ''}".strip()
         if data.get("code") == "VALIDATION_ERROR":
-            raise Refused(said)
-        raise RuntimeError(f"{self.url}: {kind} failed: {said} ({data.get('code')})")
+            raise Refused(message)
+        raise RuntimeError(f"{self.url}: {kind} failed: {message} ({data.get('code')})")
 
 
 class Refused(Exception):

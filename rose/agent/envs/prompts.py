@@ -51,8 +51,8 @@ class Prompts:
 
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()
-        said = [*self._messages, {"role": "assistant", "content": text}]
-        return last_step(await self.source.score(self._row, self._seed, said), self.success_at)
+        messages = [*self._messages, {"role": "assistant", "content": text}]
+        return last_step(await self.source.score(self._row, self._seed, messages), self.success_at)
 
     async def close(self) -> None:
         """Nothing is held."""

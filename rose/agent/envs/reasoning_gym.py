@@ -124,13 +124,13 @@ def _task(number: int, entry: Any) -> dict[str, Any]:
     return {"task": name, "weight": weight, "level": levels, "arguments": rest}
 
 
-def _check_level(said: str, name: str, levels: Any) -> None:
+def _check_level(where: str, name: str, levels: Any) -> None:
     if name not in CURRICULA:
-        raise ConfigError(f"{said}: {name} has no levels; give its own arguments")
+        raise ConfigError(f"{where}: {name} has no levels; give its own arguments")
     most = max(len(a.levels) for a in CURRICULA[name]().attributes.values()) - 1
     whole = isinstance(levels, list) and [type(n) for n in levels] == [int, int]
     if not whole or not 0 <= levels[0] <= levels[1] <= most:
-        raise ConfigError(f"{said}: {name} has the levels 0 to {most}; one, or [lowest, highest]")
+        raise ConfigError(f"{where}: {name} has the levels 0 to {most}; one, or [lowest, highest]")
 
 
 def _check_arguments(key: str, name: str, arguments: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ class Textarena:
 
     async def reset(self, seed: int) -> Start:
         self._rng = random.Random(seed)
-        self._seed, self._heard = seed, ""
+        self._seed, self._observed = seed, ""
         self.seat = (
             self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
         )
@@ -87,16 +87,16 @@ class Textarena:
         await asyncio.to_thread(self._begin, seed)
         if await self._others_play():
             raise RuntimeError(f"{self.game} ended before the policy's first turn")
-        return Start(messages=[{"role": "user", "content": self._heard.strip()}])
+        return Start(messages=[{"role": "user", "content": self._observed.strip()}])
 
     async def step(self, action: Action) -> Step:
-        said = action.text.rpartition("</think>")[2].strip()
-        move = said.encode("utf-8", "replace").decode()
+        answer = action.text.rpartition("</think>")[2].strip()
+        move = answer.encode("utf-8", "replace").decode()
         done = await asyncio.to_thread(self._play, move)
         invalid = self._refused(self.seat)
         done = done or await self._others_play()
         if not done:
-            return Step(observation=self._heard.strip() or "Your turn.", invalid=invalid)
+            return Step(observation=self._observed.strip() or "Your turn.", invalid=invalid)
         rewards, _ = self._game.close()
         reward = (rewards or {}).get(self.seat, 0.0)
         # some games put the reason of the last invalid move where its reward belongs
@@ -123,12 +123,13 @@ class Textarena:
             return self._game.step(move)[0]
 
     async def _others_play(self) -> bool:
-        """Until it is the policy's turn, whose news are then in `_heard`; True if the game ends."""
+        """Play the others' turns until it is the policy's turn, whose observation is then in
+        `_observed`; True if the game ends."""
         while True:
             player, news = self._game.get_observation()
-            text = "\n".join(str(said) for sender, said, _ in news or () if sender != player)
+            text = "\n".join(str(each) for sender, each, _ in news or () if sender != player)
             if player == self.seat:
-                self._heard = text
+                self._observed = text
                 return False
             move = await self._opponents_move(player, text)
             done = await asyncio.to_thread(self._play, move)
@@ -145,8 +146,8 @@ class Textarena:
         return await asyncio.to_thread(self._random_move, player, text)
 
     def _random_move(self, player: int, text: str) -> str:
-        told = [*(str(said) for _, said in self._game.state.logs), text]
-        shown = list(dict.fromkeys(token for m in told[-20:] for token in TOKEN.findall(m)))
+        shown_before = [*(str(each) for _, each in self._game.state.logs), text]
+        shown = list(dict.fromkeys(token for m in shown_before[-20:] for token in TOKEN.findall(m)))
         for move in _moves(shown, self._rng):
             trial = copy.deepcopy(self._game)
             with self._own_generators(keep=False):
@@ -225,8 +226,8 @@ def _players(game: str, players: int | None, options: tuple) -> int:
             random.setstate(before[0])
             np.random.set_state(before[1])
     lines = [line.strip(" *") for line in str(error).splitlines() if line.strip(" *")]
-    said = f"{type(error).__name__}: {' '.join(lines)[:300]}"
+    reason = f"{type(error).__name__}: {' '.join(lines)[:300]}"
     raise ConfigError(
         f"env.args.game={game!r}: can't be played here with {players or 'any number of'} players "
-        f"and env.args.options={dict(options)} ({said})"
+        f"and env.args.options={dict(options)} ({reason})"
     )

@@ -42,12 +42,12 @@ class Switch:
 
 
 class ControlBoard:
-    """Writes the board at each beat and at each change. `say`: of changes, in words."""
+    """Writes the board at each beat and at each change. `log`: of changes, in words."""
 
     def __init__(
-        self, folder: Path, lending: Lending, never: str, say: Callable[[str], object]
+        self, folder: Path, lending: Lending, never: str, log: Callable[[str], object]
     ) -> None:
-        self.switch, self.folder, self._say = Switch(lending, never), folder, say
+        self.switch, self.folder, self._log = Switch(lending, never), folder, log
         self._stop_file = Path(lending.stop_file) if lending.stop_file else None
         self._writer = board.Writer(folder / "control", board.Control)
         # of the rank that lends the rollout engine
@@ -62,7 +62,7 @@ class ControlBoard:
     def stop(self, who: str) -> None:
         """At once, until `start`."""
         if not self.switch.by_hand:
-            self._say(f"lending stopped by {who}")
+            self._log(f"lending stopped by {who}")
         self.switch.by_hand = f"stopped by {who}"
         self.write()
 
@@ -71,7 +71,7 @@ class ControlBoard:
         if self.switch.by_hand:
             self.switch.by_hand = ""
             but = f", but: {self.switch.stopped}" if self.switch.stopped else ""
-            self._say(f"lending started by {who}{but}")
+            self._log(f"lending started by {who}{but}")
         self.write()
 
     def write(self) -> None:
@@ -80,7 +80,7 @@ class ControlBoard:
         state.share = self.switch.share(time.localtime().tm_hour)
         state.epoch = self._epoch(state.epoch)
         if state.share != self._share:
-            self._say(f"{state.share:g} of what could be lent is lent now (serving.lending.hours)")
+            self._log(f"{state.share:g} of what could be lent is lent now (serving.lending.hours)")
             self._share = state.share
         self._writer.write()
 
@@ -112,7 +112,7 @@ class ControlBoard:
             self.switch.by_file = why
             other = self.switch.never or self.switch.by_hand
             again = f", but: {other}" if other else ": lending again"
-            self._say(f"lending stopped: {why}" if why else f"{self._stop_file} is gone{again}")
+            self._log(f"lending stopped: {why}" if why else f"{self._stop_file} is gone{again}")
             self.write()
 
     def _epoch(self, before: float) -> float:

@@ -1,4 +1,4 @@
-"""What the boards said over time, for the report: a row a second, thinned when they are many.
+"""The boards' states over time, for the report: a row a second, thinned when they are many.
 
 Counters go on over the restarts of an engine, whose board begins anew with each. Nothing here knows
 of HTML.

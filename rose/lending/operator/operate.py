@@ -39,7 +39,7 @@ from rose.lending.operator.control import BEAT_S, ControlBoard
 from rose.lending.operator.history import EVERY_S, History
 from rose.lending.operator.server import FREE_SHARE, OnlineServer, ServerError, begin_child
 from rose.lending.operator.web import Web
-from rose.lending.rank.member import say
+from rose.lending.rank.member import log
 from rose.lending.rules.predictor import Predictor
 from rose.lending.rules.slo import why_not_alone
 from rose.lending.settings import of_run, parse
@@ -135,9 +135,9 @@ class Operator:
         )
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
-        self._scraped = ""  # what the online server last said of itself
+        self._scraped = ""  # the online server's metrics when last scraped
         self._lender: asyncio.subprocess.Process | None = None
-        self._lends_not_said = self._leaving = False
+        self._lends_unlogged = self._leaving = False
 
     def run(self) -> int:
         """The exit code. Raises `ConfigError`."""
@@ -150,7 +150,7 @@ class Operator:
             self._lock.close()
 
     async def _run(self) -> int:
-        self._told: asyncio.Queue[int] = asyncio.Queue()
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._variables = device.describe(self.folder, self.serving, self.profile)
         never = why_never(self.serving, self.profile)
         self.control = ControlBoard(self.folder, self.serving.lending, never, self._note)
@@ -158,7 +158,7 @@ class Operator:
         await self.web.open()
         self._listen()
         file = self.serving.lending.stop_file
-        say(
+        log(
             f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST "
             f"{self._url}/lending/stop (token: {self.web.token_file})"
             + (f", or make {file}" if file else "")
@@ -179,7 +179,7 @@ class Operator:
             await tasks.run_until(self._leave())
             return 0
         except ServerError as error:
-            say(str(error))
+            log(str(error))
             return 1
         finally:
             await self._close(tasks)
@@ -187,7 +187,7 @@ class Operator:
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            loop.add_signal_handler(number, self._told.put_nowait, number)
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
         loop.add_signal_handler(STOP, self.control.stop, "SIGUSR1")
         loop.add_signal_handler(LEND, self.control.start, "SIGRTMIN")
 
@@ -240,9 +240,9 @@ class Operator:
     async def _leave(self) -> None:
         """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2
         after its turns."""
-        number = await self._told.get()
+        number = await self._signals.get()
         self._leaving = self.server.leaving = True
-        self._note(f"leaving, told by {signal.Signals(number).name}")
+        self._note(f"leaving, at {signal.Signals(number).name}")
         drain_s = self.serving.drain_s if number == WHEN_DONE else 0.0
         deadline = time.monotonic() + LEAVE_S + drain_s
         lender = self._lender
@@ -251,10 +251,10 @@ class Operator:
         lender.send_signal(WHEN_DONE if number == WHEN_DONE else NOW)
         while lender.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(BEAT_S)
-            if not self._told.empty() and self._told.get_nowait() != WHEN_DONE:
+            if not self._signals.empty() and self._signals.get_nowait() != WHEN_DONE:
                 lender.send_signal(NOW)
         if lender.returncode is None:
-            say(f"the lender did not leave within {LEAVE_S:g} s and is killed")
+            log(f"the lender did not leave within {LEAVE_S:g} s and is killed")
             lender.kill()
 
     async def _close(self, tasks: Tasks) -> None:
@@ -262,7 +262,7 @@ class Operator:
         the server."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        # what engines said last that have ended with us
+        # the last states of engines that have ended with us
         self.history.add(metrics.read(self.folder, living=False))
         await self._write_report()
         await tasks.close(STOP_TASKS_S)
@@ -277,7 +277,7 @@ class Operator:
         return f"{self.server.url.rpartition(':')[0]}:{self.web.port}"
 
     def _note(self, words: str) -> None:
-        say(words)
+        log(words)
         self.events.append(report.Event(time.time(), words))
 
     async def _observe(self) -> None:
@@ -285,8 +285,8 @@ class Operator:
             boards = metrics.read(self.folder)
             self.history.add(boards)
             lends = boards.online is None or bool(boards.online.lends)
-            if lends == self._lends_not_said:
-                self._lends_not_said = not lends
+            if lends == self._lends_unlogged:
+                self._lends_unlogged = not lends
                 words = (
                     "misses its targets with nothing lent (serving.online.slo): it lends nothing"
                 )
@@ -303,12 +303,12 @@ class Operator:
         """The operator's page, and the numbers that the training run's report shows of it."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
-        told = report.summary(self._title, measured, slo, self.history, stopped)
+        summary = report.summary(self._title, measured, slo, self.history, stopped)
         try:
             write_whole(self.home / "report.html", self._drawn(measured).encode())
-            write_whole(self.home / LENT, json.dumps(told).encode())
+            write_whole(self.home / LENT, json.dumps(summary).encode())
         except OSError as error:
-            say(f"no report: {error}")
+            log(f"no report: {error}")
 
     @property
     def _title(self) -> str:
@@ -324,7 +324,7 @@ class Operator:
         )
 
     async def _scrape(self) -> str:
-        """The online server's metrics; when it doesn't answer, what it last said, or ""."""
+        """The online server's metrics; when it doesn't answer, the last ones, or ""."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client,

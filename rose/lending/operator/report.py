@@ -54,7 +54,7 @@ def quantiles(metrics: str) -> dict[str, float]:
 
 
 def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
-    """Of cumulative (edge, count); the last finite edge for what lies beyond it."""
+    """The quantile of cumulative (edge, count); the last finite edge for what lies beyond it."""
     total = edges[-1][1] if edges else 0.0
     if not total:
         return None

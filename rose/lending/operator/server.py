@@ -2,7 +2,7 @@
 watched, started again.
 
     server = OnlineServer(serving, boards_folder, log, gpus=False, threads=1)
-    server.check()                      # what can be said before it is started
+    server.check()                      # what can be checked before it is started
     await server.run(on_ready)          # until cancelled; then `await server.stop()`
 
 It dies with this process. Its log is a file of its own. Left out: what is lent beside it
@@ -43,7 +43,7 @@ LOOK_S = 0.2  # between two questions whether it serves
 ANSWER_S = 2.0  # of /health, while it starts
 BACK_OFF_S = (1.0, 60.0)  # between a death and the next start
 STEADY_S = 300.0  # one that served for so long is no failure of its settings
-STOP_S = 15.0  # for requests under way when it is told to stop
+STOP_S = 15.0  # for requests under way when it is stopped
 LAST_LINES = 15  # of its log, in an error
 LINE_CHARACTERS = 400
 
@@ -52,7 +52,7 @@ OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN)  # are for this proce
 
 
 class ServerError(RuntimeError):
-    """The online server is not up; the text says why, and what its log said last."""
+    """The online server is not up; the text is the cause, with the last lines of its log."""
 
 
 class OnlineServer:
@@ -126,7 +126,7 @@ class OnlineServer:
         found[plugin.FOLDER] = str(self.folder)
         return found
 
-    async def run(self, say: Callable[[str], object]) -> None:
+    async def run(self, log: Callable[[str], object]) -> None:
         """Keep one running until cancelled. Raises `ServerError` if the first one does not come up:
         its settings are wrong. A later one is started again, however often."""
         pause = BACK_OFF_S[0]
@@ -134,7 +134,7 @@ class OnlineServer:
             began = time.monotonic()
             try:
                 await self._start()
-                say(
+                log(
                     f"{self.url} serves {self.online.served_name or self.online.model} (log: "
                     f"{self.log})"
                 )
@@ -153,7 +153,7 @@ class OnlineServer:
             if self.leaving:
                 await asyncio.Event().wait()  # Slurm's SIGTERM reaches it too
             pause = BACK_OFF_S[0] if time.monotonic() - began > STEADY_S else pause
-            say(f"{why}\nanother online server is started in {pause:g} s")
+            log(f"{why}\nanother online server is started in {pause:g} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, BACK_OFF_S[1])
 
@@ -261,8 +261,8 @@ def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
-    """First thing in a child of the operator's process. In a group of its own it hears nothing of
-    what a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
+    """First thing in a child of the operator's process. In a group of its own it receives no
+    signal that a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
     process of a step."""
 
     def begin() -> None:

@@ -41,7 +41,7 @@ def make_token(path: Path) -> str:
 
 class Web:
     """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page,
-    `status` what GET /lending says."""
+    `status` is what GET /lending returns."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Web:
                 web.get("/metrics", self._metrics),
                 web.get("/report", self._page),
                 web.get("/lending", self._lending),
-                web.post("/lending/{word:stop|start}", self._say),
+                web.post("/lending/{word:stop|start}", self._change),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
@@ -100,7 +100,7 @@ class Web:
     async def _lending(self, _: web.Request) -> web.Response:
         return web.json_response(self._status())
 
-    async def _say(self, request: web.Request) -> web.Response:
+    async def _change(self, request: web.Request) -> web.Response:
         shown = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(shown, self._expected):
             return web.Response(

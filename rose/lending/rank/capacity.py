@@ -1,5 +1,5 @@
 """What a co-serving rollout engine can take now, read from its scheduler's board, and when that is
-worth a word.
+worth a message.
 
 Left out: the rules by which the engine lets tokens in and holds memory (rose.lending.rules.gate,
 budget), and who listens (rose.scheduler). Nothing is written here.
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from rose.lending.board import Reader, Rollout
 
-# a gate that is shut for longer is worth a word: shorter, the turns there gain nothing by a move
+# a gate that is shut for longer is worth a message: shorter, the turns there gain nothing by a move
 SHUT_S = 1.0
 # an idle engine's scheduler may sleep, and a gate that it found shut stays so: then one turn may
 # try
 PROBE_S = 2.0
-MATERIAL = 0.05  # of the whole cache: a smaller change of the budget is not worth a word
+MATERIAL = 0.05  # of the whole cache: a smaller change of the budget is not worth a message
 SPELLS = 16  # the last times that the gate was shut, from which the next opening is expected
 
 
@@ -36,7 +36,7 @@ class CapacityWatch:
 
     def __init__(self, kv_tokens: int, max_sequences: int) -> None:
         self._whole = Capacity(kv_tokens, max_sequences, 0.0, False)
-        self._said: Capacity | None = None
+        self._reported: Capacity | None = None
         self._shut_since: float | None = None
         self._idle_since: float | None = None
         self._steps = 0.0
@@ -46,14 +46,14 @@ class CapacityWatch:
         """`now`: CLOCK_MONOTONIC; `state`: None for a board that can't be trusted. What is to be
         said, if anything."""
         found = self._capacity(now, state)
-        if self._said is not None and not self._material(self._said, found):
+        if self._reported is not None and not self._material(self._reported, found):
             return None
-        self._said = found
+        self._reported = found
         return found
 
     def repeat(self) -> None:
-        """The next look says something, changed or not."""
-        self._said = None
+        """The next look reports, changed or not."""
+        self._reported = None
 
     def _capacity(self, now: float, state: Rollout | None) -> Capacity:
         if state is None:
@@ -94,10 +94,11 @@ class CapacityWatch:
         left = sum(self._spells) / len(self._spells) - shut_s if self._spells else -1.0
         return left if left > 0 else -1.0
 
-    def _material(self, said: Capacity, found: Capacity) -> bool:
-        return (said.max_sequences, said.revoked) != (found.max_sequences, found.revoked) or abs(
-            said.kv_tokens - found.kv_tokens
-        ) >= max(1.0, MATERIAL * self._whole.kv_tokens)
+    def _material(self, reported: Capacity, found: Capacity) -> bool:
+        return (reported.max_sequences, reported.revoked) != (
+            found.max_sequences,
+            found.revoked,
+        ) or abs(reported.kv_tokens - found.kv_tokens) >= max(1.0, MATERIAL * self._whole.kv_tokens)
 
 
 class EngineBoard:

@@ -19,11 +19,11 @@ from rose.engine import plugin, start
 from rose.launch import caches, gpus, resume
 from rose.lending import settings
 from rose.lending.rank import member
-from rose.lending.rank.member import Ended, say
+from rose.lending.rank.member import Ended, log
 
 LOOK_S = 0.5
 ASK_S = 10.0  # between two questions whether anybody wants us
-SAY_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 KILL_S = 15.0  # beyond serving.drain_s
 FAILURES = 5  # memberships in a row that never came to join
 BACK_OFF_S = (1.0, 60.0)
@@ -67,7 +67,7 @@ class Lender:
                 failures + 1 if ended not in (Ended.RUN_OVER, Ended.NOT_NOW) and not joined else 0
             )
             if failures >= FAILURES:
-                say(f"given up: {failures} memberships in a row failed")
+                log(f"given up: {failures} memberships in a row failed")
                 return 1
             pause = BACK_OFF_S[0] if joined else min(2 * pause, BACK_OFF_S[1])
             self._sleep(pause)
@@ -75,16 +75,16 @@ class Lender:
     def _await_run(self) -> int | None:
         """Wait until the run is seen alive: None. Else the exit code."""
         seen: Endpoint | None = None
-        began = said = asked = time.monotonic()
+        began = logged = asked = time.monotonic()
         while not self.signals:
             if why := self._takes_none():
-                say(why)
+                log(why)
                 return 1
             try:
                 found = endpoint(self.run_dir)
             except JoinError as error:
                 if not error.temporary:
-                    say(str(error))
+                    log(str(error))
                     return 1
                 found = None
             if found is not None and seen is not None and found != seen:
@@ -92,20 +92,20 @@ class Lender:
             seen = found
             wait_s = self._wait_s()
             if self._is_finished() and found is None:
-                say(f"{self.run_dir} is finished")
+                log(f"{self.run_dir} is finished")
                 return 0
             now = time.monotonic()
             if now - asked > ASK_S:
                 asked = now
                 if not self.wanted():
-                    say(f"nobody will continue {self.run_dir} now")
+                    log(f"nobody will continue {self.run_dir} now")
                     return 0
             if now - began > wait_s:
-                say(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")
+                log(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")
                 return 0
-            if now - said > SAY_EVERY_S or said == began:
-                said = now + 1e-6
-                say(
+            if now - logged > LOG_EVERY_S or logged == began:
+                logged = now + 1e-6
+                log(
                     f"{'waiting for' if found is None else 'looking for a sign of life of'} "
                     f"{self.run_dir}"
                 )
@@ -152,7 +152,7 @@ class Lender:
             wanted |= caches.variables(config.cluster, self.environ)
         if self.prepared is None:
             os.environ.update(wanted)
-            say("importing vLLM")
+            log("importing vLLM")
             start.preload()
         elif self.prepared != wanted:
             os.execve(sys.executable, [sys.executable, "-u", *self.command], self.environ)
@@ -161,14 +161,14 @@ class Lender:
     def _membership(self) -> tuple[int, bool]:
         """Run one; pass signals on. Its exit code, negative for a signal, and whether it joined."""
         here = os.getpid()
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             processes.die_with_parent(here)
-            os.close(told)
-            member.main(self.run_dir, self.overrides, lambda: os.write(tells, b"."))
-        os.close(tells)
+            os.close(reader)
+            member.main(self.run_dir, self.overrides, lambda: os.write(writer, b"."))
+        os.close(writer)
         passed, deadline = 0, float("inf")
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             while passed < len(self.signals):
@@ -182,8 +182,8 @@ class Lender:
             time.sleep(0.05)
         code = os.waitstatus_to_exitcode(ended[1])
         if code < 0 and not self.signals:
-            say(f"the membership was killed by {signal.Signals(-code).name}")
-        with open(told, "rb") as words:
+            log(f"the membership was killed by {signal.Signals(-code).name}")
+        with open(reader, "rb") as words:
             return code, bool(words.read(1))
 
     def _sleep(self, seconds: float) -> None:

@@ -44,7 +44,7 @@ class Ended(enum.IntEnum):
 
 
 def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
-    """In a process that was just forked for it."""
+    """Run one membership in a process that was just forked for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
@@ -53,10 +53,10 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
     try:
         code = run(run_dir, settings.of_run(run_dir, overrides), on_join)
     except JoinError as error:
-        say(str(error))
+        log(str(error))
         code = Ended.NOT_NOW if error.temporary else Ended.REFUSED
     except (ConfigError, EngineError) as error:
-        say(str(error))
+        log(str(error))
         code = Ended.REFUSED if isinstance(error, ConfigError) else Ended.FAILED
     except Exception:
         traceback.print_exc()
@@ -79,7 +79,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
     application = Application(run_dir)
     answer = application.ask(ANSWER_S)
-    say(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
+    log(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
     recorder = _recorder(config, run_dir, answer.worker, found.attempt)
     try:
         return asyncio.run(_take_part(config, application, answer, recorder, on_join))
@@ -89,7 +89,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
 
 
 def _check_profile(config: Config) -> None:
-    """That the profile of a shared device is of the engines that it will have."""
+    """Check that the profile of a shared device is of the engines that it will have."""
     path = config.serving.lending.profile
     if plugin.FOLDER in os.environ and path is not None:
         from rose.lending import device_profile
@@ -117,15 +117,15 @@ async def _take_part(
     for number in (signal.SIGTERM, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(number, worker.ask_to_leave, number)
     on_join()
-    say(f"{name}: joined")
+    log(f"{name}: joined")
     try:
         await worker.run()
     except LinkError as error:
         worker.over = str(error)
     if worker.asked_to_leave:
-        say(f"{name}: left")
+        log(f"{name}: left")
         return Ended.LEFT
-    say(f"{name}: {worker.over or 'the run said: ' + worker.dismissed}")
+    log(f"{name}: {worker.over or 'the run reported: ' + worker.dismissed}")
     return Ended.RUN_OVER
 
 
@@ -152,9 +152,9 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
             run_dir, FIRST_RANK + int(name.rpartition("-")[2]), p.Role.ROLLOUT.value, name, attempt
         )
     except OSError as error:
-        say(f"no trace of this rank: {error}")
+        log(f"no trace of this rank: {error}")
         return NullRecorder()
 
 
-def say(words: str) -> None:
+def log(words: str) -> None:
     print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)

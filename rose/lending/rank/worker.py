@@ -47,7 +47,7 @@ class Wire:
 
     def silent_s(self) -> float:
         """For how long nothing had come when it was last seen that nothing is here."""
-        return max(0.0, self._looked_at - self._link.heard_at)
+        return max(0.0, self._looked_at - self._link.last_seen)
 
 
 class BorrowedWorker(RolloutWorker):
@@ -93,9 +93,9 @@ class BorrowedWorker(RolloutWorker):
         )
         return [*super()._services(), self._watch_run(), self._leave(), *watches]
 
-    def _hear(self, message: p.Message) -> None:
+    def _handle(self, message: p.Message) -> None:
         if not isinstance(message, p.Heartbeat):
-            super()._hear(message)
+            super()._handle(message)
 
     async def _watch_run(self) -> None:
         """Ends when the coordinator has been silent for too long."""
@@ -115,7 +115,7 @@ class BorrowedWorker(RolloutWorker):
                 incarnation = self.incarnation
                 board = EngineBoard(path, engine.pid)
                 watch = CapacityWatch(engine.kv_tokens, self._max_sequences)
-            # the scheduler sends it nothing of these before it hears this
+            # the scheduler sends it nothing of these before it receives this
             if returned != self._returned:
                 returned = self._returned
                 watch.repeat()
@@ -167,9 +167,7 @@ class BorrowedWorker(RolloutWorker):
             f"{time.monotonic() - began:.2f} s",
             flush=True,
         )
-        self.incarnation += (
-            1  # it holds no version of the run: the scheduler hears of it as of a new one
-        )
+        self.incarnation += 1  # it holds no version of the run: the scheduler sees a new one
         self._send(self._ready())
         self._awake.set()
 
@@ -182,7 +180,7 @@ class BorrowedWorker(RolloutWorker):
 
     async def _load(self, m: p.LoadVersion) -> None:
         if not self._awake.is_set():
-            return  # `_activate` says that it holds none, and another one is sent
+            return  # `_activate` reports that it holds none, and another one is sent
         self._loads += 1
         try:
             await super()._load(m)

@@ -29,7 +29,7 @@ class Budget:
         self._epoch = -1.0
         self._peak = 0.0
         self._now: float | None = None
-        self._silent_s = math.inf  # nothing was heard yet
+        self._silent_s = math.inf  # nothing was received yet
 
     def update(self, now: float, online: Online | None, control: Control | None) -> int:
         """R's budget from now on, bytes. Call it before each of R's steps and while R waits."""

@@ -32,7 +32,7 @@ class Reason(enum.IntEnum):
     STOPPED = 4  # by the operator
     HOUR = 5  # nothing is lent at this hour
     ONLINE_SILENT = 6
-    ONLINE_REFUSES = 7  # it says that nothing is lent
+    ONLINE_REFUSES = 7  # its board lends nothing
     SLACK = 8  # an online request would miss its target
     STEP_SHARE = 9  # even the smallest step would hold up a request to come for too long
     PACE = 10  # online requests, decoding beside rollouts, would miss tpot_p50_s

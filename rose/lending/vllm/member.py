@@ -47,7 +47,7 @@ class Member(Timed):
         self._beats = threading.Thread(target=self._beat, name="rose-beat", daemon=True)
 
     def attach(self, core: Any) -> None:
-        """From the plugin, once, when the engine is complete and before its first step."""
+        """Called from the plugin, once, when the engine is complete and before its first step."""
         if self.device is None:
             return
         self._core = core
@@ -106,10 +106,11 @@ class Member(Timed):
         return self._core is not None and not self._core.input_queue.empty()
 
     def _beats_once(self) -> None:
-        """In the beat's thread, each time."""
+        """Called in the beat's thread, each time."""
 
     def _wants_turn(self) -> bool:
-        """In the beat's thread: whether memory should move though no request calls for a step."""
+        """Called in the beat's thread: whether memory should move though no request calls for a
+        step."""
         raise NotImplementedError
 
 

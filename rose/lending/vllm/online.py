@@ -1,10 +1,10 @@
-"""The online engine's scheduler: vLLM's own, which tells the rollout engine of its device when it
-needs the device.
+"""The online engine's scheduler: vLLM's own, which publishes to the rollout engine of its device
+when it needs the device.
 
     --scheduler-cls rose.lending.vllm.online.scheduler   (rose.serving starts the server so)
 
 It decides nothing about its own requests but one thing: KV memory that is lent is not in its pool.
-It asks for it as soon as requests need it, and takes it when the rollout engine's board says that
+It asks for it as soon as requests need it, and takes it when the rollout engine's board shows that
 it was given back.
 """
 
@@ -75,7 +75,7 @@ class OnlineScheduler(Member):
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # since when lent memory is waited for
         self._gives = False  # memory, of which the rest goes at later steps
-        self.state.kv_held = self.device.kv_bytes  # until the workers say what they took
+        self.state.kv_held = self.device.kv_bytes  # until the workers report what they took
 
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
@@ -101,7 +101,7 @@ class OnlineScheduler(Member):
         # vLLM's is the wall clock's, which may be set; only the time since then is taken from it
         waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
         self._seen[request.request_id] = _Seen(time.monotonic() - waited)
-        self._tell()
+        self._write_board()
 
     def schedule(self, throttle_prefills: bool = False):
         if self.device is None:
@@ -116,7 +116,7 @@ class OnlineScheduler(Member):
             if name in self.requests
         )
         if not output.total_num_scheduled_tokens:
-            self._tell()
+            self._write_board()
         return output
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -127,7 +127,7 @@ class OnlineScheduler(Member):
         for group in outputs.values():
             for output in group.outputs:
                 self._count(output, now)
-        self._tell()
+        self._write_board()
         return outputs
 
     def finish_requests(self, request_ids, finished_status):
@@ -135,10 +135,10 @@ class OnlineScheduler(Member):
         if self.device is not None:
             for request in finished:
                 self._ended_early(self._seen.pop(request.request_id, None))
-            self._tell()
+            self._write_board()
         return finished
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ what is published
 
     def _step_begins(self, work: Work, began: float) -> None:
         if self.device is None:
@@ -147,7 +147,7 @@ class OnlineScheduler(Member):
         if rollout is not None and (rollout.running > 0 or rollout.step_ends > 0):
             for seen in self._seen.values():
                 seen.lent = True
-        self._tell(self._ends_at(self._predictor))
+        self._write_board(self._ends_at(self._predictor))
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
@@ -161,7 +161,7 @@ class OnlineScheduler(Member):
             s.step_error, s.step_p99 = self._predictor.error
         s.step_ends = self._ends_at(self._predictor)
 
-    def _tell(self, step_ends: float | None = None) -> None:
+    def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:
             s = self.state
             s.running = len(self.running)

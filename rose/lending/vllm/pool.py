@@ -34,7 +34,7 @@ Call = Callable[[str, list[int]], Sequence[int]]
 
 class Pool:
     """`manager`: vLLM's KVCacheManager; `kv_cache_config`: what it manages. Blocks that requests
-    hold can't be taken: `limit` takes what is free, and says how far it came. For the thread of
+    hold can't be taken: `limit` takes what is free, and returns how far it got. For the thread of
     vLLM's loop, while it plans a step: see `vmm.PagePool`."""
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:

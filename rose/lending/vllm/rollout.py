@@ -44,7 +44,7 @@ class RolloutScheduler(Member):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._evicted: list[Request] = []  # of which clients are to be told
+        self._evicted: list[Request] = []  # whose clients must be notified
         if self.device is None:
             return
         lending = self._lending = self.device.serving.lending
@@ -89,7 +89,7 @@ class RolloutScheduler(Member):
             self._rotate(self.max_num_scheduled_tokens)
         output = super().schedule(throttle_prefills)
         if not output.total_num_scheduled_tokens:
-            self._tell()
+            self._write_board()
         return output
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -98,13 +98,13 @@ class RolloutScheduler(Member):
             return outputs
         for group in outputs.values():
             self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
-        for request in self._evicted:  # vLLM tells clients only of ends that it causes
+        for request in self._evicted:  # vLLM notifies clients only of ends that it causes
             ended = EngineCoreOutput(
                 request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
         self._evicted.clear()
-        self._tell()
+        self._write_board()
         return outputs
 
     def has_requests(self) -> bool:
@@ -173,7 +173,7 @@ class RolloutScheduler(Member):
     def _step_begins(self, work: Work, began: float) -> None:
         if self.device is not None:
             self._beside.append(self._online_idle())
-            self._tell(self._ends_at(self._predictor))
+            self._write_board(self._ends_at(self._predictor))
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
@@ -211,11 +211,11 @@ class RolloutScheduler(Member):
         if not self._moves(target):
             target = held
         elif target > held:
-            # who maps hears of no revocation
+            # a thread that maps memory receives no revocation
             target = min(target, held + max(AT_ONCE, self.pool.grain))
-            # Said before it is looked once more whether it is free: the online engine does it the
-            # same way round.
-            self._say_budget(target)
+            # Published before it is looked once more whether it is free: the online engine does it
+            # the same way round.
+            self._publish_budget(target)
             target = max(held, min(target, self._room()))
         else:
             # who loses least
@@ -223,7 +223,7 @@ class RolloutScheduler(Member):
             self.evict(
                 running[: self.pool.excess(target, [request.request_id for request in running])]
             )
-        self._say_budget(self.pool.limit(self.pool.total, target))
+        self._publish_budget(self.pool.limit(self.pool.total, target))
         self._give_up_on_large()
         self.state.frozen = float(self._budget.frozen)
 
@@ -254,7 +254,7 @@ class RolloutScheduler(Member):
         online = self._online.read(self._lending.stale_after_s)
         return self.device.kv_bytes - online.kv_held if online else 0.0
 
-    def _say_budget(self, nbytes: float) -> None:
+    def _publish_budget(self, nbytes: float) -> None:
         if self.state.kv_budget != nbytes:
             with self._writing:
                 self.state.kv_budget = nbytes
@@ -271,7 +271,7 @@ class RolloutScheduler(Member):
         ).reason
         return reason != self.state.shut_by
 
-    def _tell(self, step_ends: float | None = None) -> None:
+    def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:
             s = self.state
             s.running, s.waiting = len(self.running), len(self.waiting)

@@ -238,7 +238,8 @@ def _online(c: Config) -> ModelShape:
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, p: SimPool, rolls: ModelShape) -> spec.Engine:
-    """With the KV memory that both models' weights leave, of which what is unused is lent."""
+    """The online engine, with the KV memory that both models' weights leave, of which what is
+    unused is lent."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rose.config import Config, ConfigError
-from rose.observe.terminal import say, show
+from rose.observe.terminal import echo, show
 from rose.sim.study import build, page, runs, sizing, table
 from rose.sim.study.outcome import Outcome
 
@@ -40,7 +40,7 @@ def main(configs: Sequence[Config], console: Console, command: str) -> int:
         else:
             _simulate(configs, console, command)
     except runs.SimulationFailed as error:
-        say(Console(stderr=True), str(error), label="[red]simulation failed:[/]")
+        echo(Console(stderr=True), str(error), label="[red]simulation failed:[/]")
         return 1
     return 0
 
@@ -85,9 +85,9 @@ def _simulate(configs: Sequence[Config], console: Console, command: str) -> None
         show(console, table.table(rows, c.sim.label, c.name))
         table.write(c.run_dir, rows, c.sim.label, {"command": command})
         page.report(c.run_dir / "report.html", c, rows, command)
-        say(console, f"{c.run_dir / 'report.html'}")
+        echo(console, f"{c.run_dir / 'report.html'}")
     if len(configs) > 1:
-        say(console, f"{compare(configs, outcomes, command)}")
+        echo(console, f"{compare(configs, outcomes, command)}")
 
 
 def compare(configs: Sequence[Config], outcomes: Sequence[Outcome], command: str) -> Path:

@@ -142,7 +142,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Of the first pool, and how much of its devices serving takes and lends."""
+    """Latencies of the first pool, and how much of its devices serving takes and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan
@@ -199,7 +199,7 @@ def shares(spans: np.ndarray, end: float, bins: int) -> list[float]:
 
 
 def _serving(result: Result, end: float) -> dict[str, list[Any]]:
-    """Of the first cooperative pool."""
+    """Measures of the first cooperative pool."""
     if not result.serving:
         return {}
     use = result.serving[0]
@@ -239,7 +239,7 @@ def shown(metric: Metric, value: float) -> str:
 
 
 def by_system(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """In order of appearance, each system's by seed."""
+    """Outcomes of each system, in order of appearance, by seed."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.system, []).append(outcome)

@@ -292,7 +292,7 @@ def _short(point: str, title: str) -> str:
 
 
 def _numbers(points: Sequence[str]) -> list[float]:
-    """Of one swept key the values, ascending; [] if they are no such numbers."""
+    """The values of one swept key, ascending; [] if they are no such numbers."""
     try:
         found = [float(point.rsplit("=", 1)[1]) for point in points]
     except (IndexError, ValueError):

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rose import processes
 from rose.config import Config, SimSystem
-from rose.observe.terminal import say
+from rose.observe.terminal import echo
 from rose.sim.driver import simulate
 from rose.sim.study import build
 from rose.sim.study.outcome import Outcome, of
@@ -89,7 +89,7 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
 
     if not console.is_terminal:
-        return run_all(jobs, workers, lambda o: say(console, words(o)))
+        return run_all(jobs, workers, lambda o: echo(console, words(o)))
     columns = (
         TextColumn("simulating"),
         BarColumn(),
@@ -102,8 +102,10 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
         return run_all(jobs, workers, lambda o: bar.update(task, advance=1, description=words(o)))
 
 
-def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None]) -> list[Outcome]:
-    """In order of `jobs`; `heard` is told of each as it ends. Equal ones run once. Raises
+def run_all(
+    jobs: Sequence[Job], workers: int, on_outcome: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """In order of `jobs`; `on_outcome` is called with each as it ends. Equal ones run once. Raises
     `SimulationFailed`."""
     first: dict[str, Job] = {}
     for job in jobs:
@@ -111,7 +113,7 @@ def run_all(jobs: Sequence[Job], workers: int, heard: Callable[[Outcome], None])
     found: dict[str, Outcome] = {}
     for key, outcome in _carried_out(first, workers):
         found[key] = outcome
-        heard(outcome)
+        on_outcome(outcome)
     return [
         msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs
     ]

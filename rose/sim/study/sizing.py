@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.config import Config, ConfigError
-from rose.observe.terminal import say, show
+from rose.observe.terminal import echo, show
 from rose.sim.study import page, runs, table
 from rose.sim.study.gains import Interval, interval
 from rose.sim.study.outcome import Outcome, mean, values
@@ -262,8 +262,8 @@ def answer(c: Config, console: Console, command: str) -> None:
     found = search(c, lambda jobs: runs.carry_out(jobs, runs.cores(c.sim.processes), console))
     show(console, shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
     for reason in found.reasons:
-        say(console, f"- {reason}")
+        echo(console, f"- {reason}")
     outcomes = [outcome for pair in found.pairs for outcome in pair.outcomes]
     table.write_files(c.run_dir, outcomes, {"command": command} | summary(found))
     page.plan(c.run_dir / "report.html", c, found, command)
-    say(console, f"{c.run_dir / 'report.html'}")
+    echo(console, f"{c.run_dir / 'report.html'}")

@@ -24,7 +24,7 @@ def driven(boards, make_scheduler):
 
 def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_target(driven):
     state = driven.scheduler.state
-    driven.scheduler._tell()
+    driven.scheduler._write_board()
     assert state.hold_until == board.INFINITE
     before = time.monotonic()
     driven.add("a", prompt=100, tokens=5)
@@ -46,7 +46,7 @@ def test_a_clock_that_was_set_changes_nothing(driven, monkeypatch):
     before = driven.scheduler.state.hold_until
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
-    driven.scheduler._tell()
+    driven.scheduler._write_board()
     assert driven.scheduler.state.hold_until == pytest.approx(before, abs=0.01)
 
 
