@@ -12,6 +12,9 @@ UNIT := $(PYTEST) -n auto --maxprocesses 8 -m "not slow"
 SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
+# Python's cache of compiled sources, also of rose/: the processes that tests start, hundreds, read it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test unit lint soak gpu clean
 
 train: $(VENV)/.stamp-run

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import hydra
 import msgspec
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
@@ -132,6 +133,10 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
     errors.searched(arguments)
+    if not any(word.startswith(("-", "hydra.")) for word in arguments):
+        # One point: `hydra.main` would compose it twice, first to look up hydra.mode.
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            return [errors.to_tree(hydra.compose("config", arguments))]
 
     def collect(composed) -> None:
         tree = errors.to_tree(composed)

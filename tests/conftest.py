@@ -3,6 +3,7 @@ configurations."""
 
 import copy
 import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def pytest_xdist_make_scheduler(config, log):
             return SLURM if nodeid.startswith(f"{SLURM}/") else super()._split_scope(nodeid)
 
     return ByFile(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make a million objects that stay. No look for garbage goes through them, neither while
+    they are made nor in a test later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):
