@@ -3,8 +3,8 @@ configurations."""
 
 import copy
 import functools
-import gc
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
 from rose import config as configuration
+from rose.processes import importing
 
 # Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure
 # is one of the commit that has it. Others are drawn with --hypothesis-profile=default.
@@ -58,14 +59,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Imports make a million objects that stay. No look for garbage goes through them, neither while
-    they are made nor in a test later."""
-    gc.disable()
-    try:
+    """Which imports nearly everything."""
+    with importing():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m "not slow"` does not import files that are slow as a whole, and vLLM for them."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    return (
+        bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M))
+        or None
+    )
 
 
 def pytest_collection_modifyitems(items):
