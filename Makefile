@@ -20,8 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
 
-test: lint
-	scripts/install_test_packages.sh
+# Debian's packages are installed beside Python's.
+test:
+	scripts/install_test_packages.sh & packages=$$!; $(MAKE) lint; linted=$$?; wait $$packages && exit $$linted
 	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
 	$(SLOW) $(ARGS) || [ $$? -eq $(NONE) ]
 
