@@ -47,6 +47,7 @@ from rose.launch import (
 from rose.observe import report, terminal, trackers
 from rose.observe.terminal import say
 from rose.reward import scorers
+from rose.trainer import algorithms
 
 # Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
@@ -173,9 +174,6 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
-    # imports torch (2 s): worth the wait for the algorithm's own checks, here only
-    from rose.trainer import algorithms
-
     c = configuration.from_dict(tree)
     envs.check(c.env)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
