@@ -15,16 +15,18 @@ NONE := 5  # of pytest: ARGS leave tests of the other kind only
 # Python's cache of compiled sources, also of rose/: the processes that tests start, hundreds, read it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test unit lint soak gpu clean
+MAKEFLAGS += --jobs=2  # of `make test`: Debian's packages are installed beside Python's
+.PHONY: train test packages unit lint soak gpu clean
 
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
 
-# Debian's packages are installed beside Python's.
-test:
-	scripts/install_test_packages.sh & packages=$$!; $(MAKE) lint; linted=$$?; wait $$packages && exit $$linted
+test: packages lint
 	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
 	$(SLOW) $(ARGS) || [ $$? -eq $(NONE) ]
+
+packages:
+	scripts/install_test_packages.sh
 
 unit: lint
 	$(UNIT) $(ARGS)
@@ -73,5 +75,7 @@ $(VENV)/.stamp-gpu: requirements/gpu.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
-	@$(subst --no-compile,,$(PIP)) -r requirements/test.txt
+	@$(PIP) -r requirements/test.txt
+	@find $(VENV)/lib/python*/site-packages -mindepth 1 -maxdepth 1 -newer $(VENV)/.stamp-run \
+		-exec $(VENV)/bin/python -m compileall -qq -j 0 {} + || true
 	@touch $@
