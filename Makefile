@@ -12,15 +12,21 @@ UNIT := $(PYTEST) -n auto --maxprocesses 8 -m "not slow"
 SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
-.PHONY: train test unit lint soak gpu clean
+# Python's cache of compiled sources, also of rose/: the processes that tests start, hundreds, read it.
+unexport PYTHONDONTWRITEBYTECODE
+
+MAKEFLAGS += --jobs=2  # of `make test`: Debian's packages are installed beside Python's
+.PHONY: train test packages unit lint soak gpu clean
 
 train: $(VENV)/.stamp-run
 	$(VENV)/bin/python launch.py $(ARGS)
 
-test: lint
-	scripts/install_test_packages.sh
+test: packages lint
 	$(UNIT) $(ARGS) || [ $$? -eq $(NONE) ]
 	$(SLOW) $(ARGS) || [ $$? -eq $(NONE) ]
+
+packages:
+	scripts/install_test_packages.sh
 
 unit: lint
 	$(UNIT) $(ARGS)
@@ -69,5 +75,7 @@ $(VENV)/.stamp-gpu: requirements/gpu.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
-	@$(subst --no-compile,,$(PIP)) -r requirements/test.txt
+	@$(PIP) -r requirements/test.txt
+	@find $(VENV)/lib/python*/site-packages -mindepth 1 -maxdepth 1 -newer $(VENV)/.stamp-run \
+		-exec $(VENV)/bin/python -m compileall -qq -j 0 {} + || true
 	@touch $@

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import hydra
 import msgspec
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
@@ -46,6 +47,7 @@ from rose.launch import (
 from rose.observe import report, terminal, trackers
 from rose.observe.terminal import echo
 from rose.reward import scorers
+from rose.trainer import algorithms
 
 # Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
@@ -132,6 +134,10 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
     errors.searched(arguments)
+    if not any(word.startswith(("-", "hydra.")) for word in arguments):
+        # One point: `hydra.main` would compose it twice, first to look up hydra.mode.
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            return [errors.to_tree(hydra.compose("config", arguments))]
 
     def collect(composed) -> None:
         tree = errors.to_tree(composed)
@@ -168,9 +174,6 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
-    # imports torch (2 s): worth the wait for the algorithm's own checks, here only
-    from rose.trainer import algorithms
-
     c = configuration.from_dict(tree)
     envs.check(c.env)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)

@@ -19,6 +19,7 @@ from rose import protocol as p
 from rose.comm import address
 from rose.launch import guard, rank_status
 from rose.launch.layout import Rank, layout
+from rose.processes import importing
 
 SEND_DEADLINE_S = 5.0
 
@@ -135,7 +136,8 @@ def run_role(
                     drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from))
                 )
             case p.Role.ENVIRONMENT:
-                from rose.agent import host as environment
+                with importing():
+                    from rose.agent import host as environment
 
                 asyncio.run(environment.run(config, mailbox, recorder))
             case p.Role.REWARD:
@@ -143,7 +145,8 @@ def run_role(
 
                 asyncio.run(RewardRank(config, run_dir, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
-                from rose.trainer import rank as trainer
+                with importing("mlflow"):  # of DeepSpeed's autotuner: another second
+                    from rose.trainer import rank as trainer
 
                 trainer.run(
                     config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from

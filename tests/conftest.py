@@ -4,6 +4,7 @@ configurations."""
 import copy
 import functools
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
 from rose import config as configuration
+from rose.processes import importing
 
 # Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure
 # is one of the commit that has it. Others are drawn with --hypothesis-profile=default.
@@ -39,7 +41,7 @@ settings.load_profile("rose")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
 SLURM = "tests/slurm"
-LONGEST = (SLURM, "tests/job", "tests/engine", "tests/trainer", "tests/lending")
+LONGEST = (SLURM, "tests/job", "tests/scripts", "tests/engine", "tests/trainer", "tests/lending")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,6 +55,23 @@ def pytest_xdist_make_scheduler(config, log):
             return SLURM if nodeid.startswith(f"{SLURM}/") else super()._split_scope(nodeid)
 
     return ByFile(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Which imports nearly everything."""
+    with importing():
+        return (yield)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m "not slow"` does not import files that are slow as a whole, and vLLM for them."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    return (
+        bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M))
+        or None
+    )
 
 
 def pytest_collection_modifyitems(items):

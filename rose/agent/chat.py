@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import transformers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from rose.agent import tool_formats
 from rose.agent.envs.base import Action
@@ -31,6 +31,9 @@ OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the tem
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
 
+# Types of models of which `AutoTokenizer` takes the class that their tokenizer_config.json names.
+NAMED = ("qwen3", "qwen3_moe")
+
 RESPONSE = {"<tool_response>", "</tool_response>"}
 
 Observer = Literal["tool", "user"]
@@ -38,6 +41,20 @@ Observer = Literal["tool", "user"]
 
 class CannotExtend(ConfigError):
     """The template doesn't write these messages after an answer in a way that could be appended."""
+
+
+def tokenizer_class(folder: str | Path) -> type:
+    """The class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer` does. Of
+    models in `NAMED` it is looked up here: `AutoTokenizer` itself imports torch, for 3 s."""
+    given, own = (
+        json.loads(path.read_text()) if (path := Path(folder) / name).is_file() else {}
+        for name in ("config.json", "tokenizer_config.json")
+    )
+    if given.get("model_type") in NAMED and "auto_map" not in own:
+        name = own.get("tokenizer_class")
+        if name is not None and hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoTokenizer
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,7 @@ class ChatFormat:
 
     def _load(self):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.path={self.folder!r}: no tokenizer could be loaded there ({error})"

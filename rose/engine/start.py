@@ -15,6 +15,7 @@ import msgspec
 
 from rose import hub
 from rose.config import Model, Online, Rollout
+from rose.processes import importing
 
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
 # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
@@ -137,14 +138,16 @@ def engine_args(
 
 def preload() -> None:
     """Import what `build` needs, for processes forked from here. The environment must be set."""
-    from vllm import AsyncEngineArgs  # noqa: F401
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
-    from vllm.v1.executor import Executor  # noqa: F401
+    with importing():
+        from vllm import AsyncEngineArgs  # noqa: F401
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+        from vllm.v1.executor import Executor  # noqa: F401
 
 
 def build(args: dict, gpus: bool):
     """(AsyncLLM, Latest); blocks until the engine process serves."""
     global _forking
+    preload()
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM

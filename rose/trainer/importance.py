@@ -9,8 +9,11 @@ off-policy RL training").
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond any cap or clip range, and finite in float32
 
@@ -20,7 +23,6 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (new - old).masked_fill(mask == 0, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-@torch.no_grad()
 def importance_weights(
     proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None
 ) -> Tensor:
@@ -31,10 +33,9 @@ def importance_weights(
     """
     if cap is None:
         return mask.float()
-    return log_ratio(proximal, behaviour, mask).exp().clamp(max=cap) * mask
+    return log_ratio(proximal.detach(), behaviour.detach(), mask).exp().clamp(max=cap) * mask
 
 
-@torch.no_grad()
 def mismatch(
     proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None = None
 ) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def mismatch(
     `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a
     maximum (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
     """
-    logs = log_ratio(proximal, behaviour, mask)
+    logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     ratio = logs.exp() * mask
     exact = logs.double()
     return {

@@ -4,8 +4,9 @@ touched."""
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
-from rose.agent.chat import ChatFormat
+from rose.agent.chat import ChatFormat, tokenizer_class
 from rose.config import ConfigError
 
 from .conftest import TEMPLATES
@@ -32,6 +33,23 @@ def render(tokenizer, template, messages, tools=None):
         messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
     )
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "qwen2", "mistral"])
+@pytest.mark.parametrize(
+    "named",
+    ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None],
+)
+def test_a_tokenizer_is_what_auto_tokenizer_makes_of_it(save_tokenizer, model, named):
+    folder = save_tokenizer(TEMPLATES["tiny"])
+    (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": named}))
+    ours = tokenizer_class(folder).from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    text = "<|im_start|>Ich weiß 12345, it's\n\n  so<|im_end|>"
+    assert ours.encode(text) == theirs.encode(text)
 
 
 @families

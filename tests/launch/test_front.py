@@ -440,8 +440,11 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
     assert "is not installed" in bare.stderr and "make train" in bare.stderr
 
 
-def test_training_imports_no_simulator():
-    words = "import sys, rose.front, rose.main; print([m for m in sys.modules if 'rose.sim' in m])"
+def test_training_imports_no_simulator_and_its_launcher_no_torch():
+    words = (
+        "import sys, rose.front, rose.main; "
+        "print([m for m in sys.modules if 'rose.sim' in m or m == 'torch'])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, cwd=CONF.parent, check=True
     )

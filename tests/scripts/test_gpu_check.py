@@ -47,16 +47,21 @@ def left():
 
 
 @pytest.fixture
-def outcome(tmp_path, monkeypatch):
-    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile.
-
-    The check's deadline passes once it has told `until`.
-    """
-    before, descendants = set(frame._descendants()), frame._descendants  # of other tests
+def only_ours(monkeypatch):
+    """Processes that other tests have left running are none of the check's."""
+    before, descendants = set(frame._descendants()), frame._descendants
     monkeypatch.setattr(
         frame, "_descendants", lambda: [one for one in descendants() if one not in before]
     )
     monkeypatch.setattr(frame, "LEAVE_S", 1.0)
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch, only_ours):
+    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile.
+
+    The check's deadline passes once it has told `until`.
+    """
 
     def run(name, until=None, device="cpu", gpus=0, sizes={}, **rest):
         setup = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes)
@@ -175,7 +180,7 @@ def test_a_wrong_command_line_is_refused(words):
     assert refused.value.code == 2
 
 
-def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path):
+def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, only_ours):
     monkeypatch.setattr(gpu_check, "SMI", ("false",))
     monkeypatch.setattr(gpu_check, "TORCH", "pass")
     assert gpu_check.main(["machine", "two", "--folder", str(tmp_path)]) == 1

@@ -1,5 +1,6 @@
 """Other papers beside the simulator: their settings compose, and each row is measured as it says."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -15,22 +16,29 @@ from rose.sim.study import build
 from rose.sim.study.outcome import EVERY, Outcome
 
 
-def test_every_row_has_its_setting_and_systems_and_every_setting_a_row():
+@pytest.fixture(scope="module")
+def composed():
+    """composed(setting, overrides) -> the configuration, composed once for all rows of it."""
+    made = functools.cache(
+        lambda setting, overrides: papers.composed(f"papers/{setting}", overrides)
+    )
+    return lambda setting, overrides=(): made(setting, tuple(overrides))
+
+
+def test_every_row_has_its_setting_and_systems_and_every_setting_a_row(composed):
     files = {path.stem for path in (REPOSITORY / "conf/experiment/papers").glob("*.yaml")}
     assert files == {setting for setting, _ in papers.settings_of(papers.ROWS)}
     for row in papers.ROWS:
-        names = set(build.systems(papers.composed(f"papers/{row.setting}", row.overrides)))
+        names = set(build.systems(composed(row.setting, row.overrides)))
         other = row.rival_setting or row.setting
-        names_there = set(build.systems(papers.composed(f"papers/{other}", row.overrides)))
+        names_there = set(build.systems(composed(other, row.overrides)))
         assert row.system in names and (not row.rival or row.rival in names_there)
 
 
-def test_the_same_gpus_are_compared_though_the_rival_has_a_setting_of_its_own():
+def test_the_same_gpus_are_compared_though_the_rival_has_a_setting_of_its_own(composed):
     for row in papers.ROWS:
         if row.rival_setting:
-            mine, rival = (
-                papers.composed(f"papers/{name}", []) for name in (row.setting, row.rival_setting)
-            )
+            mine, rival = composed(row.setting), composed(row.rival_setting)
             # of the rival's pool, the trainer's own GPUs, its configuration's engine is no part
             engines = mine.rollout.workers * mine.rollout.tensor_parallel
             assert rival.sim.pools == ["hybrid"]

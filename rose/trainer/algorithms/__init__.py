@@ -1,8 +1,9 @@
 """One file per RL algorithm (`base.Algorithm` says what one is) and `build`, which picks one by
 name.
 
-May import torch and `rose.config`; knows nothing of ranks, engines or DeepSpeed. A new algorithm is
-a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
+May import `rose.config`. Loading it imports no torch, which takes seconds: each `launch.py` loads
+it to check the algorithm's arguments. Knows nothing of ranks, engines or DeepSpeed. A new algorithm
+is a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
 Others' are entry points of the group `rose.algorithms`, or named package.module:Class.
 """
 

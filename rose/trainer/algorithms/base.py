@@ -12,11 +12,12 @@ and trainer (`rose.trainer.importance`); it is 1 where the algorithm corrects by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Algorithm(Protocol):
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
     """(N,) values, (N,) int64 groups -> (N,): each row's group mean."""
     size = int(groups.max()) + 1 if groups.numel() else 0
-    total = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, values)
-    count = torch.zeros(size, dtype=values.dtype).index_add_(0, groups, torch.ones_like(values))
+    total = values.new_zeros(size).index_add_(0, groups, values)
+    count = values.new_zeros(size).index_add_(0, groups, values.new_ones(len(values)))
     return (total / count.clamp(min=1))[groups]
 
 

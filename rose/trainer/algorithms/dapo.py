@@ -8,9 +8,7 @@ roll out: the scheduler makes it, when `algorithm.dynamic_sampling` is true.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from rose.trainer.algorithms.base import (
     ClipLow,
@@ -26,6 +24,9 @@ from rose.trainer.algorithms.surrogate import (
     token_mean_weights,
 )
 from rose.trainer.importance import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ the group's mean reward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from rose.trainer.algorithms.base import ClipLow, NonNegative, Positive, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
@@ -21,6 +19,9 @@ from rose.trainer.algorithms.surrogate import (
     token_mean_weights,
 )
 from rose.trainer.importance import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

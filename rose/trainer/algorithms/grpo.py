@@ -8,9 +8,7 @@ reference model, which agent RL of today runs without (DAPO section 2.3, Dr. GRP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
@@ -19,6 +17,9 @@ from rose.trainer.algorithms.surrogate import (
     sequence_mean_weights,
 )
 from rose.trainer.importance import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

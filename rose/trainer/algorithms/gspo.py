@@ -9,9 +9,7 @@ branches each is a row with a ratio of its own, over its own tokens, clipped by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
@@ -20,6 +18,9 @@ from rose.trainer.algorithms.surrogate import (
     sequence_mean_weights,
 )
 from rose.trainer.importance import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ off the group's mean reward (REINFORCE++-baseline). Left out: the KL penalty to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
-from torch import Tensor
 
 from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
@@ -21,6 +20,9 @@ from rose.trainer.algorithms.surrogate import (
     token_mean_weights,
 )
 from rose.trainer.importance import log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

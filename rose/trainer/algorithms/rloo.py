@@ -11,14 +11,14 @@ penalty to a reference model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import centred, clipped_surrogate, group_sizes
 from rose.trainer.importance import LOG_RATIO_LIMIT, log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rloo:
 
     def token_weights(self, summary: Summary) -> Tensor:
         """Sum over tokens, mean over trajectories."""
-        return torch.full_like(summary.rewards, 1 / max(1, len(summary.rewards)))
+        return summary.rewards.new_full((len(summary.rewards),), 1 / max(1, len(summary.rewards)))
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if self.clip_low is None:

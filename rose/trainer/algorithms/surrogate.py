@@ -7,10 +7,12 @@ by 1/std.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far below any scale
 
@@ -23,7 +25,7 @@ def centred(rewards: Tensor, groups: Tensor) -> Tensor:
 
 def group_sizes(groups: Tensor) -> Tensor:
     """(N,) groups -> (N,) float64: how many rows the row's group has."""
-    return torch.bincount(groups)[groups].double()
+    return groups.bincount()[groups].double()
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Tensor:
@@ -48,7 +50,7 @@ def sequence_mean_weights(summary: Summary) -> Tensor:
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean over all response tokens: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
-    kept = torch.ones_like(response_tokens) if keep is None else keep.long()
+    kept = response_tokens.new_ones(len(response_tokens)) if keep is None else keep.long()
     return kept.float() / (response_tokens * kept).sum().clamp(min=1)
 
 
@@ -65,13 +67,13 @@ def clipped_surrogate(
     ratio = log_ratios.exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages) * batch.mask
-    with torch.no_grad():
-        above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
-        cut = (above & (advantages > 0)) | (below & (advantages < 0))
-        statistics = {
-            "clip_fraction": (cut * batch.mask).sum(),
-            "ratio": (ratio * batch.mask).sum(),
-            "policy_kl": ((ratio - 1 - log_ratios) * batch.mask).sum(),
-        }
+    loss = -(ratio * advantages).minimum(clipped * advantages) * batch.mask
+    ratio, log_ratios = ratio.detach(), log_ratios.detach()
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    cut = (above & (advantages > 0)) | (below & (advantages < 0))
+    statistics = {
+        "clip_fraction": (cut * batch.mask).sum(),
+        "ratio": (ratio * batch.mask).sum(),
+        "policy_kl": ((ratio - 1 - log_ratios) * batch.mask).sum(),
+    }
     return loss, statistics
