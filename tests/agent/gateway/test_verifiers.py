@@ -49,6 +49,13 @@ def test_what_can_not_be_a_verifiers_environment_is_refused(tmp_path):
     refused("a Python from 3.11 with verifiers 0.4; it ended with code 2: unknown", python=str(old))
 
 
+def test_the_python_of_a_virtual_environment_stays_its_own(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    [python] = {envs.with_whole_paths(env_of(python="./python", id="x")).args["python"]}
+    assert python == str(tmp_path / "python")
+
+
 @pytest.fixture
 def outside(verifiers_python, monkeypatch):
     """The two environments' `env.args`, which are found as a user's would be."""
@@ -158,4 +165,3 @@ def test_what_the_library_refuses_is_refused_before_a_run(outside):
 
     refused("env.args.id='nope': no such environment is installed", id="nope")
     refused("env.args.args=.*can't be loaded: ConnectionError: couldn't", args={"needs": "the hub"})
-    refused("env.args.held_out=0.1: of 1 tasks", args={"rows": 1})
