@@ -12,13 +12,37 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
+
+# what programs need that know nothing of the run; all else stays behind
+KEPT = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+)
+
+
+def bare_environment(given: Sequence[str] = ()) -> dict[str, str]:
+    """This process's variables that are `KEPT` or `given`: none of the run's tokens, nor of its
+    Python's packages."""
+    return {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
 
 
 def _prctl(option: int, value: int) -> None:

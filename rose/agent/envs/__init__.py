@@ -118,7 +118,8 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
         # package:function is no folder's
         there = Path(place).is_file() if mark == ":" else Path(place).exists()
         if isinstance(args.get(key), str) and not keyword and there:
-            args[key] = f"{Path(place).resolve()}{mark}{rest}"
+            # without following links: a virtual environment's python is one
+            args[key] = f"{Path(place).absolute()}{mark}{rest}"
     return msgspec.structs.replace(env, args=args)
 
 

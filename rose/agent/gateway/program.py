@@ -22,25 +22,7 @@ import psutil
 from rose import processes
 from rose.agent.gateway import watchdog
 
-# what programs need that know nothing of the run; all else stays behind
-KEPT = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-)
+OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # an agent may be of the run's own packages
 HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # this process's name, for the watchdog
 MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
 LOG_BYTES = 2000  # of a program's last words in an error
@@ -50,8 +32,8 @@ END_S = 5.0  # for killed processes to be gone
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
-    """`own` variables, and those of this process that are `KEPT` or `given`."""
-    kept = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
+    """`own` variables, and those of this process that programs need or that are `given`."""
+    kept = processes.bare_environment((*OWN_PYTHON, *given))
     return kept | {"PYTHONUNBUFFERED": "1", watchdog.MARK: HOST} | dict(own)
 
 

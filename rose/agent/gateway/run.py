@@ -23,8 +23,10 @@ import msgspec
 from rose import config
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
+from rose.agent.envs.verifiers import Verifiers
 from rose.agent.gateway import program
 from rose.agent.gateway.history import Message
+from rose.agent.gateway.players import Playing
 from rose.agent.gateway.program import Program
 from rose.agent.gateway.server import Gateway, reward_of
 from rose.agent.gateway.session import Session
@@ -60,11 +62,11 @@ async def run_agent(
         with tempfile.TemporaryDirectory(
             prefix="rose-agent-", ignore_cleanup_errors=True
         ) as folder:
-            run = _Run(start, agent, gateway, session, limits, key, Path(folder))
+            run = _Run(start, agent, gateway, session, limits, key, chat.folder, Path(folder))
             reward, success = await run.go(required=scoring is None)
     finally:
         gateway.dismiss(session)
-    made = _trajectory(start, session, reward, success, started, clock())
+    made = _trajectory(start, session, reward, success, run.metrics, started, clock())
     if scoring is None:
         return made
     episode = Episode(
@@ -93,11 +95,13 @@ class _Run:
         session: Session,
         limits: config.Env,
         key: str,
+        tokenizer: str,
         folder: Path,
     ) -> None:
         self.start, self.agent, self.session, self.limits = start, agent, session, limits
-        self.forks, url = gateway.forks, gateway.url
-        self.key, self.folder = key, folder
+        self.gateway, url = gateway, gateway.url
+        self.key, self.tokenizer, self.folder = key, tokenizer, folder
+        self.metrics: dict[str, float] = {}  # of the environment's own
         self.task = folder / "task.json"
         self.reward = folder / "reward.json"
         own = {
@@ -118,7 +122,9 @@ class _Run:
     async def go(self, required: bool) -> tuple[float, bool]:
         """(reward, success); 0 and False if none is `required` and nobody gives one."""
         agent = self.agent
-        if agent.function is None:
+        if isinstance(agent, Verifiers):
+            begin, name = self._play(agent), "id: the episode"
+        elif agent.function is None:
             log = self.folder / "log"
             begin, name = (
                 Program.start(self.start.id, agent.command, self.variables, log),
@@ -146,9 +152,28 @@ class _Run:
         self, function: str, variables: dict[str, str], *arguments: str
     ) -> Awaitable[Program]:
         given, log = self.agent.environment, self.folder / "log"
-        return self.forks.start(self.start.id, function, arguments, given, variables, log)
+        forks = self.gateway.forks
+        return forks.start(self.start.id, function, arguments, given, variables, log)
 
-    async def _execute(self, begin: Awaitable[Program], name: str, agents: bool = False) -> None:
+    def _play(self, verifiers: Verifiers) -> Awaitable[Playing]:
+        def take(answer: dict[str, Any]) -> None:
+            """Raises `ValueError`."""
+            reward, _ = reward_of(answer["reward"])
+            self.session.reward = reward, reward >= verifiers.success_at
+            self.metrics = {f"verifiers/{k}": float(v) for k, v in answer["metrics"].items()}
+
+        order = {
+            "name": self.start.id,
+            "seed": self.start.env_seed,
+            "url": self.gateway.url,
+            "key": self.session.key,
+            "tokenizer": self.tokenizer,
+        }
+        return self.gateway.players.start(verifiers, order, take)
+
+    async def _execute(
+        self, begin: Awaitable[Program | Playing], name: str, agents: bool = False
+    ) -> None:
         """Run the program of env.args.`name` to its end; the agent's may fail once it was told that
         its context or its calls are used up. Raises `EnvironmentFailure`."""
         what = f"{self.key}.args.{name}"
@@ -165,7 +190,7 @@ class _Run:
         if code and not (agents and self.session.truncated):
             raise self._failure(f"{what} ended with code {code}", running)
 
-    async def _watch(self, running: Program) -> int:
+    async def _watch(self, running: Program | Playing) -> int:
         """Its exit code. Raises `EnvironmentFailure`."""
         began, limit = time.monotonic(), self.limits.step_timeout_s
         ends = {running.code, self.session.failed}
@@ -198,7 +223,7 @@ class _Run:
         except (ValueError, RecursionError, OSError) as error:
             raise self._failure(f"the file ROSE_REWARD: {error}") from None
 
-    def _failure(self, cause: str, running: Program | None = None) -> EnvironmentFailure:
+    def _failure(self, cause: str, running: Program | Playing | None = None) -> EnvironmentFailure:
         words = running.last_words() if running else ""
         return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
 
@@ -236,6 +261,7 @@ def _trajectory(
     session: Session,
     reward: float,
     success: bool,
+    metrics: dict[str, float],
     started: float,
     finished: float,
 ) -> Trajectory:
@@ -261,7 +287,8 @@ def _trajectory(
             "migrations": float(session.migrations),
             "branches": float(len(branches)),
             "cut_turns": float(session.cut),
-        },
+        }
+        | metrics,
         started=started,
         finished=finished,
         domain=start.domain,

@@ -30,6 +30,7 @@ from rose.agent.gateway import (
     token_route,
 )
 from rose.agent.gateway.forks import Forks
+from rose.agent.gateway.players import Players
 from rose.agent.gateway.session import Answer, ApiError, Session
 
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
@@ -55,6 +56,7 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.forks = Forks()
+        self.players = Players()
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
@@ -76,6 +78,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.forks.close()
+        await self.players.close()
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -53,7 +53,13 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
 
 def _choice(answer: Answer) -> dict[str, Any]:
     content = [
-        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
+        {
+            "token_id": token,
+            "token": f"token_id:{token}",  # as earlier vLLMs, which some clients insist on
+            "logprob": logprob,
+            "rank": None,
+            "top_logprobs": [],
+        }
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
     ]
     return {

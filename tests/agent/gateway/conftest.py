@@ -1,7 +1,11 @@
 """A gateway on a free port, whose turns come from a script."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +22,8 @@ from rose.protocol import (
     pack_tokens,
 )
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+INSTALL_S = 600.0
 START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
 TOOL = {
@@ -100,3 +106,17 @@ def serve(chats, tokenizer):
             await gateway.close()
 
     return opened
+
+
+@pytest.fixture(scope="session")
+def verifiers_python():
+    """Of a virtual environment with the package verifiers."""
+    made = subprocess.run(
+        [str(REPOSITORY / "scripts" / "make_foreign_venv.sh"), "verifiers"],
+        env=os.environ | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=INSTALL_S,
+    )
+    return made.stdout.strip()

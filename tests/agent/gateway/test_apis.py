@@ -193,7 +193,9 @@ def test_the_token_route_takes_and_gives_token_ids(serve, chats):
             assert world.policy.requests == []
             first = await generate(prompt)
             assert first["finish_reason"] == "stop"
-            assert [c["token_id"] for c in first["logprobs"]["content"]] == first["token_ids"]
+            shown = first["logprobs"]["content"]
+            assert [c["token_id"] for c in shown] == first["token_ids"]
+            assert [c["token"] for c in shown] == [f"token_id:{t}" for t in first["token_ids"]]
             longer = prompt + first["token_ids"] + chats["tiny"].observation("more", "user")
             second = await generate(longer)
             [branch] = world.session.history.branches()

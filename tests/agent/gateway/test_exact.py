@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from rose import config, models
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
+from rose.agent.envs.verifiers import Verifiers
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.session import Session
@@ -168,9 +169,9 @@ def printed_agent(folder):
     return path
 
 
-def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
-    loop, chat, policy, reference = world
-    agent = Agent(function=f"{printed_agent(tmp_path)}:play")
+def played(world, agent, **changed):
+    """Three episodes of it."""
+    loop, chat, policy, _ = world
 
     async def run():
         gateway = Gateway("tiny")
@@ -182,7 +183,7 @@ def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
             return await asyncio.gather(
                 *(
                     run_agent(
-                        start, agent, gateway, chat, policy, limits(max_turns=12), "env", CONTEXT,
+                        start, agent, gateway, chat, policy, limits(**changed), "env", CONTEXT,
                         Sampling(1), time.time,
                     )
                     for start in starts
@@ -191,11 +192,27 @@ def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
         finally:
             await gateway.close()
 
-    for trajectory in loop.run_until_complete(run()):
+    return loop.run_until_complete(run())
+
+
+def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
+    agent = Agent(function=f"{printed_agent(tmp_path)}:play")
+    for trajectory in played(world, agent, max_turns=12):
         assert trajectory.reward in (0.0, 1.0) and trajectory.turns >= 1
         check_one = [s for s in trajectory.samples() if s.response_tokens > 10]
         if check_one:
-            check(reference, check_one)
+            check(world[3], check_one)
+
+
+@pytest.mark.parametrize("renderer", [None, {"name": "default"}])
+def test_an_environment_of_verifiers_is_exact(world, verifiers_python, monkeypatch, renderer):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "verifiers_envs"))
+    guess = Verifiers(
+        verifiers_python, "rose_guess", most_tasks=50, renderer=renderer, environment=["PYTHONPATH"]
+    )
+    trajectories = played(world, guess, max_new_tokens=NEW, step_timeout_s=300.0)
+    assert max(t.turns for t in trajectories) > 1
+    check(world[3], [s for t in trajectories for s in t.samples()])
 
 
 def test_a_framework_from_pypi_runs_as_it_is(world):

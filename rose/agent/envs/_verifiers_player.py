@@ -1,0 +1,303 @@
+"""Plays episodes of one `verifiers` environment. It runs in that library's own virtual environment,
+as `PYTHON -P _verifiers_player.py`, and imports nothing of ROSE.
+
+The first line of the standard input is what to load (`Verifiers.settings` in verifiers.py), and the
+first one on the standard output is how many tasks there are, or an error. Then each line asks for
+an episode or cancels one, and each answer is an episode's reward or error; any number run at once.
+The end of the input ends it. The library's own chat programs are installed by uv from the network
+and started for each episode; `Chat` is the same loop in this process.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import random
+import sys
+
+WANTED = "0.4."  # of the library: 0.1 to 0.3 have other classes
+HARNESS = "rose_chat"  # by which name the library imports this file
+
+
+class Refused(Exception):
+    """`key`: of env.args, whose value can't be used."""
+
+    def __init__(self, key, text):
+        super().__init__(text)
+        self.key = key
+
+
+try:
+    found = importlib.metadata.version("verifiers")
+    if not found.startswith(WANTED):
+        raise Refused("python", f"it has verifiers {found}; {WANTED}x is needed")
+    import httpx
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+    from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
+except (ImportError, Refused) as error:
+    print(json.dumps({"key": "python", "error": f"{error}"}))
+    sys.exit(1)
+
+__all__ = ["Chat"]
+ENDS = ("context_length_exceeded", "turn_limit")  # the gateway's codes: the episode is scored as is
+
+
+class ChatConfig(vf.HarnessConfig):
+    id: str = HARNESS
+
+
+class Chat(vf.Harness[ChatConfig]):
+    """Calls the policy, and the environment's tools as it asks for them, until an answer without a
+    call. It gives the policy no shell."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        servers = {
+            name: {"url": url, "timeout": self.config.tool_timeout}
+            for name, url in mcp_urls.items()
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            tools, places, servers = await connect_mcp({"mcpServers": servers}, stack)
+            body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            while (said := await self._ask(http, endpoint, secret, body)) is not None:
+                messages.append(said)
+                for call in said.get("tool_calls") or ():
+                    text = await self._use(servers, places, call["function"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+                if not said.get("tool_calls"):
+                    break
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def _ask(self, http, endpoint, secret, body):
+        """The policy's message; None once its context or its calls are used up."""
+        headers = {"Authorization": f"Bearer {secret}"}
+        answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=headers)
+        if answer.status_code != 200:
+            if any(code in answer.text for code in ENDS):
+                return None
+            raise RuntimeError(f"the policy's call failed ({answer.status_code}): {answer.text}")
+        said = answer.json()["choices"][0]["message"]
+        return {key: value for key, value in said.items() if value is not None}
+
+    async def _use(self, servers, places, function):
+        """What the tool says, or why it can't be used, both for the policy."""
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            return f"error: the arguments are no JSON: {error}"
+        if function["name"] not in places:
+            return f"error: unknown tool {function['name']!r}; known are {', '.join(places)}"
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be a JSON object"
+        return await call_mcp(servers, places, function["name"], arguments)
+
+
+class Player:
+    """An environment with its tasks: `train` and `held_out`. Raises `Refused`."""
+
+    def __init__(self, settings):
+        self.settings, self.id = settings, settings["id"]
+        config = self._config(settings["args"])
+        try:
+            self.env = vf.load_environment(config)
+        except Exception as error:
+            raise Refused("env", f"{self.id} can't be made of it: {_text(error)}") from error
+        roles = agent_config_fields(config)
+        trained = [name for name, role in roles.items() if role.client is None]
+        if len(trained) != 1:
+            raise Refused(
+                "env",
+                f"{self.id} has the roles {', '.join(roles)}, of which {len(trained)} have no "
+                "`client` of their own; one of them is trained, so give the others one each",
+            )
+        self.role = trained[0]
+        held_out = settings["held_out"]
+        if isinstance(held_out, dict):
+            self.train = self._tasks(self.env.taskset, "args")
+            other = self._config(settings["args"] | held_out).taskset
+            self.held_out = self._tasks(vf.load_taskset(other), "held_out")
+        else:
+            self.train, self.held_out = self._split(held_out)
+        self._check(roles[self.role])
+
+    def _config(self, args):
+        """The environment's, in which roles without a program of their own get `Chat`, and those
+        without a sandbox run here."""
+        raw = self.settings["env"] | {"taskset": args | {"id": self.id}}
+        try:
+            vf.import_taskset(self.id)
+        except ModuleNotFoundError as error:
+            raise Refused("id", f"no such environment is installed: {error}") from error
+        except Exception as error:
+            raise Refused("id", f"it can't be imported: {_text(error)}") from error
+        try:
+            config = vf.resolve_env_config(raw)
+            bundled = vf.default_harness_id(self.id) == self.id
+        except Exception as error:
+            key = "args" if self.settings["args"] and "taskset" in str(error) else "env"
+            raise Refused(key, f"{self.id} refuses it: {_text(error)}") from error
+        changes = {}
+        for name, role in agent_config_fields(config).items():
+            harness = role.harness
+            ours = not bundled if harness is None else harness.id == "null"
+            here = "runtime" not in role.model_fields_set
+            changes[name] = role.model_copy(
+                update=({"harness": ChatConfig()} if ours else {})
+                | ({"runtime": vf.SubprocessConfig()} if here else {})
+            )
+        return config.model_copy(update=changes)
+
+    def _tasks(self, taskset, key):
+        most = self.settings["most_tasks"]
+        try:
+            tasks = list(itertools.islice(taskset, most))
+        except Exception as error:  # no hub, no file: whatever the loader raises
+            raise Refused(key, f"the tasks of {self.id} can't be loaded: {_text(error)}") from error
+        if not tasks:
+            raise Refused(key, f"{self.id} has no tasks with it")
+        return tasks
+
+    def _split(self, share):
+        """By each task's content but its place: equal tasks are on one side, and added or reordered
+        ones change no other's."""
+        sides = [], []
+        for task in self._tasks(self.env.taskset, "args"):
+            content = task.data.model_dump(mode="json", exclude={"idx"})
+            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+            sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(task)
+        if not all(sides):
+            whole = len(sides[0]) + len(sides[1])
+            raise Refused(
+                "held_out",
+                f"of {whole} tasks of {self.id}, {len(sides[1])} are held out; both sides need "
+                "some",
+            )
+        return sides
+
+    def _check(self, role):
+        """That the trained role can play the first task here. Raises `Refused`."""
+        task = self.train[0]
+        tools = [*task.toolsets(task.config), *self.env.taskset.toolsets(self.env.taskset.config)]
+        try:
+            runtime = resolve_runtime_config(role.runtime, task)
+            harness = role.harness or self.env._default_harness
+            validate_pairing(vf.load_harness(harness), type(task), runtime, tools=tools)
+        except (TypeError, ValueError) as error:
+            raise Refused("id", f"{self.id} can't be played here: {error}") from error
+
+    async def play(self, order):
+        """An episode's answer: its reward and metrics, or its error."""
+        tasks = self.held_out if order["seed"] % 2 else self.train
+        task = tasks[random.Random(order["seed"]).randrange(len(tasks))]
+        given = {
+            "base_url": f"{order['url']}/v1",
+            "api_key_var": "ROSE_NO_KEY",  # a key of its own per episode goes as a header instead
+            "headers": {"x-api-key": order["key"]},
+        }
+        if self.settings["renderer"] is None:
+            client = vf.EvalClientConfig(**given)
+        else:
+            client = vf.TrainClientConfig(
+                **given, renderer=self.settings["renderer"], renderer_model_name=order["tokenizer"]
+            )
+        context = vf.ModelContext(model="policy", client=client)
+        episode = await self.env.run_episode(task, context)
+        traces = [trace for trace in episode.traces if trace.agent.name == self.role]
+        errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+        late = [t.stop_condition for t in traces if t.stop_condition in LATE]
+        rewards = [value for t in traces for value in t.rewards.values() if value is not None]
+        if not episode.ok or late or not rewards:
+            said = "; ".join([f"{e.type}: {e.message}" for e in errors] + late)
+            return {"error": said or "the environment recorded no reward"}
+        metrics = {}
+        for trace in traces:
+            metrics |= {name: v for name, v in trace.metrics.items() if v is not None}
+            metrics |= {name: r.value for name, r in trace.rewards.items() if r is not None}
+        return {"reward": sum(t.reward for t in traces) / len(traces), "metrics": metrics}
+
+
+LATE = (
+    "setup_timeout",
+    "finalize_timeout",
+    "scoring_timeout",
+)  # of the library: no reward is whole
+
+
+def _text(error):
+    return f"{type(error).__name__}: {error}"
+
+
+async def serve(player, answer):
+    """Until the input ends."""
+    loop, running = asyncio.get_running_loop(), {}
+    orders = asyncio.StreamReader(limit=2**24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+
+    async def one(order):
+        try:
+            said = await player.play(order)
+        except asyncio.CancelledError:
+            said = {"error": "cancelled"}
+        except Exception as error:
+            said = {"error": _text(error)}
+        running.pop(order["name"], None)
+        answer({"name": order["name"]} | said)
+
+    line = await orders.readline()
+    if not line:
+        return
+    async with player.env.serving():
+        # each episode gets a server and a client of its own, which end with it: the shared one
+        # keeps a client for every key that it has seen
+        player.env._interception = None
+        while line:
+            order = json.loads(line)
+            if "cancel" in order:
+                if order["cancel"] in running:
+                    running[order["cancel"]].cancel()
+            else:
+                running[order["name"]] = asyncio.create_task(one(order))
+            line = await orders.readline()
+        for task in [*running.values()]:
+            task.cancel()
+
+
+def main():
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what environments print is no answer
+
+    def answer(said):
+        out.write(json.dumps(said) + "\n")
+        out.flush()
+
+    sys.modules[HARNESS] = sys.modules["__main__"]
+    try:
+        player = Player(json.loads(sys.stdin.buffer.raw.readline()))
+    except Refused as error:
+        answer({"key": error.key, "error": str(error)})
+        return 1
+    answer({"train": len(player.train), "held_out": len(player.held_out)})
+    asyncio.run(serve(player, answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

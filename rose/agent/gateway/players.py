@@ -1,0 +1,141 @@
+"""Processes that play whole episodes of a foreign library, many at once (envs/verifiers.py).
+
+There is one for each configuration, started with the first episode. An episode that is cancelled
+and does not end, as its environment blocks the process, ends the process, and with it the other
+episodes; the next one starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rose import processes
+from rose.agent.envs.verifiers import LOAD_S, Verifiers
+from rose.agent.gateway import program, watchdog
+
+CANCEL_S = 10.0  # for a cancelled episode to free what it has: tool servers, a folder
+LINE = 2**24  # bytes of an answer, at most
+
+
+class Players:
+    def __init__(self) -> None:
+        self._processes: dict[tuple[str, ...], _Process] = {}
+        self._starting = asyncio.Lock()
+
+    async def start(
+        self, verifiers: Verifiers, order: dict[str, Any], take: Callable[[dict[str, Any]], None]
+    ) -> Playing:
+        """An episode; `order` is `Player.play`'s, with its `name`. `take` gets its answer if it has
+        a reward. Raises OSError when there is no process to play it."""
+        key = (verifiers.settings, *verifiers.command, *verifiers.environment)
+        async with self._starting:  # or episodes that begin at once would start one each
+            process = self._processes.get(key)
+            if process is None or process.over:
+                process = self._processes[key] = await _Process.start(verifiers)
+        return process.play(order, take)
+
+    async def close(self) -> None:
+        for process in self._processes.values():
+            await process.close()
+
+
+class Playing:
+    """One episode, as `_Run` watches a program: `code` is 0 once there is a reward, else 1."""
+
+    def __init__(self, name: str, process: _Process, take: Callable[[dict[str, Any]], None]):
+        self.name, self._process, self._take, self._error = name, process, take, ""
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def answered(self, answer: dict[str, Any]) -> None:
+        self._error = answer.get("error", "")
+        if not self._error:
+            try:
+                self._take(answer)
+            except ValueError as error:
+                self._error = str(error)
+        self.code.set_result(1 if self._error else 0)
+
+    def cut_log(self) -> None:
+        """What environments print is in the environment host's own log."""
+
+    def last_words(self) -> str:
+        return self._error[-program.LOG_BYTES :]
+
+    async def end(self) -> None:
+        """Returns once it has ended, and its process if it doesn't end otherwise."""
+        if not self.code.done():
+            self._process.send({"cancel": self.name})
+            await asyncio.wait({self.code}, timeout=CANCEL_S)
+        if not self.code.done():
+            await self._process.kill()
+
+
+class _Process:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._playing: dict[str, Playing] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, verifiers: Verifiers) -> _Process:
+        host = os.getpid()
+        process = await asyncio.create_subprocess_exec(
+            *verifiers.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=processes.bare_environment(verifiers.environment) | {watchdog.MARK: program.HOST},
+            limit=LINE,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(host),
+        )
+        try:
+            process.stdin.write(f"{verifiers.settings}\n".encode())
+            line = await asyncio.wait_for(process.stdout.readline(), LOAD_S)
+            loaded = json.loads(line or '{"error": "its process ended while it loaded"}')
+        except TimeoutError:
+            loaded = {"error": f"it was not loaded within {LOAD_S:g} s"}
+        except BaseException:
+            process.kill()
+            raise
+        if "error" in loaded:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise OSError(loaded["error"])
+        return cls(process)
+
+    @property
+    def over(self) -> bool:
+        return self._reading.done()
+
+    def play(self, order: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> Playing:
+        playing = self._playing[order["name"]] = Playing(order["name"], self, take)
+        self.send(order)
+        return playing
+
+    def send(self, order: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    async def _read(self) -> None:
+        while line := await self._process.stdout.readline():
+            answer = json.loads(line)
+            if (playing := self._playing.pop(answer["name"], None)) is not None:
+                playing.answered(answer)
+        for playing in self._playing.values():
+            playing.answered({"error": "the process that plays the episodes has ended"})
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self._reading
+
+    async def close(self) -> None:
+        """It ends what it has started; killed if it doesn't."""
+        self._process.stdin.close()
+        await asyncio.wait({self._reading}, timeout=CANCEL_S)
+        await self.kill()

@@ -1,0 +1,72 @@
+"""Sums for the policy, with a tool that adds if `tools` asks for it: an environment of verifiers."""
+
+import asyncio
+import time
+
+import verifiers.v1 as vf
+
+
+class AdderConfig(vf.ToolsetConfig):
+    pass
+
+
+class Adder(vf.Toolset[AdderConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> str:
+        """Add two integers."""
+        return str(a + b)
+
+
+class SumData(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def right(self, task, trace) -> float:
+        said = trace.nodes[-1].message.content or ""
+        if task.answer == "3":
+            raise RuntimeError("nobody can judge 3")
+        if task.answer == "5":
+            await asyncio.sleep(3600)
+        if task.answer == "7":
+            time.sleep(3600)
+        return float(task.answer in said)
+
+    @vf.reward(weight=0.25)
+    async def short(self, trace) -> float:
+        return 1.0
+
+    @vf.metric
+    async def calls(self, trace) -> float:
+        return float(sum(node.message.role == "tool" for node in trace.nodes))
+
+
+class SumsConfig(vf.TasksetConfig):
+    first: int = 10
+    rows: int = 20
+    split: str = "train"
+    tools: bool = False
+    needs: str = ""
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
+    def load(self):
+        if self.config.needs:
+            raise ConnectionError(f"couldn't reach {self.config.needs}")
+        ask = "What is 1 + {}?" if self.config.split == "train" else "And 1 + {}?"
+        for k in range(self.config.first, self.config.first + self.config.rows):
+            data = SumData(
+                prompt=ask.format(k), system_prompt="Add.", answer=str(k + 1), name=f"sum{k}"
+            )
+            yield SumTask(data, self.config.task)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(AdderConfig())] if config.tools else []
+
+
+__all__ = ["Sums"]
+
+if __name__ == "__main__":  # the library starts the tools' server so
+    Adder.run()
