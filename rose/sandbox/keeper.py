@@ -4,10 +4,10 @@
 
 It is small and has one thread, so that it can fork each sandbox in a millisecond. All mounts are
 made in its own and the sandboxes' mount namespaces: they vanish with the processes, whatever kills
-them. When the host is gone, its socket ends, and so do the sandboxes; when the keeper is killed, so are
-they, by the parent-death signal. What could stay behind, control groups, the next keeper removes.
-With root, a sandbox's users are mapped to a range of host users that nobody else has; without, its
-only user is this one, in a user namespace of the keeper's.
+them. When the host is gone, its socket ends, and so do the sandboxes; when the keeper is killed,
+so are they, by the parent-death signal. What could stay behind, control groups, the next keeper
+removes. With root, a sandbox's users are mapped to a range of host users that nobody else has;
+without, its only user is this one, in a user namespace of the keeper's.
 """
 
 from __future__ import annotations

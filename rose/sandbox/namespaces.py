@@ -84,7 +84,7 @@ def _close(fds: list[int]) -> None:
 
 
 class Keeper:
-    """One for a process and its event loop; `close` ends it with all of its sandboxes."""
+    """One for a process; `close` ends it with all of its sandboxes."""
 
     def __init__(self, process: subprocess.Popen, end: socket.socket, found: dict[str, Any]):
         self.process, self.end = process, end

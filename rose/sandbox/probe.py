@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import shutil
-import weakref
 from dataclasses import dataclass
 
 from rose.sandbox import apptainer, gvisor
@@ -22,7 +22,7 @@ SECCOMP_MISSING = (
     "system calls"
 )
 
-_keepers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Keeper] = weakref.WeakKeyDictionary()
+_keepers: dict[int, Keeper] = {}  # by process: a forked one must not use its parent's
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,10 @@ class Found:
 
 
 def keeper() -> Keeper:
-    """This event loop's. Raises `SandboxError`."""
-    loop = asyncio.get_running_loop()
-    found = _keepers.get(loop)
+    """This process's. Raises `SandboxError`."""
+    found = _keepers.get(os.getpid())
     if found is None or not found.alive:
-        found = _keepers[loop] = Keeper.start()
+        found = _keepers[os.getpid()] = Keeper.start()
         atexit.register(found.close)
         for name, why in found.lacking.items():
             LOG.warning("sandboxes: no limit of %s: %s", name, why)
@@ -50,8 +49,8 @@ def keeper() -> Keeper:
 
 
 def close() -> None:
-    """End this event loop's keeper and its sandboxes."""
-    found = _keepers.pop(asyncio.get_running_loop(), None)
+    """End this process's keeper and its sandboxes."""
+    found = _keepers.pop(os.getpid(), None)
     if found is not None:
         atexit.unregister(found.close)
         found.close()
