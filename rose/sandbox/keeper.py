@@ -195,15 +195,10 @@ class Keeper:
                 os.setresuid(0, 0, 0)
                 second = os.fork()
                 if second == 0:
-                    said.close()
-                    ours.close()
-                    self.host.close()
-                    for fd in (go[1], *mapped, *spaces):
-                        os.close(fd)
+                    close_but(go[0], control.fileno())
                     if os.read(go[0], 1) != b"g":
                         os._exit(1)
                     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-                    os.close(go[0])
                     run(spec, self.base, lower, control)
                 said.send(str(second).encode())
             except OSError as error:
@@ -274,6 +269,7 @@ class Keeper:
             try:
                 new_child()
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                close_but(held, *spaces, *fds)
                 os.read(held, 1)
                 check.run(spec, order, spaces, fds)
             finally:
@@ -301,6 +297,14 @@ class Keeper:
 def new_child() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def close_but(*kept: int) -> None:
+    """Close what a child inherited: another sandbox's namespaces would live as long as it does."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
 
 
 def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:

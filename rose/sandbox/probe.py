@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
+import functools
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 
 from rose.sandbox import apptainer, gvisor
@@ -14,7 +15,6 @@ from rose.sandbox.backend import SandboxError, Shell, Spec
 from rose.sandbox.kernel import SECCOMP
 from rose.sandbox.namespaces import NAME, Keeper
 
-LOG = logging.getLogger("rose.sandbox")
 BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # auto: the first that works
 AUTO = "auto"
 SECCOMP_MISSING = (
@@ -42,9 +42,6 @@ def keeper() -> Keeper:
     if found is None or not found.alive:
         found = _keepers[os.getpid()] = Keeper.start()
         atexit.register(found.close)
-        for name, why in found.lacking.items():
-            LOG.warning("sandboxes: no limit of %s: %s", name, why)
-        LOG.info("sandboxes: backend %s, %s", NAME, _kind(found))
     return found
 
 
@@ -78,6 +75,21 @@ async def begin(spec: Spec, backend: str) -> tuple[Shell, str]:
     raise SandboxError(f"no backend for sandboxes works here: {'; '.join(problems)}")
 
 
+@functools.cache
+def announce(name: str) -> None:
+    """Name the backend and what it lacks in the log, once in a process."""
+    lines = [f"sandboxes: backend {name}"]
+    if name == NAME:
+        lines[0] += f", {_kind(keeper())}"
+        lines += [f"sandboxes: {words}" for words in _lacking(keeper())]
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _lacking(found: Keeper) -> list[str]:
+    lacking = [f"no limit of {key}: {why}" for key, why in found.lacking.items()]
+    return lacking + ([SECCOMP_MISSING] if SECCOMP is None else [])
+
+
 def describe() -> list[Found]:
     """Every backend; each is tried by a sandbox that runs one command. For a thread without an
     event loop."""
@@ -90,10 +102,7 @@ async def _describe(name: str) -> Found:
     lacking, words = [], "works"
     try:
         if name == NAME:
-            found = keeper()
-            words = _kind(found)
-            lacking = [f"no limit of {key}: {why}" for key, why in found.lacking.items()]
-            lacking += [SECCOMP_MISSING] if SECCOMP is None else []
+            words, lacking = _kind(keeper()), _lacking(keeper())
         shell, _ = await begin(Spec(), name)
         await shell.close()
     except SandboxError as error:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
-from rose.sandbox.probe import begin
+from rose.sandbox.probe import announce, begin
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
@@ -43,6 +43,7 @@ class Sandbox:
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
         """Raises `SandboxError`, with what each backend lacks here."""
         shell, name = await begin(spec, backend)
+        announce(name)
         return cls(shell, spec, name)
 
     async def __aenter__(self) -> Sandbox:
