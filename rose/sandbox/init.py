@@ -248,6 +248,8 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     except OSError:
         os.chdir("/")
     os.umask(0o022)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, files), files))
     processes = spec["limits"]["processes"]
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

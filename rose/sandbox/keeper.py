@@ -16,6 +16,7 @@ import contextlib
 import glob
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -166,11 +167,11 @@ class Keeper:
             control = socket.socket(fileno=fds[0])
             order["lacking"] = list(self.groups.lacking)
             try:
-                pid = self.begin(order, control)
+                said = {"pid": self.begin(order, control)}
             except OSError as error:
-                send(control, {"failed": str(error)})
-            else:
-                send(control, {"pid": pid})
+                said = {"failed": str(error)}
+            with contextlib.suppress(OSError):  # the host has given it up already
+                send(control, said)
             control.close()
             return
         for fd in fds:
@@ -261,7 +262,8 @@ class Keeper:
     def begin_check(self, order: dict[str, Any], fds: list[int]) -> None:
         number, spaces, spec = self.sandboxes.get(order["check"], (0, [], {}))
         if number == 0:
-            os.write(fds[2], json.dumps({"failed": "the sandbox is gone"}).encode())
+            with contextlib.suppress(OSError):
+                os.write(fds[2], json.dumps({"failed": "the sandbox is gone"}).encode())
             return
         held, go = os.pipe()
         pid = os.fork()
@@ -274,8 +276,13 @@ class Keeper:
                 check.run(spec, order, spaces, fds)
             finally:
                 os._exit(1)
-        self.groups.join(f"{self.name}-{number}", pid)
-        os.write(go, b"g")
+        try:
+            self.groups.join(f"{self.name}-{number}", pid)
+            os.write(go, b"g")
+        except OSError as error:  # the sandbox ended just now
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.write(fds[2], json.dumps({"failed": str(error)}).encode())
         os.close(held)
         os.close(go)
 
@@ -344,6 +351,8 @@ def _private(folder: str, names: list[str]) -> list[str]:
 
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes five
     try:
         keeper = Keeper(host)
     except OSError as error:
