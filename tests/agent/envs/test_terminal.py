@@ -159,15 +159,15 @@ def test_a_file_is_edited_where_the_text_stands_once():
 
 def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
     out = tmp_path / "tasks"
-    make_repair_tasks.main(["--out", str(out), "--count", "6", "--held-out", "2", "--seed", "3"])
+    make_repair_tasks.main(["--out", str(out), "--count", "3", "--held-out", "1", "--seed", "3"])
     train, held_out = _tasks.load(str(out))
-    assert (len(train), len(held_out)) == (4, 2)
+    assert (len(train), len(held_out)) == (2, 1)
     broken = [
         next(p for p in t.folder.glob("environment/*.py") if not p.name.startswith("test_"))
         for t in (*train, *held_out)
     ]
     whole = {p.read_text() for p in out.glob("*/*/solution/solve.sh")}
-    assert len({ast.dump(ast.parse(p.read_text())) for p in broken}) == 6 and len(whole) > 1
+    assert len({ast.dump(ast.parse(p.read_text())) for p in broken}) == 3 and len(whole) > 1
     chosen = random.Random(4).choice(train)
     solution = (chosen.folder / "solution/solve.sh").read_text()
     assert play(4, "true", tasks=str(out))[1][-1].reward == 0
