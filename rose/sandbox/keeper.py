@@ -73,6 +73,11 @@ MADE = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
+SWITCHES = {
+    "/proc/sys/user/max_user_namespaces": "0",
+    "/proc/sys/kernel/unprivileged_userns_clone": "0",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
+}
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -349,6 +354,16 @@ def _private(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if n == "private" or not os.access(f"{folder}/{n}", os.R_OK)]
 
 
+def switched_off() -> str:
+    """The settings of this machine that keep users without root from namespaces, if there are."""
+    for path, value in SWITCHES.items():
+        with contextlib.suppress(OSError), open(path) as file:
+            if file.read().strip() == value:
+                name = path.removeprefix("/proc/sys/").replace("/", ".")
+                return f"; {name}={value} keeps user namespaces from users without root"
+    return ""
+
+
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -356,7 +371,7 @@ def main() -> None:
     try:
         keeper = Keeper(host)
     except OSError as error:
-        send(host, {"failed": str(error)})
+        send(host, {"failed": f"{error}{switched_off()}"})
         return
     keeper.serve()
 
